@@ -67,7 +67,7 @@ operators.register_operators()
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`: that of the installed distribution, "0+unknown" in a tree that is not installed."""
+    """Return `__version__`: the installed distribution's version, or "0+unknown" if it is not installed."""
     if name == "__version__":
         try:
             return metadata.version("normserve")

@@ -10,7 +10,7 @@ really moves.
 
 
 def compute_forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
-    """Fewest bytes of a forward pass.
+    """Compute the fewest bytes of a forward pass.
 
     Args:
         numel: elements of x.
@@ -29,7 +29,7 @@ def compute_backward_bytes(
     dresidual_out: int = 0,
     dresidual: int = 0,
 ) -> int:
-    """Fewest bytes of a backward pass.
+    """Compute the fewest bytes of a backward pass.
 
     Args:
         numel: elements of x.

@@ -1,4 +1,4 @@
-"""Replacements for launchers and warm-up functions without Triton: calling them raises an error that says so."""
+"""Replacements for launchers and warm-up functions without Triton: each raises ModuleNotFoundError when called."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

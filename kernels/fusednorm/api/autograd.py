@@ -1,4 +1,4 @@
-"""Differentiable functions: `layer_norm`, `rms_norm`, `group_norm`, and the same after a residual addition.
+"""Differentiable functions: `layer_norm`, `rms_norm`, `group_norm`, and each of them after a residual addition.
 
 If torch traces, transforms or observes the call, it sees the operators of `operators`, which the package
 registers.  Otherwise these operators would cost the host several times as much as the passes, so the call goes
@@ -57,7 +57,7 @@ def layer_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
+    """Compute `layer_norm_forward`'s y, differentiable in x, weight and bias."""
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     return _dispatch_norm(values, x, weight, bias, None, None, None)[0]
 
@@ -72,7 +72,7 @@ def rms_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """`rms_norm_forward`'s y, differentiable in x and weight."""
+    """Compute `rms_norm_forward`'s y, differentiable in x and weight."""
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     return _dispatch_norm(values, x, weight, None, None, None, None)[0]
 
@@ -90,7 +90,7 @@ def group_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """`group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
+    """Compute `group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
 
@@ -107,7 +107,7 @@ def add_layer_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
+    """Compute `layer_norm` of x + residual, and the sum; differentiable in all four tensors."""
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, bias, residual, None, None))
 
@@ -123,7 +123,7 @@ def add_rms_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
+    """Compute `rms_norm` of x + residual, and the sum; differentiable in all three tensors."""
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, None, residual, None, None))
 
@@ -142,17 +142,17 @@ def add_group_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """`group_norm` of x + residual, with the sum; differentiable in all six tensors."""
+    """Compute `group_norm` of x + residual, and the sum; differentiable in all six tensors."""
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
 
 
 _PLAIN = 0.0, "none", 0.0
-"""weight_offset, activation and dropout of a call without them."""
+"""The values of weight_offset, activation and dropout in a call that uses none of these options."""
 
 
 def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
-    """The result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    """Compute the result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
     extension = get_extension() if HAS_TRITON and not is_compiling() else None
     if extension is not None and can_bypass_triton():
         made: tuple[Tensor, Any] | None = extension.differentiable(values, encode_policy(), *tensors)
@@ -192,7 +192,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
 
 
 def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
-    """A call with a nested tensor, whose rows are those of one tensor with all of its values.
+    """Compute a call with a nested tensor as a call with one tensor of all its values.
 
     Raises:
         KernelInputError: rows are not those of its values, or residual has another shape.
@@ -219,7 +219,7 @@ def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tens
 
 
 def select_library(op: str, x: Tensor) -> Any:
-    """The module that computes `op` on x's device.
+    """Return the module that computes `op` on x's device.
 
     Raises:
         ModuleNotFoundError: the kernels would compute it, but Triton is not installed.
@@ -232,12 +232,12 @@ def select_library(op: str, x: Tensor) -> Any:
 
 
 def _select_kernel_passes(op: str) -> Any:
-    """The module of an operation's passes by the kernels."""
+    """Return the module that computes an operation's passes by the kernels."""
     return group_norm_passes if op == "group_norm" else layer_norm_passes
 
 
 def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
-    """The result of a call of a known kind, else None: see `launch.replay`."""
+    """Return the result of a call whose kind has been recorded, else None: see `launch.replay`."""
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
     again: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
@@ -263,7 +263,7 @@ def _compute_gradients(
     dresidual_out: Tensor | None,
     parameter_gradients: bool,
 ) -> Backward:
-    """The backward pass of a call that the host extension made, if the extension does not know that pass.
+    """Compute the backward pass of a call that the host extension made, if the extension has not recorded it.
 
     `saved` is the inputs, then mean and rstd.
     """
@@ -273,7 +273,7 @@ def _compute_gradients(
 
 
 def _select_and_run_backward(options: NormOptions, parameter_gradients: bool, inputs: BackwardInputs) -> Backward:
-    """The backward pass over these tensors: the operator's if it is observed or differentiated."""
+    """Run the backward pass over these tensors: the operator's if it is observed or differentiated."""
     if is_observed(*inputs) or torch.is_grad_enabled():
         return run_backward_operator(options, inputs)
     library = select_library(options.op, inputs.x)

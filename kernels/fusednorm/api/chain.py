@@ -33,7 +33,9 @@ def layer_norm_chain(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = LN_k(... LN_2(LN_1(x))) over the last axis, LN_i(h) = (h - mean(h)) * rstd(h) * weights[i] + biases[i].
+    """Compute y = LN_k(... LN_2(LN_1(x))) over the last axis.
+
+    LN_i(h) = (h - mean(h)) * rstd(h) * weights[i] + biases[i].
 
     Values between norms stay float32, so that only y is rounded to its dtype; k separate calls round k times.
     Every norm computes its moments as `layer_norm_forward` does.  There is no backward pass.
@@ -54,8 +56,8 @@ def layer_norm_chain(
             argument requires one.
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
 
-    Traffic: `traffic.forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384 columns are
-    read once more from L1 or L2 for every norm.
+    Traffic: `traffic.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384 columns
+    are read once more from L1 or L2 for every norm.
 
     Source: as `layer_norm_forward`.
     """

@@ -17,10 +17,10 @@ Plain = Callable[..., Results]
 """An operator in plain torch, with the operator's arguments and results."""
 
 Setup = Callable[[Any, tuple[Any, ...], Results], None]
-"""Saves the arguments and results that the derivative needs in a context."""
+"""A function that saves the arguments and results needed by the derivative in a context."""
 
 Derivative = Callable[..., tuple[Tensor | None, ...]]
-"""Takes the context and the gradients of the results, returns those of the arguments."""
+"""A function from the context and the gradients of the results to the gradients of the arguments."""
 
 _TRANSFORMED = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -72,7 +72,7 @@ def register_derivatives(
 
 
 def has_tangent(argument: Any) -> bool:
-    """Whether an argument has a forward-mode tangent."""
+    """Return whether an argument has a forward-mode tangent."""
     # Level 0: torch has no other level yet.
     return isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None
 
@@ -80,7 +80,7 @@ def has_tangent(argument: Any) -> bool:
 def differentiate_plain_operator(
     plain: Plain, arguments: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the needed arguments from gradients of the results; they are differentiable themselves.
+    """Compute gradients of the needed arguments from gradients of the results; they are differentiable, too.
 
     Args:
         plain: the function to differentiate.

@@ -40,7 +40,9 @@ def group_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
+    """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias.
+
+    The moments are those of each group.
 
     h = x + residual.  scale and shift are those of adaptive GroupNorm: an affine step per sample after the common
     one, in the form that diffusion models use (`scale_shift` of a time embedding).
@@ -76,9 +78,10 @@ def group_norm_forward(
         UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift have other
             strides than above; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
 
-    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one program's
-    registers are read a second time from L1 or L2, still larger ones from memory.  If residual has another layout
-    than x, it is first copied into x's: one more read and write, and memory for the copy during the call.
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
+    program's registers are read a second time from L1 or L2, still larger ones from memory.  If residual has
+    another layout than x, it is first copied into x's: one more read and write, and memory for the copy during the
+    call.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -134,7 +137,7 @@ def group_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
 
     dz is the gradient of the affine step's output, f = 1 + scale and g = dz * f * weight.  Over positions dshift =
     sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f) and
@@ -161,9 +164,9 @@ def group_norm_backward(
             scale and shift have strides that the forward pass does not support.  Or the call needs 2^31 programs or
             more.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from L2,
-    still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or dresidual_out
-    has another layout than x, it is first copied as in the forward pass.
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time
+    from L2, still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or
+    dresidual_out has another layout than x, it is first copied as in the forward pass.
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """

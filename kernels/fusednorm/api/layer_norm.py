@@ -39,7 +39,9 @@ def layer_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
+    """Compute y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis.
+
+    h = x + residual.
 
     Statistics and every intermediate are float32; the variance is computed about a pivot within the range of the
     row's values, so a mean far from zero causes no cancellation.  A row's bits do not depend on the other rows.
@@ -72,8 +74,8 @@ def layer_norm_forward(
         UnsupportedShapeError: strides that no kernel handles (nothing is copied to make them fit); over 65535 heads
             or 2^30 columns.
 
-    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile are read
-    a second time from L1 or L2; for a float8 y rows beyond 16384 columns are read a second and third time.
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
+    are read a second time from L1 or L2; for a float8 y rows beyond 16384 columns are read a second and third time.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -96,7 +98,9 @@ def rms_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
+    """Compute y = dropout(act(h * rstd * (weight + weight_offset))) over the last axis.
+
+    rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
     Everything else is as in `layer_norm_forward`; there is no bias and no mean.
 
@@ -124,7 +128,7 @@ def layer_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
 
     w is weight + weight_offset.  dz is the gradient of the affine step's output; dweight = sum(dz * x_hat) and
     dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run on a device gives
@@ -148,8 +152,8 @@ def layer_norm_backward(
         UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; or over 8192 columns if heads have
             parameters of their own or rows need two strides.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of another dtype
-    than dx; for rows too long for a tile, dy and x twice.
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of another
+    dtype than dx; for rows too long for a tile, dy and x twice.
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
@@ -174,7 +178,7 @@ def rms_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w and x_hat = h * rstd.
+    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w, x_hat = h * rstd.
 
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
@@ -186,7 +190,7 @@ def rms_norm_backward(
 def _run_forward(
     values: OptionValues, tensors: tuple[Any, ...], out_dtype: torch.dtype | None, stats: bool, out: Forward | None
 ) -> Forward:
-    """The result; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    """Run the forward pass; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
     kind = values, out_dtype, stats
     may_repeat = is_replayable(values)
     repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
@@ -215,7 +219,7 @@ def _run_forward(
 def _run_backward(
     values: OptionValues, tensors: tuple[Any, ...], parameter_gradients: bool, out: Backward | None
 ) -> Backward:
-    """The result; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
+    """Run the backward pass; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
     repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None

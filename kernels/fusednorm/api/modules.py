@@ -28,7 +28,7 @@ class _ActivationMixin(nn.Module):
         self.activation = activation
 
     def extra_repr(self) -> str:
-        """torch's string, extended by the settings that torch's module does not have."""
+        """Return torch's string, extended by the settings that torch's module does not have."""
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -45,7 +45,7 @@ class _WeightOffsetMixin(_ActivationMixin):
         check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """The initial factor of x_hat is one, as in torch, so a weight with an offset starts at zero."""
+        """Reset the factor of x_hat to one, as in torch; a weight with an offset therefore starts at zero."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
@@ -87,7 +87,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         def __call__(self, input: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., *normalized_shape] normalised over the last axes; float32 under CUDA's autocast.
+        """Normalise input [..., *normalized_shape] over the last axes; float32 under CUDA's autocast.
 
         Raises:
             KernelInputError: input ends in other axes, or the function refuses an argument.
@@ -138,7 +138,9 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] normalised over the last axes; in the dtype of torch's under CUDA's autocast.
+        """Normalise x [..., *normalized_shape] over the last axes.
+
+        Under CUDA's autocast, the dtype of the result is that of torch's module.
 
         Raises:
             KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -182,7 +184,9 @@ class GroupNorm(_ActivationMixin, nn.GroupNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """input [N, C, *spatial]; the output keeps a channels-last layout, and is float32 under CUDA's autocast.
+        """Normalise input [N, C, *spatial] over groups.
+
+        The output keeps a channels-last layout, and is float32 under CUDA's autocast.
 
         scale and shift [N, C] are an affine step per sample after the norm's: y = act(z * (1 + scale) + shift).
 

@@ -14,7 +14,7 @@ _tracing_state = torch._C._get_tracing_state
 
 
 def is_observed(*tensors: Tensor | None) -> bool:
-    """Whether the call is traced, transformed or observed, or a tensor's class does so itself."""
+    """Return whether the call is traced or transformed, or is observed by a mode or a tensor's class."""
     # First, because Dynamo must not trace the other conditions.
     if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
         return True
@@ -33,7 +33,7 @@ def is_observed(*tensors: Tensor | None) -> bool:
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether autograd needs a gradient of one of the tensors."""
+    """Return whether autograd needs a gradient of one of the tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:

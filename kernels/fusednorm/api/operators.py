@@ -40,31 +40,31 @@ _BACKWARD_SCHEMA = (
 
 
 def _parse_forward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[NormInputs, NormOptions]:
-    """The arguments of a forward operator."""
+    """Parse the arguments of a forward operator."""
     count = len(NormInputs._fields)
     return NormInputs(*arguments[:count]), NormOptions(op, *arguments[count:])
 
 
 def _parse_backward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
-    """The arguments of a backward operator."""
+    """Parse the arguments of a backward operator."""
     count = len(BackwardInputs._fields)
     return BackwardInputs.from_operator_arguments(arguments[:count]), NormOptions(op, *arguments[count:])
 
 
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
-    """Raises KernelInputError for a dtype that no device supports: in a trace no pass runs that would refuse it."""
+    """Raise KernelInputError for a dtype that no device supports; in a trace, no pass runs to refuse it."""
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is not None:
             check_float(name, tensor)
 
 
 def _make_placeholder(x: Tensor) -> Tensor:
-    """The placeholder for an unwanted result of an operator, which cannot return None."""
+    """Make the placeholder for an unwanted result of an operator, which cannot return None."""
     return x.new_empty(0)
 
 
 def _list_backward_results(op: str, inputs: BackwardInputs, result: Backward) -> tuple[Tensor, ...]:
-    """The results of a backward operator, in tensors of their own."""
+    """Return the results of a backward operator, each in a separate tensor."""
     if not has_own_gradient(inputs.residual, op, inputs.x):
         result = result._replace(dresidual=None)
     return tuple(_make_placeholder(inputs.x) if tensor is None else tensor for tensor in result)
@@ -165,7 +165,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
 
 
 def _make_result_like(op: str, x: Tensor) -> Tensor:
-    """A result of x's shape, laid out as the passes return it."""
+    """Make a result of x's shape, laid out as the passes return it."""
     if op != "group_norm":
         return x.new_empty(x.shape)
     # As `copy_unsupported` chooses, but without a condition on sizes that are unknown before the call.

@@ -1,4 +1,4 @@
-"""How the operators compute DTensors: replicated, or with each rank's own rows, heads or samples."""
+"""Sharding of the operators over DTensors: replicated, or with separate rows, heads or samples on each rank."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Pairs of the placements of results and arguments along one dimension of a mesh."""
+    """List the pairs of the placements of results and arguments along one dimension of a mesh."""
     inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
     found = []
     for split in _list_shardings(inputs, settings):
@@ -42,7 +42,7 @@ def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]
 
 
 def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Pairs of the placements of gradients and arguments along one dimension of a mesh."""
+    """List the pairs of the placements of gradients and arguments along one dimension of a mesh."""
     count = len(BackwardInputs._fields)
     inputs, settings = BackwardInputs.from_operator_arguments(arguments[:count]), arguments[count:]
     found = []
@@ -57,7 +57,7 @@ def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any
 
 
 class _ShardingPlacements(NamedTuple):
-    """A way to divide the work: the placements of a whole tensor, of x, and of parameters and their gradients."""
+    """A division of the work: the placements of undivided tensors, of x, and of parameters and their gradients."""
 
     replicated: Any
     x_placement: Any
@@ -65,7 +65,7 @@ class _ShardingPlacements(NamedTuple):
     gradient_placement: Any
 
     def list_placements(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
-        """The placement of each input; None for an absent one."""
+        """List the placement of each input; None for an absent one."""
         return [
             None
             if tensor is None
@@ -77,13 +77,13 @@ class _ShardingPlacements(NamedTuple):
 
 
 def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
-    """The ways to divide the work."""
+    """List the ways to divide the work."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     options = NormOptions("", *settings)
     whole = Replicate()
     yield _ShardingPlacements(whole, whole, whole, whole)
-    # Dropout's mask counts the rows of the whole tensor.
+    # The dropout mask counts the rows of the undivided tensor.
     if options.dropout:
         return
     has_heads = any(tensor is not None and tensor.ndim == 2 for tensor in (inputs.weight, inputs.bias))

@@ -21,7 +21,7 @@ def compute_layer_norm_over_shape(
     eps: float,
     **options: Any,
 ) -> Tensor:
-    """`layer_norm` of x [..., *normalized_shape] over its last axes, with its other options.
+    """Compute `layer_norm` of x [..., *normalized_shape] over its last axes, with the other options.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -47,7 +47,7 @@ def compute_rms_norm_module(
     eps: float | None,
     **options: Any,
 ) -> Tensor:
-    """`rms_norm` of x [..., *normalized_shape] over its last axes; eps None is the machine epsilon.
+    """Compute `rms_norm` of x [..., *normalized_shape] over its last axes; eps None is the machine epsilon.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -75,7 +75,7 @@ def compute_group_norm_module(
     eps: float,
     **others: Any,
 ) -> Tensor:
-    """`group_norm` of x [N, C, *spatial], with its other arguments.
+    """Compute `group_norm` of x [N, C, *spatial], with its other arguments.
 
     Raises:
         KernelInputError: the function refuses an argument.
@@ -95,7 +95,7 @@ def compute_scripted_norm(
     activation: str,
     is_rms: bool,
 ) -> Tensor:
-    """The norm over `normalized_shape` in TorchScript, which has operators and not the functions."""
+    """Compute the norm over `normalized_shape` in TorchScript, which supports operators but not the functions."""
     rows = x.flatten(-len(normalized_shape))
     if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
         raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
@@ -115,7 +115,7 @@ def compute_scripted_norm(
 
 
 def _flatten_normalized_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """x [..., *normalized_shape] with those axes as one.
+    """Reshape x [..., *normalized_shape] so that those axes are one.
 
     Raises:
         KernelInputError: x has another shape, or normalized_shape has no axes.
@@ -129,7 +129,7 @@ def _flatten_normalized_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Te
 
 
 def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """A parameter [*normalized_shape] with those axes as one, or None.
+    """Reshape a parameter [*normalized_shape] to one axis; None stays None.
 
     Raises:
         KernelInputError: it has another shape.

@@ -33,7 +33,7 @@ _MAX_COLS_OF_HEADS = 8192
 
 
 def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
-    """The forward pass of an operation."""
+    """Run the forward pass of an operation."""
     op = options.op
     if _has_empty_rows(op, inputs.x):
         return _run_empty_forward(options, inputs)
@@ -44,7 +44,7 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
 def run_backward(
     library: Any, options: NormOptions, inputs: BackwardInputs, *, parameter_gradients: bool = True
 ) -> Backward:
-    """The backward pass of an operation."""
+    """Run the backward pass of an operation."""
     op = options.op
     if _has_empty_rows(op, inputs.x):
         return _run_empty_backward(options, inputs)
@@ -54,7 +54,7 @@ def run_backward(
 
 
 def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backward:
-    """The backward pass of an operation, by its operator."""
+    """Run the backward pass of an operation by its operator."""
     op = options.op
     run = getattr(torch.ops.fusednorm, f"{op}_backward")
     results = run(*inputs.list_operator_arguments(), *options.operator_arguments)
@@ -72,7 +72,7 @@ def compute_input_gradients(
     dy: Tensor | None,
     dresidual_out: Tensor | None,
 ) -> Backward:
-    """The gradient of each input of a forward pass in its dtype, computed by `run`.
+    """Compute the gradient of each input of a forward pass, in the input's dtype, by `run`.
 
     `saved` is the inputs of the forward pass, then mean and rstd.
     """
@@ -86,12 +86,12 @@ def compute_input_gradients(
 
 
 def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
-    """Whether the residual's gradient is a separate tensor, not dx."""
+    """Return whether the residual's gradient is a separate tensor, not dx."""
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
 def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
-    """The inputs with strides that all passes support: see `copy_unsupported_strides`."""
+    """Return the inputs with strides that all passes support: see `copy_unsupported_strides`."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
         return inputs
@@ -106,7 +106,7 @@ def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
 
 
 def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
-    """x and tensors of x's shape with strides that all passes support; copies of those with other strides.
+    """Return x and tensors of x's shape with strides that all passes support, copied where necessary.
 
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
     function; copies of the other tensors have x's layout.
@@ -124,12 +124,12 @@ def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list
 
 
 def _has_empty_rows(op: str, x: Tensor) -> bool:
-    """Whether each row or group of x is empty, which torch supports and no launcher does."""
+    """Return whether each row or group of x is empty, which torch supports but no launcher does."""
     return x.numel() == 0 and 0 in (x.shape[2:] if op == "group_norm" else x.shape[-1:])
 
 
 def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
-    """The forward pass over empty rows or groups, whose arguments are checked as in any other."""
+    """Run the forward pass over empty rows or groups, with the usual checks of its arguments."""
     options = options.validate()
     x, residual = inputs.x, inputs.residual
     check_float("x", x)
@@ -151,7 +151,7 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
 
 
 def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backward:
-    """The backward pass over empty rows or groups."""
+    """Run the backward pass over empty rows or groups."""
     made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward_inputs]
     x, residual = inputs.x, inputs.residual
     dx = torch.empty_like(x)
@@ -164,13 +164,13 @@ def _has_sample_layout(x: Tensor) -> bool:
 
 
 def _has_uniform_rows(tensor: Tensor) -> bool:
-    """Whether [..., cols], which is not contiguous, has rows of contiguous elements, one constant stride apart."""
+    """Return whether a non-contiguous [..., cols] has rows of contiguous elements, one constant stride apart."""
     *strides, last = tensor.stride()
     return last == 1 and merge_axes(tensor.shape[:-1], tuple(strides)) is not None
 
 
 def _has_contiguous_heads(tensor: Tensor) -> bool:
-    """Whether [..., heads, cols] has tokens of contiguous heads, one constant stride apart."""
+    """Return whether [..., heads, cols] has tokens of contiguous heads, one constant stride apart."""
     if tensor.is_contiguous():
         return True
     if tensor.dim() < 3:
@@ -184,7 +184,7 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
 
 
 def _unify_strides(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """scale and shift [N, C] with contiguous channels and one stride between samples."""
+    """Return scale and shift [N, C] with contiguous channels and one common stride between samples."""
     strides = [tensor.stride() for tensor in (scale, shift) if tensor is not None]
     if all(stride == strides[0] and stride[-1:] == (1,) for stride in strides):
         return scale, shift

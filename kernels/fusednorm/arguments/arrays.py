@@ -1,4 +1,4 @@
-"""Descriptions of arrays: all that checks and plans read of them, whichever library they are of."""
+"""Descriptions of arrays of any library: the properties that checks and plans read."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,7 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(slots=True, eq=False)
 class Workspace:
-    """Memory that a plan needs besides its inputs and results; not changed after it is made.
+    """Memory that a plan needs besides its inputs and results; immutable after construction.
 
     Attributes:
         dtype, count: the dtype and the number of its elements.
@@ -29,7 +29,7 @@ class Workspace:
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """The description of an array; not changed after it is made (a frozen one takes twice as long to make).
+    """The description of an array; immutable after construction (a frozen class takes twice as long to construct).
 
     Its methods have the names and results of those of torch's tensors.
 
@@ -58,29 +58,29 @@ class Array:
         return len(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return ITEMSIZES[self.dtype]
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     def stride(self, axis: int) -> int:
-        """The stride of an axis, in elements."""
+        """Return the stride of an axis, in elements."""
         return self.strides[axis]
 
     def is_contiguous(self) -> bool:
-        """Whether its elements are contiguous."""
+        """Return whether the array's elements are contiguous."""
         return self.is_dense
 
     def view(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> "Array":
-        """The same elements with another shape."""
+        """Describe these elements with another shape."""
         return Array(
             self.memory, self.dtype, shape, strides, self.device, self.is_dense, self.is_aligned, self.offset
         )
 
     def unbind(self) -> list["Array"]:
-        """The parts along the first axis of a contiguous array."""
+        """Return the parts along the first axis of a contiguous array."""
         shape, strides, step, size = self.shape[1:], self.strides[1:], self.strides[0], self.element_size()
         parts = []
         for index in range(self.shape[0]):
@@ -91,18 +91,18 @@ class Array:
 
 
 def new_workspace(like: Array, *shape: int) -> Array:
-    """A float32 workspace of a shape, for a plan for the device of `like`."""
+    """Return a float32 workspace of a shape, for a plan for the device of `like`."""
     return Array(Workspace("float32", prod(shape)), "float32", shape, contiguous_strides(shape), like.device)
 
 
 def workspace_like(array: Array, dtype: str) -> Array:
-    """A workspace of a dtype with the shape, strides and device of an array without gaps."""
+    """Return a workspace of a dtype with the shape, strides and device of an array without gaps."""
     memory = Workspace(dtype, array.numel())
     return Array(memory, dtype, array.shape, array.strides, array.device, array.is_dense)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
+    """Return the strides of a contiguous array."""
     if len(shape) < 3:
         return (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
     strides, step = [], 1
@@ -113,7 +113,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether an array of a shape is contiguous; axes of one element may have any stride."""
+    """Return whether an array of a shape is contiguous; axes of one element may have any stride."""
     if 0 in shape:
         return True
     step = 1
@@ -126,7 +126,7 @@ def has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def merge_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """The stride of adjacent axes taken as one, or None if they have no common one."""
+    """Return the stride of adjacent axes merged into one, or None if they have no common stride."""
     if 0 in shape:
         return 1
     first, step = 1, None

@@ -26,23 +26,23 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_activation(name: str) -> None:
-    """Raises KernelInputError unless there is an activation of that name."""
+    """Raise KernelInputError unless there is an activation of that name."""
     if not (isinstance(name, str) and name in ACTIVATIONS):
         raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; a bool is not."""
+    """Return whether a value is a real number; a bool is not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an int, or represents one while torch traces; a bool is not."""
+    """Return whether a value is an int, or stands for an int while torch traces; a bool is not."""
     return type(value) is int or type(value).__name__ == "SymInt"
 
 
 def check_dropout(dropout: float, seed: int | None) -> None:
-    """Raises KernelInputError unless dropout is a number in [0, 1), with an int64 as its seed."""
+    """Raise KernelInputError unless dropout is a number in [0, 1), with an int64 as its seed."""
     if not ((type(dropout) is float or is_number(dropout)) and 0.0 <= dropout < 1.0):
         raise KernelInputError(f"dropout must be in [0, 1), got {dropout}")
     if dropout and seed is None:
@@ -52,7 +52,7 @@ def check_dropout(dropout: float, seed: int | None) -> None:
 
 
 def validate_eps(eps: float) -> float:
-    """eps as a float: a kernel is compiled for the type of its arguments.
+    """Convert eps to a float: a kernel is compiled for the type of its arguments.
 
     Raises:
         KernelInputError: eps is not a number, negative, or not finite.
@@ -63,14 +63,14 @@ def validate_eps(eps: float) -> float:
 
 
 def check_out_dtype(dtype: str, *more: str) -> None:
-    """Raises KernelInputError unless y's dtype is one that x may have or one of `more`."""
+    """Raise KernelInputError unless y's dtype is one that x may have, or is in `more`."""
     if dtype not in (*FLOAT_DTYPES, *more):
         *names, last = (*FLOAT_DTYPES, *more)
         raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
 
 
 def check_weight_offset(weight_offset: float, weight: object) -> None:
-    """Raises KernelInputError unless weight_offset is 0 or 1; without a weight it must be 0."""
+    """Raise KernelInputError unless weight_offset is 0 or 1; without a weight it must be 0."""
     if weight_offset not in (0.0, 1.0):
         raise KernelInputError(f"weight_offset must be 0 or 1, got {weight_offset}")
     if weight_offset and weight is None:
@@ -90,12 +90,12 @@ def check_float(name: str, array: Array, like: Array | None = None) -> None:
 
 
 def has_heads(weight: Any, bias: Any) -> bool:
-    """Whether parameters are [heads, cols]: each head of x [..., heads, cols] has its own."""
+    """Return whether parameters are [heads, cols]: separate ones for each head of x [..., heads, cols]."""
     return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
 
 
 def check_shape(name: str, parameter: Any, shape: tuple[int, ...], x: Any) -> None:
-    """Raises KernelInputError unless the parameter has the shape that x needs; the message has both shapes."""
+    """Raise KernelInputError unless the parameter has the shape that x needs; the message has both shapes."""
     if parameter.shape != shape:
         raise KernelInputError(f"x {list(x.shape)} needs {name} {list(shape)}, got {list(parameter.shape)}")
 
@@ -132,14 +132,14 @@ def check_statistics(mean: Array | None, rstd: Array | None, shape: tuple[int, .
 
 
 def has_common_stride(array: Array) -> bool:
-    """Whether the rows of [..., cols] are one constant stride apart."""
+    """Return whether the rows of [..., cols] are one constant stride apart."""
     if array.is_dense or len(array.shape) < 3:
         return True
     return merge_axes(array.shape[:-1], array.strides[:-1]) is not None
 
 
 def view_as_rows(name: str, array: Array) -> Array:
-    """The view [rows, cols] of [..., cols] whose rows are one constant stride apart.
+    """Return the view [rows, cols] of [..., cols] whose rows are one constant stride apart.
 
     Raises:
         KernelInputError: the array has no axis, or its last axis is empty.
@@ -163,7 +163,7 @@ def view_as_rows(name: str, array: Array) -> Array:
 
 
 def view_as_heads(name: str, array: Array) -> Array:
-    """The view [tokens, heads, cols] of [..., heads, cols] whose tokens are one constant stride apart.
+    """Return the view [tokens, heads, cols] of [..., heads, cols] whose tokens are one constant stride apart.
 
     Raises:
         KernelInputError: the last axis is empty.
@@ -184,7 +184,10 @@ def view_as_heads(name: str, array: Array) -> Array:
 
 
 def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
-    """`view_as_heads` if heads have own parameters or some array's rows no common stride; else `view_as_rows`."""
+    """Return `view_as_heads` or `view_as_rows`.
+
+    It is `view_as_heads` if heads have separate parameters, or if the rows of an array have no common stride.
+    """
     if own_parameters:
         return view_as_heads
     for array in arrays:

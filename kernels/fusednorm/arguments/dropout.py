@@ -1,4 +1,4 @@
-"""Which elements dropout keeps.
+"""The rule by which dropout keeps elements.
 
 The mask is a pure function of (seed, row, position in the row), so it is the same on every device, in forward and
 backward, and for any batch.  It is Philox-4x32 with seven rounds, the fewest that pass BigCrush (Salmon, Moraes,
@@ -11,5 +11,8 @@ PHILOX_ROUNDS = 7
 
 
 def compute_dropout_threshold(p: float) -> int:
-    """The smallest random word that keeps its element: P(word >= threshold) = 1 - p, with an error up to 2^-32."""
+    """Compute the smallest random word that keeps its element.
+
+    P(word >= threshold) = 1 - p, with an error up to 2^-32.
+    """
     return min(round(p * 2**32), 2**32 - 1)

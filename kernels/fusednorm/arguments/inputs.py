@@ -1,4 +1,4 @@
-"""The tensors of a call, in the one order of passes, keys of calls and gradients, and the role of each."""
+"""The tensors of a call, in one order for passes, keys of calls and gradients, and the role of each."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -9,7 +9,7 @@ from fusednorm.results import A
 
 
 class ShapeRole(IntEnum):
-    """How a tensor's shape follows from x's."""
+    """The rule by which a tensor's shape follows from x's."""
 
     LIKE_X = 0
     """x's shape."""
@@ -43,7 +43,7 @@ _CENTRED = ("layer_norm", "group_norm")
 _GROUPS = ("group_norm",)
 
 OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "scale": _GROUPS, "shift": _GROUPS}
-"""The operations that have a tensor; all have the others."""
+"""The operations that have each tensor; a tensor that is not listed belongs to all operations."""
 
 _OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scale", "shift", "dresidual_out"
 """The tensors of backward operators, whose schemas saved graphs refer to; forward operators have `NormInputs`."""
@@ -93,26 +93,26 @@ class BackwardInputs(NamedTuple, Generic[A]):
 
     @classmethod
     def from_operator_arguments(cls, tensors: Sequence[Any]) -> "BackwardInputs[A]":
-        """The inputs from the tensors of a backward operator."""
+        """Make the inputs from the tensors of a backward operator."""
         return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
 
     def list_operator_arguments(self) -> tuple[A | None, ...]:
-        """The inputs as arguments of a backward operator."""
+        """List the inputs as arguments of a backward operator."""
         return tuple(getattr(self, name) for name in _OPERATOR_ORDER)
 
 
 @cache
 def group_names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The names of those fields of inputs that have each role, in the order of `ShapeRole`."""
+    """Group the field names of inputs by role, in the order of `ShapeRole`."""
     return tuple(tuple(name for name in fields if ROLES[name] is role) for role in ShapeRole)
 
 
 def list_roles(inputs: type[NormInputs | BackwardInputs]) -> tuple[ShapeRole, ...]:
-    """The role of each input."""
+    """List the role of each input."""
     return tuple(ROLES[name] for name in inputs._fields)
 
 
 def format_tensor_schema(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
-    """The inputs in the schema of an operator; those that are not required may be None."""
+    """Format the inputs for the schema of an operator; those that are not required may be None."""
     names = _OPERATOR_ORDER if inputs is BackwardInputs else inputs._fields
     return ", ".join(f"{'Tensor' if name in required else 'Tensor?'} {name}" for name in names)

@@ -5,7 +5,7 @@ from fusednorm.errors import UnsupportedShapeError
 
 
 def detect_channels_last(x: Array, name: str = "x") -> bool:
-    """Whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
+    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
 
     An array that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
@@ -22,12 +22,12 @@ def detect_channels_last(x: Array, name: str = "x") -> bool:
 
 
 def has_layout(array: Array, channels_last: bool) -> bool:
-    """Whether [N, C, *spatial] is stored in the given layout; an array may have both layouts."""
+    """Return whether [N, C, *spatial] is stored in the given layout; an array may have both layouts."""
     if not channels_last:
         return array.is_dense
     return has_dense_strides(_move_channels(array.shape), _move_channels(array.strides))
 
 
 def _move_channels(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes or strides of [N, C, *spatial] in the order [N, *spatial, C]."""
+    """Permute sizes or strides of [N, C, *spatial] to the order [N, *spatial, C]."""
     return (sizes[0], *sizes[2:], sizes[1])

@@ -11,22 +11,22 @@ from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInpu
 from fusednorm.results import A
 
 _OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
-"""The operations that have an option or tensor; all have the others."""
+"""The operations that have each option or tensor; a name that is not listed belongs to all operations."""
 
 OptionValues = tuple[str, int, float, float, str, float, int | None]
 """The values of `NormOptions` in their order, equal to it as a key.
 
-A call that is known needs no more; a named tuple would cost the host 0.5 us.
+A replayed call needs no more; a named tuple would cost the host 0.5 us.
 """
 
 
 def is_replayable(values: OptionValues) -> bool:
-    """Whether calls with these options may be replayed: a seed differs between calls."""
+    """Return whether calls with these options may be replayed: a seed differs between calls."""
     return not (values[-2] or values[-1])
 
 
 class NormOptions(NamedTuple):
-    """The options of a call of an operation, as its caller passes them; passes read what `validate` returns.
+    """The options of a call of an operation, as its caller passes them; passes read the result of `validate`.
 
     Attributes:
         op: one of `inputs.OPERATIONS`.
@@ -94,7 +94,7 @@ OPTIONS_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _TY
 
 @cache
 def _select_fields(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
-    """The fields that an operation has, and the function that gets their values."""
+    """Select the fields that an operation has, and the function that gets their values."""
     names = tuple(name for name in fields if name != "op" and op in _OPERATIONS_WITH.get(name, OPERATIONS))
     return names, itemgetter(*map(fields.index, names))
 
@@ -102,7 +102,7 @@ def _select_fields(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], C
 def collect_arguments(
     op: str, inputs: NormInputs[A] | BackwardInputs[A], options: NormOptions | None = None
 ) -> dict[str, Any]:
-    """The inputs and options that an operation has, by name."""
+    """Collect the inputs and options that an operation has, by name."""
     fields, given = (
         (inputs._fields, inputs) if options is None else (inputs._fields + options._fields, inputs + options)
     )

@@ -26,14 +26,14 @@ class OutputSpec(NamedTuple):
     has_x_layout: bool = False
 
     def compute_shape(self, x: Any) -> tuple[int, ...]:
-        """The shape for a call with x, an array of any library."""
+        """Compute the result's shape for a call with x, an array of any library."""
         if self.shape is not None:
             return self.shape
         shape: tuple[int, ...] = x.shape
         return shape[: len(shape) - self.dropped_axes] if self.dropped_axes else shape
 
     def describe(self, x: Array, is_aligned: bool = True) -> Array:
-        """The result of a call with x."""
+        """Describe the result of a call with x."""
         if self.has_x_layout:
             return Array(self.name, self.dtype, x.shape, x.strides, x.device, x.is_dense, is_aligned)
         shape = self.compute_shape(x)
@@ -42,4 +42,4 @@ class OutputSpec(NamedTuple):
 
 
 Outputs = tuple[OutputSpec | None, ...]
-"""One `OutputSpec` per field of a result, or None for no array; fields with the same one share an array."""
+"""One `OutputSpec` per field of a result, or None for no array; fields with one `OutputSpec` share an array."""

@@ -1,4 +1,4 @@
-"""The dropout mask of any piece of a tensor: it depends on row and position only, not on how work is divided."""
+"""The dropout mask of any piece of a tensor: it depends only on row and position, not on the division of work."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusednorm.arguments.dropout import PHILOX_ROUNDS, compute_dropout_threshold
 
-# Random words come four at once, as uint64; so many fours at a time stay in a core's cache.
+# Random words are computed four at once, as uint64; this many quads at a time stay in a core's cache.
 _QUADS = 16 * 1024
 
 _WORD = 0xFFFFFFFF
@@ -22,13 +22,13 @@ _Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class DropoutMask:
-    """What is dropped: each element with probability `p` in (0, 1), by a mask that `seed` says."""
+    """A dropout mask that drops each element with probability `p` in (0, 1), determined by `seed`."""
 
     p: float
     seed: int
 
     def compute(self, rows: range, positions: range) -> Tensor:
-        """Which elements are kept: bool [rows, positions]."""
+        """Compute the mask of kept elements, bool [rows, positions]."""
         mask = np.empty((len(rows), len(positions)), np.bool_)
         first = positions.start // 4
         quads = (positions.stop + 3) // 4 - first
@@ -46,17 +46,17 @@ class DropoutMask:
         return torch.from_numpy(mask)
 
     def compute_factors(self, kept: Tensor) -> Tensor:
-        """What y is multiplied by, float32: 0, or 1 / (1 - p)."""
+        """Compute the factors of y, float32: 0, or 1 / (1 - p)."""
         return kept.float().div_(1.0 - self.p)
 
 
 def make_dropout_mask(p: float, seed: int | None) -> DropoutMask | None:
-    """None where nothing is dropped."""
+    """Make the dropout mask, or None if p is 0."""
     return DropoutMask(p, seed or 0) if p else None
 
 
 def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
-    """Ranges of rows, and of the fours in them, that are computed at once."""
+    """Yield ranges of rows and of quads (four positions each) that are computed together."""
     if quads <= _QUADS:
         step = _QUADS // quads
         return ((slice(start, min(start + step, rows)), 0, quads) for start in range(0, rows, step))
@@ -68,7 +68,7 @@ def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
 
 
 def _compute_philox_words(seed: int, row: _Words, quad: _Words) -> tuple[_Words, _Words, _Words, _Words]:
-    """The four random words of each (row, quad), as `fusednorm.arguments.dropout` defines them.
+    """Compute the four random words of each (row, quad), as `fusednorm.arguments.dropout` defines them.
 
     Args: row, quad: [rows, 1] and [1, quads].
     """

@@ -18,16 +18,16 @@ from fusednorm.cpu.dropout import DropoutMask
 from fusednorm.cpu.pieces import split_range
 
 _VECTOR_ELEMENTS = 32
-"""Elements in two AVX-512 registers of float32; a multiple of the number in smaller registers, or of float64."""
+"""float32 elements in two AVX-512 registers; a multiple of the number in smaller registers, and of float64."""
 
 _UNDIVIDED_ELEMENTS = 16 * 1024
-"""Elements that torch does not divide among threads."""
+"""The most elements that torch does not divide among threads."""
 
 _GRAIN_ELEMENTS = 32 * 1024
-"""Elements of a thread of torch's, which uses another one for each further part; gelu uses all threads."""
+"""Elements per thread: torch uses one more thread for each further such part; gelu uses all threads."""
 
 _BLOCK_ELEMENTS = 128 * 1024
-"""Elements for each thread in a block, whose intermediates stay in the cache."""
+"""Elements per thread in a block; the intermediates of a block stay in the cache."""
 
 # gelu_tanh(z) = z / (1 + exp(-z * (gain + cubic_gain * z^2))).  This takes half the time of torch's own or less,
 # which has a tanh, except for a few thousand elements.
@@ -141,7 +141,7 @@ def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> No
 
 
 def _iterate_vector_aligned_blocks(count: int, threads: int) -> Iterator[slice]:
-    """Divide a multiple of the elements of vectors so that each thread's share is a multiple, too."""
+    """Yield blocks in which each thread's share is a multiple of `_VECTOR_ELEMENTS`, as `count` is."""
     start, unit = 0, _VECTOR_ELEMENTS * threads
     while start < count:
         size = min(count - start, _BLOCK_ELEMENTS * threads)

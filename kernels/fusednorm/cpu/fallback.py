@@ -1,4 +1,4 @@
-"""Calls that torch's norms do not compute alone: `fusednorm.cpu.batch_invariant` computes them.
+"""Calls that torch's norms alone cannot compute: `fusednorm.cpu.batch_invariant` computes them.
 
 The reference computes float64, LayerNorm of rows of one value, whose gradient torch's kernel rounds, and small
 calls with parameters for each head, or gradients of scale and shift; it also reports the errors of calls that the
@@ -20,7 +20,7 @@ from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
 _SMALL_ELEMENTS = 512 * 1024
-"""Elements up to which the reference takes less time without dropout: see `_is_reference_faster`."""
+"""The most elements for which the reference is faster without dropout: see `_is_reference_faster`."""
 
 _LIKE_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
 _STATISTICS = ("mean", "rstd")
@@ -67,7 +67,10 @@ def _is_supported(
     stats: bool = False,
     **like_x: Tensor | None,
 ) -> bool:
-    """Whether the arguments are valid, none is float64, and x is neither empty nor in another memory order."""
+    """Return whether the arguments are valid and none is float64.
+
+    x must not be empty, nor in another memory order.
+    """
     shape = x.shape
     if op == "group_norm":
         is_laid_out = len(shape) > 1 and (x.is_contiguous() or (len(shape) > 2 and in_layout(x, True)))
@@ -99,7 +102,10 @@ def _is_supported(
 
 
 def _is_reference_faster(arguments: dict[str, Any]) -> bool:
-    """Whether the reference takes less time: half of it for a backward pass with parameters for each head."""
+    """Return whether the reference takes less time.
+
+    It takes half the time for a backward pass with parameters for each head.
+    """
     if arguments["x"].numel() > _SMALL_ELEMENTS or arguments["dropout"]:
         return False
     if has_heads(arguments["weight"], arguments.get("bias")):
@@ -108,7 +114,7 @@ def _is_reference_faster(arguments: dict[str, Any]) -> bool:
 
 
 def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors as `batch_invariant` takes them."""
+    """Convert the arguments' tensors to those that `batch_invariant` takes."""
     x, prepared = arguments["x"], dict(arguments)
     if op == "group_norm":
         channels_last = not x.is_contiguous()
@@ -128,7 +134,10 @@ def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore_results(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, Any]:
-    """Results in the shapes of the operation's own, none of them a view, which torch would not change in place."""
+    """Reshape results to the shapes of the operation.
+
+    None of them is a view, which torch would not change in place.
+    """
     is_rows = op != "group_norm"
     for name, result in results.items():
         if result is None:

@@ -36,7 +36,7 @@ class ChunkedRowGradients:
     def iterate_chunks(
         self, dy: Tensor, mean: Tensor, rstd: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of one piece of rows after another."""
+        """Yield h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of one piece after another."""
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None

@@ -13,7 +13,10 @@ from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
 _FARTHEST_MEAN = 2.0
-"""Standard deviations of a channels-last group; torch's variance loses 1 + their square in accuracy."""
+"""The largest |mean| of a channels-last group, in standard deviations.
+
+torch's variance loses 1 + its square in accuracy.
+"""
 
 _backward_of_torch: Any = torch.ops.aten.native_group_norm_backward
 
@@ -28,7 +31,7 @@ def can_compute(
     activation: str,
     dropout: float,
 ) -> bool:
-    """Whether torch's kernels may compute this call: see `fusednorm.cpu`."""
+    """Return whether torch's kernels may compute this call: see `fusednorm.cpu`."""
     shape = x.shape
     return (
         has_torch_options(eps, activation, dropout)
@@ -45,7 +48,7 @@ def can_compute(
 
 
 def has_distant_mean(mean: Tensor, rstd: Tensor) -> bool:
-    """Whether a channels-last group's mean is NaN or so far from zero that torch's variance has cancellation."""
+    """Return whether a channels-last group's mean is NaN or far from zero: torch's variance has cancellation."""
     farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
     return not farthest <= _FARTHEST_MEAN
 
@@ -154,7 +157,10 @@ def group_norm_backward(
 def _try_normalise(
     h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The norm of h, mean and rstd [N, num_groups] float32; None if the variance has cancellation."""
+    """Compute the norm of h, and mean and rstd, float32 [N, num_groups].
+
+    The result is None if the variance has cancellation.
+    """
     n, c = h.shape[:2]
     # With float32 parameters torch's statistics are float32, too.
     factor = make_ones(c) if weight is bias is None and h.dtype != torch.float32 else to_float32(weight)
@@ -165,5 +171,5 @@ def _try_normalise(
 
 
 def _convert_layout_like(x: Tensor, tensor: Any) -> Any:
-    """A tensor with x's shape in x's layout, or None."""
+    """Convert a tensor of x's shape to x's layout; None stays None."""
     return None if tensor is None else laid_out(tensor, not x.is_contiguous())

@@ -11,14 +11,14 @@ PIECE_ELEMENTS = 128 * 1024
 
 
 def compute_chunk_rows(cols: int) -> int:
-    """The number of rows in a piece."""
+    """Compute the number of rows in a piece."""
     return max(1, PIECE_ELEMENTS // cols)
 
 
 def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
-    """Ranges of rows, each of at most a piece's elements or one row.
+    """Divide rows into ranges of at most a piece's elements, or of one row.
 
-    Args: heads: each token has so many rows; a range is of whole tokens or of some heads of one.
+    Args: heads: the rows of each token; a range has complete tokens, or some heads of one token.
     """
     step = compute_chunk_rows(cols)
     if heads and step < heads:
@@ -33,7 +33,7 @@ def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
 
 
 def split_groups(samples: int, groups: int, group_elements: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of samples and of their groups: several whole samples, or some groups of one, at least one."""
+    """Divide samples and groups into ranges: several complete samples, or one or more groups of one sample."""
     step = PIECE_ELEMENTS // (groups * group_elements)
     if step:
         return ((slice(start, min(start + step, samples)), slice(0, groups)) for start in range(0, samples, step))
@@ -46,9 +46,9 @@ def split_groups(samples: int, groups: int, group_elements: int) -> Iterator[tup
 
 
 def split_range(count: int, elements: int = 1) -> Iterator[slice]:
-    """Ranges of a piece that may be longer than others, for what is done to each of `count` units by itself.
+    """Divide a piece of unlimited size into ranges, for work on each of `count` units separately.
 
-    Args: elements: of one unit.
+    Args: elements: the number of elements of one unit.
     """
     step = max(1, PIECE_ELEMENTS // elements)
     return (slice(start, start + step) for start in range(0, count, step))

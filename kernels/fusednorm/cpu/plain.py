@@ -14,7 +14,9 @@ from fusednorm.tensors.layouts import laid_out
 
 
 def try_plain_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
-    """The norm of x with weight and bias, or None if there are more tensors, or torch's is less accurate.
+    """Compute the norm of x with weight and bias.
+
+    The result is None if there are more tensors, or if torch's norm is less accurate.
 
     `values` are those of `NormOptions`, `tensors` those of `NormInputs`; `trains` as in `try_layer_norm`.
     """
@@ -32,7 +34,7 @@ def try_plain_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool)
 def try_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
-    """LayerNorm over the last axis, or None if torch's is less accurate.
+    """Compute LayerNorm over the last axis; None if torch's is less accurate.
 
     Args:
         x: [..., cols].
@@ -51,14 +53,17 @@ def try_layer_norm(
 
 
 def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
-    """RMSNorm over the last axis, or None if it will be differentiated: torch has no derivative of its own."""
+    """Compute RMSNorm over the last axis.
+
+    The result is None if it will be differentiated: torch has no derivative of its own.
+    """
     return None if trains else rows.rms_norm_forward(x, weight, eps=eps).y
 
 
 def try_group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
-    """GroupNorm of [N, C, *spatial], or None if torch's is less accurate.
+    """Compute GroupNorm of [N, C, *spatial]; None if torch's is less accurate.
 
     Args:
         x: contiguous or channels-last.

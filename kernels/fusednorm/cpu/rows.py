@@ -19,7 +19,7 @@ from fusednorm.cpu.taken import (
 from fusednorm.results import Backward, Forward
 
 _LONGEST = 2**16
-"""The most columns of an RMSNorm row: torch adds squares in a few float32 sums, so errors grow with length."""
+"""The most columns of an RMSNorm row; torch adds squares in a few float32 sums, so errors grow with length."""
 
 _backward_of_torch: Any = torch.ops.aten.native_layer_norm_backward
 
@@ -34,7 +34,7 @@ def can_compute(
     activation: str,
     dropout: float,
 ) -> bool:
-    """Whether torch's kernels compute this call: see `fusednorm.cpu`.
+    """Return whether torch's kernels compute this call: see `fusednorm.cpu`.
 
     Not for rows of one value: their gradient is 0, but torch's is a rounding error times rstd.
     """
@@ -219,11 +219,11 @@ def _has_valid_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool
 
 
 def _compute_weight_factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
-    """The factor of x_hat in float32."""
+    """Compute the factor of x_hat in float32."""
     factor = to_float32(weight)
     return factor + weight_offset if factor is not None and weight_offset else factor
 
 
 def _cast_sum(h: Tensor, residual: Tensor) -> Tensor:
-    """The sum in the form of the results: in the residual's dtype, contiguous."""
+    """Convert the sum to the form of results: contiguous, in the residual's dtype."""
     return h.to(residual.dtype).contiguous()

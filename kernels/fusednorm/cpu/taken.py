@@ -1,4 +1,4 @@
-"""Decides which calls torch's norms can compute; `fusednorm.cpu.fallback` handles the others."""
+"""The conditions under which torch's norms can compute a call; `fusednorm.cpu.fallback` handles other calls."""
 
 import math
 
@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def has_float_tensors(shape: Shape, *tensors: Tensor | None) -> bool:
-    """Whether the tensors are float32 or 16-bit, of the given shape and on the CPU; None is ignored."""
+    """Return whether the tensors are float32 or 16-bit, of the given shape and on the CPU; None is ignored."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
             return False
@@ -20,39 +20,39 @@ def has_float_tensors(shape: Shape, *tensors: Tensor | None) -> bool:
 
 
 def is_valid_eps(eps: float) -> bool:
-    """Whether a number may be added to a variance."""
+    """Return whether a number may be added to a variance."""
     return type(eps) in (float, int) and 0.0 <= eps < math.inf
 
 
 def is_zero_dropout(dropout: float) -> bool:
-    """Whether a probability is a number and 0."""
+    """Return whether a probability is a number and 0."""
     return type(dropout) in (float, int) and dropout == 0.0
 
 
 def has_torch_options(eps: float, activation: str, dropout: float) -> bool:
-    """Whether the functions support eps and activation, and there is no dropout."""
+    """Return whether torch's functions support eps and activation, and there is no dropout."""
     return (
         is_valid_eps(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero_dropout(dropout)
     )
 
 
 def is_valid_offset(weight_offset: float, weight: Tensor | None) -> bool:
-    """Whether weight_offset is 0, or 1 with a weight."""
+    """Return whether weight_offset is 0, or 1 with a weight."""
     return weight_offset == 0.0 or (weight_offset == 1.0 and weight is not None)
 
 
 def to_float32(tensor: Tensor | None) -> Tensor | None:
-    """The tensor in float32, without a copy if it already is."""
+    """Convert a tensor to float32, without a copy if it already is."""
     return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
 
 
 def make_ones(count: int) -> Tensor:
-    """Return as many ones in float32: statistics and gradients have the dtype of parameters."""
+    """Return that many ones in float32: with them, statistics and gradients have the dtype of parameters."""
     return torch.ones(count, dtype=torch.float32, device="cpu")
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """x + residual, or x alone, in float32."""
+    """Compute x + residual, or x alone, in float32."""
     if residual is None:
         return x.float()
     # torch would round the sum of two 16-bit tensors; a copy of x is used for the sum.
@@ -60,5 +60,5 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def cast_gradient(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient in its parameter's dtype, or None without a parameter."""
+    """Cast the gradient to its parameter's dtype; None without a parameter."""
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

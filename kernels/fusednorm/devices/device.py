@@ -13,7 +13,7 @@ else:
 
 
 def make_missing_triton_error(what: str) -> ModuleNotFoundError:
-    """The error of a call that runs kernels if Triton is not installed."""
+    """Make the error of a call that runs kernels if Triton is not installed."""
     return ModuleNotFoundError(
         f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
     )
@@ -41,15 +41,17 @@ class GpuModel(NamedTuple):
 
 H200 = GpuModel("H200", (9, 0), 132)
 CPU = GpuModel("CPU", (0, 0), 2)
-"""The device of interpreted kernels: few multiprocessors, so that few programs run."""
+"""The device of interpreted kernels, with few multiprocessors, so that few programs run."""
 
 
 def count_multiprocessors(device: GpuModel) -> int:
-    """The number of a device's streaming multiprocessors."""
+    """Return the number of a device's streaming multiprocessors."""
     return device.multiprocessors
 
 
 def is_hopper_or_newer(device: GpuModel) -> bool:
-    """Whether the device has the features of compute capability 9.0: bulk prefetches into L2, and launches of a
-    kernel before the kernel that it depends on ends."""
+    """Return whether the device has the features of compute capability 9.0.
+
+    These are bulk prefetches into L2, and launches of a kernel before the kernel that it depends on ends.
+    """
     return device.capability >= (9, 0)

@@ -18,5 +18,5 @@ GPUS = (
 
 
 def select_gpu_models(archs: frozenset[int]) -> tuple[GpuModel, ...]:
-    """The known models of some architectures, in the table's order."""
+    """Select the GPU models of some architectures, in the table's order."""
     return tuple(gpu for gpu in GPUS if gpu.arch in archs)

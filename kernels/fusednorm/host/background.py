@@ -1,4 +1,4 @@
-"""The build of the host extension by one process of a host at a time, in the background or for who waits."""
+"""The build of the host extension by one process of a host at a time, in the background or in a waiting process."""
 
 import fcntl
 import logging
@@ -14,7 +14,7 @@ from fusednorm.host.build import make_compiler_command
 from fusednorm.host.load import ExtensionFiles, check_owner, is_accessible
 
 SWITCH = "FUSEDNORM_BUILD_EXTENSION"
-"""The environment variable that switches builds in the background off, by 0."""
+"""The environment variable that disables builds in the background if it is 0."""
 
 _REMEDY = "install g++ and the missing headers, and run python -m fusednorm.host"
 
@@ -39,13 +39,13 @@ class BackgroundBuild:
         self._has_ended = False
 
     def is_running(self) -> bool:
-        """Whether a process that this one has started compiles."""
+        """Return whether a compiler process that this process has started is running."""
         return self._builder is not None and self._builder.poll() is None
 
     def start_if_needed(self) -> None:
-        """Start the build, unless it has failed before, another process compiles, or it is switched off.
+        """Start the build, unless it has failed before, another process compiles, or it is disabled.
 
-        Returns at once.  To be called again until the extension is there; says at most once why it will not be.
+        Returns immediately.  Call it again until the extension exists; it logs at most once why it will not exist.
         """
         if self._has_ended or self.is_running():
             return
@@ -62,7 +62,7 @@ class BackgroundBuild:
                 log.info("the host extension is not compiled: %s", error)
 
     def _log_failure(self) -> None:
-        """Warn where this process has seen the build fail; later processes only inform."""
+        """Log the failed build: a warning if this process started the build, else information."""
         if self._files.read_failure():
             level = logging.INFO if self._builder is None else logging.WARNING
             log.log(level, "calls cost more host time: %s", explain_absence(self._files))
@@ -70,7 +70,7 @@ class BackgroundBuild:
             log.info("the process that compiles the host extension was ended: the next process starts another")
 
     def _start_compiler(self) -> subprocess.Popen[bytes] | None:
-        """The process that compiles; None if another process does, or has just done so.
+        """Start the compiler process; None if another process compiles, or has just compiled.
 
         Raises:
             OSError: the folder cannot be written to, or others can write to it; headers are missing; or no process
@@ -99,7 +99,7 @@ class BackgroundBuild:
 def ensure_extension_built(
     files: ExtensionFiles | None = None, compile_by: Callable[[], list[str]] = make_compiler_command
 ) -> Path:
-    """Compile the extension, or wait for the process that does, unless it is there; returns its path.
+    """Compile the extension unless it exists, or wait for the process that compiles it; returns its path.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message is the compiler's.
@@ -118,7 +118,7 @@ def ensure_extension_built(
 
 
 def explain_absence(files: ExtensionFiles) -> str:
-    """Why there is no extension, and what becomes of that."""
+    """Return the reason why there is no extension, and whether or when there will be one."""
     failure = files.read_failure()
     if failure:
         lines = failure.splitlines()
@@ -135,7 +135,7 @@ def explain_absence(files: ExtensionFiles) -> str:
 
 
 def is_build_enabled() -> bool:
-    """Whether the extension may be built in the background."""
+    """Return whether the extension may be built in the background."""
     return os.environ.get(SWITCH, "").lower() not in ("0", "false", "no", "off")
 
 

@@ -1,4 +1,4 @@
-"""What the host extension is compiled from, for the installed versions of torch, Python and CUDA."""
+"""The inputs of the host extension's build for the installed versions of torch, Python and CUDA."""
 
 import hashlib
 import platform
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("extension")
-"""The sources, one translation unit: `extension.cpp` and the headers that are its parts."""
+"""The folder of the sources, one translation unit: `extension.cpp` and the headers that are its parts."""
 
 MODULE = "fusednorm_host"
 
 
 def compute_build_key() -> str:
-    """The key of a build: a hash of the sources and of the versions against which it is compiled."""
+    """Compute the key of a build: a hash of the sources and of the versions against which it is compiled."""
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
     # SOABI distinguishes versions of Python, builds with and without its lock, and C libraries.
     facts = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), platform.machine())
@@ -23,7 +23,7 @@ def compute_build_key() -> str:
 
 
 def make_compiler_command() -> list[str]:
-    """The compiler's command line, without the file to write.
+    """Make the compiler's command line, without the output file.
 
     Raises:
         FileNotFoundError: torch's or Triton's headers are missing.
@@ -53,6 +53,6 @@ def make_compiler_command() -> list[str]:
 
 
 def _find_cuda_includes(packages: Path) -> list[Path]:
-    """The folders that may have the CUDA runtime's headers: those of wheels next to torch, or of a toolkit."""
+    """Find the folders that have the CUDA runtime's headers: those of wheels next to torch, or of a toolkit."""
     candidates = [*packages.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
     return [path for path in candidates if (path / "cuda_runtime_api.h").exists()]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 FAILED = ".failed"
-"""The suffix of the record of a failure, in place of the library's."""
+"""The suffix of the file that records a failure, in place of the library's suffix."""
 
 _MAX_FAILURE = 20_000
 
@@ -34,7 +34,7 @@ def compile_library(target: Path, command: list[str]) -> None:
         if error:
             failed.write_text(error[-_MAX_FAILURE:])
             raise RuntimeError(error)
-        # A process that loads the library finds it whole, or not at all.
+        # A process that loads the library finds the complete file, or none.
         partial = target.with_suffix(".partial")
         partial.write_bytes(library.read_bytes())
         partial.chmod(0o644)
@@ -43,7 +43,7 @@ def compile_library(target: Path, command: list[str]) -> None:
 
 
 def _run_compiler(command: list[str]) -> str:
-    """The errors of a compiler that failed; else an empty string."""
+    """Run a compiler and return its errors, or an empty string if it succeeds."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
@@ -54,7 +54,7 @@ def _run_compiler(command: list[str]) -> str:
 
 
 def _lower_priority() -> None:
-    """Let every other process have the processor and the memory before this one and its compiler."""
+    """Give this process and its compiler the lowest priority for the processor and for memory."""
     os.nice(19)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

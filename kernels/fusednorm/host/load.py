@@ -29,7 +29,7 @@ class ExtensionFiles:
 
     @cached_property
     def compiled(self) -> Path:
-        """The extension in Triton's cache; its name has the key of its build, so versions are side by side."""
+        """The path of the extension in Triton's cache; its name has the key of its build, so versions coexist."""
         return self.folder / f"{compute_build_key()}.so"
 
     @property
@@ -38,7 +38,7 @@ class ExtensionFiles:
         return self.folder / "lock"
 
     def find_compiled(self) -> Path | None:
-        """The compiled extension, beside this module if it is part of the installation; None if there is none.
+        """Find the compiled extension, next to this module if the installation includes it; None if there is none.
 
         Raises:
             PermissionError: other users may have written it.
@@ -53,14 +53,14 @@ class ExtensionFiles:
         return self.compiled
 
     def read_failure(self) -> str:
-        """The compiler's errors if it has failed for these versions; else an empty string."""
+        """Return the compiler's errors if it has failed for these versions; else an empty string."""
         try:
             return self.compiled.with_suffix(FAILED).read_text(errors="replace")
         except OSError:
             return ""
 
     def load_module(self) -> Any:
-        """The extension's module, or None if none was compiled.
+        """Load the extension's module; None if none was compiled.
 
         Raises:
             ImportError: it is for other libraries than the installed ones.
@@ -71,12 +71,12 @@ class ExtensionFiles:
 
 
 def is_accessible(path: Path) -> bool:
-    """Whether there is such a file or folder, and this process may know."""
+    """Return whether a file or folder exists and is visible to this process."""
     return os.access(path, os.F_OK)
 
 
 def check_owner(path: Path) -> None:
-    """Check that only this process's user and root can change what is at a path.
+    """Check that only this process's user and root can change the file or folder at a path.
 
     Raises:
         PermissionError: others can.
@@ -91,7 +91,7 @@ def check_owner(path: Path) -> None:
 
 
 def load_extension_module(path: str, name: str) -> Any:
-    """The module of that name that was compiled to a file.
+    """Load the module `name` from a compiled file.
 
     Raises: ImportError: it is none.
     """

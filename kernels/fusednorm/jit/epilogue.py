@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 PHILOX_ROUNDS = tl.constexpr(7)
-"""The same number as in `fusednorm.arguments.dropout`."""
+"""The number of Philox rounds, equal to that of `fusednorm.arguments.dropout`."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -20,7 +20,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x, the hardware's approximation: an error of 1 ulp."""
+    """Compute 1 / x by the hardware's approximation, with an error of 1 ulp."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -28,13 +28,13 @@ def _reciprocal(x):
 
 @triton.jit
 def sigmoid(z):
-    """1 / (1 + exp(-z))."""
+    """Compute 1 / (1 + exp(-z))."""
     return _reciprocal(1.0 + tl.exp2(z * -_LOG2E))
 
 
 @triton.jit
 def _sigmoid_pair(z):
-    """sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
+    """Compute sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
     # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
     e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
     s = _reciprocal(1.0 + e)
@@ -43,7 +43,7 @@ def _sigmoid_pair(z):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """act(z) in float32, elementwise."""
+    """Compute act(z) in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
@@ -60,13 +60,13 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh(x) with a relative error of 2^-11, in one instruction."""
+    """Compute tanh(x) with a relative error of 2^-11, in one instruction."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """`activate` for a result that is rounded to DTYPE.
+    """Compute `activate` for a result that is rounded to DTYPE.
 
     For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
     half a rounding step of the largest results, but possibly a large part of small results, where z is far below 0.
@@ -83,7 +83,7 @@ def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_derivative(z, ACTIVATION: tl.constexpr):
-    """act'(z) in float32, elementwise."""
+    """Compute act'(z) in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
@@ -102,7 +102,7 @@ def activation_derivative(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _random_words(seed, row, quad):
-    """Four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
+    """Compute four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
     row = row + tl.zeros(quad.shape, tl.int64)
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
@@ -112,7 +112,10 @@ def _random_words(seed, row, quad):
 
 @triton.jit
 def dropout_keep(seed, row, position, threshold):
-    """Whether each element is kept; `position` is its place in the row (int64 or int32), in a tile of any shape."""
+    """Compute the mask of kept elements, in a tile of any shape.
+
+    `position` is each element's index in its row (int64 or int32).
+    """
     w0, w1, w2, w3 = _random_words(seed, row, position // 4)
     lane = position % 4
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
@@ -121,7 +124,9 @@ def dropout_keep(seed, row, position, threshold):
 
 @triton.jit
 def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on: one Philox call for four elements.
+    """Compute `dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on.
+
+    One Philox call serves four elements.
 
     `row` is [ROWS, 1] int64; COLS is a multiple of 4.
     """
@@ -142,7 +147,7 @@ def finish(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Activation and dropout of a tile that starts at column `first_col`."""
+    """Compute activation and dropout of a tile that starts at column `first_col`."""
     y = activate(y, ACTIVATION)
     if DROPOUT:
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 HEADER_WORDS = tl.constexpr(2)
-"""8-byte words in front of the slots: the tag that the last launch reached, and how many programs have finished."""
+"""8-byte words before the slots: the tag that the last launch reached, and the number of finished programs."""
 
 SLOT_WORDS = tl.constexpr(4)
 
@@ -110,20 +110,20 @@ COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 @triton.jit
 def first_tag(exchange_ptr):
-    """The tag of this launch's first round."""
+    """Return the tag of this launch's first round."""
     return tl.load(exchange_ptr, volatile=True).to(tl.uint32) + 1
 
 
 @triton.jit
 def slot_of(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
-    """The slot to which a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
+    """Return the slot to which a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit
 def post(slot_ptr, tag, a, b, c):
-    """Send a, b and c to the other members: float32 scalars that every thread holds; one thread writes them.
+    """Send a, b and c to the other members: float32 scalars held by every thread and written by one.
 
     They are scalars because a tile would be written once for each register that holds a copy of it.
     """
@@ -150,7 +150,10 @@ def collect(slot_ptrs, tag):
 
 @triton.jit
 def post_tile(slot_ptrs, wanted, tag, a, b, c):
-    """`post` of tiles, to each slot where `wanted`; threads that hold copies of an element write the same."""
+    """Post tiles as `post` does, to each slot where `wanted`.
+
+    Threads that hold copies of an element write equal values.
+    """
     tl.inline_asm_elementwise(
         POST_TILE,
         "=r,l,r,r,r,r,r",
@@ -163,7 +166,7 @@ def post_tile(slot_ptrs, wanted, tag, a, b, c):
 
 @triton.jit
 def collect_tile(slot_ptrs, tag):
-    """`collect` of a tile of any rank.
+    """Collect as `collect` does, for a tile of any rank.
 
     The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
     every layout in which the results are used.
@@ -180,7 +183,10 @@ def collect_tile(slot_ptrs, tag):
 
 @triton.jit
 def post_pairs(slot_ptrs, wanted, tag, a, b):
-    """Post a and b to each slot of a tile where `wanted`; threads that hold copies of an element write the same."""
+    """Post a and b to each slot of a tile where `wanted`.
+
+    Threads that hold copies of an element write equal values.
+    """
     tl.inline_asm_elementwise(
         POST_PAIR,
         "=r,l,r,r,r,r",
@@ -193,7 +199,7 @@ def post_pairs(slot_ptrs, wanted, tag, a, b):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """Wait for the values that `post_pairs` stores in each slot of a tile in the round `tag`; two float32 tiles.
+    """Wait for the values of `post_pairs` in each slot of a tile in the round `tag`; returns two float32 tiles.
 
     The loop is that of `collect_tile`.
     """
@@ -215,7 +221,7 @@ def collect_pairs(slot_ptrs, tag):
 
 @triton.jit
 def leave(exchange_ptr, last_tag):
-    """The last program to finish stores the highest tag; `last_tag` is the same number in every program."""
+    """Store the highest tag if this program is the last to finish; `last_tag` is equal in all programs."""
     # Relaxed is sufficient: this launch has already read the tag, and the next launch starts after this one has
     # ended.
     left = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")

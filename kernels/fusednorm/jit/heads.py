@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def programs_of_head(HEADS: tl.constexpr):
-    """This program's number among the programs of its head, their number, its head, and the number of heads."""
+    """Return this program's index and number among its head's programs, its head, and the number of heads."""
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
     else:
@@ -30,7 +30,7 @@ def programs_of_head(HEADS: tl.constexpr):
 
 @triton.jit
 def row_of_token(token, head, heads, HEADS: tl.constexpr):
-    """The number of the row of a token and a head; `token` is int64."""
+    """Compute the index of the row of a token and a head; `token` is int64."""
     if HEADS == "none":
         return token
     else:
@@ -39,7 +39,10 @@ def row_of_token(token, head, heads, HEADS: tl.constexpr):
 
 @triton.jit
 def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
-    """Offset of a row in elements; `stride` (int64) is between tokens for "shared" and "own", else between rows."""
+    """Compute the offset of a row in elements.
+
+    `stride` (int64) is between tokens for "shared" and "own", else between rows.
+    """
     if HEADS == "shared" or HEADS == "own":
         return token * stride + head.to(tl.int64) * cols
     else:
@@ -48,7 +51,7 @@ def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
 
 @triton.jit
 def parameter_start(head, cols, HEADS: tl.constexpr):
-    """Offset of this head's parameters in weight and bias, in elements."""
+    """Compute the offset of this head's parameters in weight and bias, in elements."""
     if HEADS == "own" or HEADS == "own_uniform":
         return head.to(tl.int64) * cols
     else:

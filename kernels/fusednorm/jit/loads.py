@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def load_masked(ptr, at, mask, EVICT: tl.constexpr):
-    """A tile in float32; masked elements are 0."""
+    """Load a tile in float32; masked elements are 0."""
     return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 
 @triton.jit
 def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
-    """x, or x + residual, in float32; masked elements are 0."""
+    """Load x, or x + residual, in float32; masked elements are 0."""
     h = load_masked(x_ptr, at, mask, EVICT)
     if residual_ptr is not None:
         h += load_masked(residual_ptr, at, mask, EVICT)
@@ -21,7 +21,7 @@ def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
 
 @triton.jit
 def column_mask(col, cols, EVEN: tl.constexpr):
-    """Which columns exist; where every block is full (EVEN), a constant that the compiler folds away."""
+    """Compute the mask of existing columns; if every block is full (EVEN), a constant that the compiler removes."""
     if EVEN:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -30,7 +30,7 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def unaligned_zero(cols, NARROW: tl.constexpr):
-    """0; where accesses are NARROW, a 0 that the compiler cannot prove to be aligned.
+    """Return 0; if accesses are NARROW, a 0 that the compiler cannot prove to be aligned.
 
     If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread would hold
     neighbouring elements, and the narrow accesses of x would leave gaps between lanes.
@@ -43,7 +43,7 @@ def unaligned_zero(cols, NARROW: tl.constexpr):
 
 @triton.jit
 def widened(value):
-    """A tile converted to float32.
+    """Convert a tile to float32.
 
     For bfloat16 this takes one instruction per element; the compiler's own conversion takes three instructions per
     two elements, at half the rate.  The compiler cannot move these opaque conversions, so values that are used
@@ -73,7 +73,7 @@ def widened(value):
 
 @triton.jit
 def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
-    """The factor of x_hat: weight + WEIGHT_OFFSET, or weight itself without an offset."""
+    """Compute the factor of x_hat: weight + WEIGHT_OFFSET, or weight itself without an offset."""
     if WEIGHT_OFFSET == 0.0:
         return weight
     else:
@@ -82,7 +82,7 @@ def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
 
 @triton.jit
 def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
-    """x, or x + residual, in float32; masked lanes are 0."""
+    """Load x, or x + residual, in float32; masked lanes are 0."""
     h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -92,7 +92,7 @@ def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr)
 
 @triton.jit
 def chunk_of(chunks, residuals, i: tl.constexpr):
-    """Chunk i of h in float32."""
+    """Return chunk i of h in float32."""
     h = widened(chunks[i])
     if len(residuals) > 0:
         h += widened(residuals[i])

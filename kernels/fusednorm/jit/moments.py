@@ -14,7 +14,9 @@ from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 
 @triton.jit
 def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
-    """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
+    """Compute pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks.
+
+    There are `count` columns in all.
 
     The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean.  For
     RMSNorm pivot and shift are 0, and the squares are about 0.
@@ -57,13 +59,16 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 @triton.jit
 def share_of_mean(count, mean, rest, total):
-    """A set's term of the rough mean of all sets: the sum of these terms is the same number in all threads."""
+    """Compute a set's term of the rough mean of all sets.
+
+    The sum of these terms is equal in all threads.
+    """
     return rounded_product(count / total + tl.zeros_like(mean), mean + rest)
 
 
 @triton.jit
 def about_rough_mean(rough, count, mean, rest, square):
-    """A set's sum of x - rough, and its sum of (x - rough)^2, from its moments; the mean is mean + rest.
+    """Compute a set's sums of x - rough and of (x - rough)^2 from its moments; its mean is mean + rest.
 
     The former is not contracted into an addition either, so that a sum of them is the same in all threads.
     """
@@ -74,14 +79,19 @@ def about_rough_mean(rough, count, mean, rest, square):
 
 @triton.jit
 def about_mean(total, sum_1, sum_2):
-    """The rest of the mean, and the sum of squares about the mean, from sums of x - rough and of (x - rough)^2."""
+    """Compute `rest` of the mean and the sum of squares about the mean, from sums about `rough`.
+
+    `sum_1` and `sum_2` are the sums of x - rough and of (x - rough)^2.
+    """
     rest = sum_1 / total
     return rest, tl.maximum(sum_2 - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
-    """Mean, rest and sum of squares of the union of the sets along AXIS, keeping the axis (Chan's merge).
+    """Compute mean, `rest` and sum of squares of the union of the sets along AXIS, keeping the axis.
+
+    This is Chan's merge.
 
     The mean is mean + rest, of the sets and of the union.  All results are the same numbers in all threads.
 
@@ -98,7 +108,7 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
 
 @triton.jit
 def lane_moments(pivot, sum_1, sum_2, count, n):
-    """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
+    """Compute the mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
     spread for each chunk.  The error from cancellation is thus at most the number of chunks times 2^-24 of the
@@ -132,7 +142,9 @@ def sweep_moments(
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):
-    """(rough, shift, variance) of one row read in chunks of BLOCK_N, with mean = rough + shift; each [1, 1].
+    """Compute (rough, shift, variance), each [1, 1], of one row read in chunks of BLOCK_N.
+
+    The mean is rough + shift.
 
     Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.  A lane is
     the GROUP columns that one thread loads at once; its sums take three registers, not three for each column.

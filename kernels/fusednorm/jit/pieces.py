@@ -13,7 +13,7 @@ from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 
 @triton.jit
 def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """Chan's merge of the moments of two sets of equal size, for a reduction whose tree is full.
+    """Merge the moments of two sets of equal size by Chan's formula, for a reduction whose tree is full.
 
     Within a thread the compiler merges one element after another, so a thread may hold at most two elements.
 
@@ -27,7 +27,7 @@ def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, squ
 
 @triton.jit
 def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """`merge_even` of two sets of any size; a set may be empty."""
+    """Merge the moments of two sets of any size as `merge_even` does; a set may be empty."""
     count = count_a + count_b
     delta = (mean_b - mean_a) + (shift_b - shift_a)
     share = count_b / tl.maximum(count, 1.0)
@@ -44,7 +44,7 @@ def load_piece(
     ptr, start, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of BLOCK_N columns from ptr + start on, in the dtype of memory: a tuple of [lanes, GROUP].
+    """Load CHUNKS chunks of BLOCK_N columns from ptr + start on, in memory's dtype: a tuple of [lanes, GROUP].
 
     The tuple is empty where ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
     """
@@ -78,7 +78,7 @@ def _distance(
     chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Chunk i of h - mean, or of h for RMSNorm; 0 past the piece's end."""
+    """Compute chunk i of h - mean, or of h for RMSNorm; 0 past the piece's end."""
     d = chunk_of(chunks, residuals, i)
     if not IS_RMS:
         d = d - mean
@@ -131,7 +131,7 @@ def piece_moments(
 
 @triton.jit
 def _standardised(h, mean, rest, rstd):
-    """(h - mean) * rstd - rest.
+    """Compute (h - mean) * rstd - rest.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
     one thread is right.  Both are used in one asm statement, within which no value moves to another thread.
@@ -193,7 +193,7 @@ def write_piece(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunk` of every chunk; the parameters, from `parameter_at` on, are loaded one chunk ahead."""
+    """Write every chunk by `write_chunk`; the parameters, from `parameter_at` on, are loaded one chunk ahead."""
     # An eviction hint adds five instructions to an access: too many for narrow ones.
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
@@ -216,7 +216,10 @@ def write_piece(
 
 @triton.jit
 def total_moments(count, mean, shift, square, EVEN: tl.constexpr):
-    """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1]."""
+    """Compute the mean, shift and sum of squares of all lanes together, as scalars.
+
+    The arguments are [lanes, 1].
+    """
     if EVEN:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)
     else:
@@ -229,7 +232,7 @@ def _whole_moments(
     chunks, residuals, piece_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Mean, shift and sum of squares of a piece, as scalars, in two passes over the registers.
+    """Compute mean, shift and sum of squares of a piece, as scalars, in two passes over the registers.
 
     For narrow accesses, where every element is a lane of its own: merging that many moments would cost more.
     """
@@ -263,7 +266,10 @@ def moments_of_piece(
     chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NARROW: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Mean, shift and sum of squares of a piece, as scalars; the squares are about the true mean, mean + shift."""
+    """Compute mean, shift and sum of squares of a piece, as scalars.
+
+    The squares are about the true mean, mean + shift.
+    """
     if NARROW:
         mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
     else:

@@ -26,7 +26,7 @@ def prefetch(ptr, count):
 
 @triton.jit
 def prefetch_parameters(weight_ptr, bias_ptr, start, count):
-    """`prefetch` of `count` elements of weight and of bias from `start` on, each unless it is None."""
+    """Prefetch `count` elements of weight and of bias from `start` on, each unless it is None."""
     if weight_ptr is not None:
         prefetch(weight_ptr + start, count)
     if bias_ptr is not None:
@@ -35,7 +35,10 @@ def prefetch_parameters(weight_ptr, bias_ptr, start, count):
 
 @triton.jit
 def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size, cols):
-    """For one program per row: prefetch the row of the program `ahead` programs later, if it exists; 0 for none."""
+    """Prefetch the row of the program `ahead` programs later, if it exists; `ahead` 0 prefetches none.
+
+    Each program has one row.
+    """
     program = tl.program_id(0)
     if ahead > 0 and program + ahead < tl.num_programs(0):
         row = program.to(tl.int64) + ahead

@@ -11,19 +11,22 @@ def _add_pairs(a0, b0, a1, b1):
 
 @triton.jit
 def sum_pair(a, b, AXIS: tl.constexpr):
-    """Sums of a and of b along AXIS, keeping the axis: one tree, with one series of shuffles and one barrier."""
+    """Compute the sums of a and of b along AXIS, keeping the axis.
+
+    Both sums use one tree, with one series of shuffles and one barrier.
+    """
     return tl.reduce((a, b), AXIS, _add_pairs, keep_dims=True)
 
 
 @triton.jit
 def total_pair(a, b):
-    """Sums of all of a and of all of b, both 1-D, as scalars, in one tree."""
+    """Compute the sums of all of a and of all of b, both 1-D, as scalars, in one tree."""
     return tl.reduce((a, b), 0, _add_pairs)
 
 
 @triton.jit
 def rounded_product(a, b):
-    """a * b, rounded; never contracted into an addition.
+    """Compute a * b, rounded; never contracted into an addition.
 
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
     a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
@@ -37,9 +40,9 @@ def rounded_product(a, b):
 
 @triton.jit
 def multiply_terms(a, b):
-    """Multiply a and b, the terms of a sum along the last axis, so that the sum is the same in all threads.
+    """Multiply a and b, the terms of a sum along the last axis, so that the sum is equal in all threads.
 
-    Only the first product is a `rounded_product`.  If a thread holds whole rows, it starts with that one and adds
+    Only the first product is a `rounded_product`.  If a thread holds full rows, it starts with that one and adds
     the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the compiler does not
     know which of them has the first, and contracts no product into the addition of another thread's.
     """
@@ -57,5 +60,5 @@ def _larger(a, b):
 
 @triton.jit
 def maximum(a, AXIS: tl.constexpr):
-    """The largest of a along AXIS, keeping the axis; NaN where any element is NaN, unlike `tl.max`."""
+    """Compute the largest value of a along AXIS, keeping the axis; NaN if any element is NaN, unlike `tl.max`."""
     return tl.reduce(a, AXIS, _larger, keep_dims=True)

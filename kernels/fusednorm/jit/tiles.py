@@ -1,4 +1,4 @@
-"""Tiles of whole rows as float32, in blocks of columns: loads, and normalisation with known moments."""
+"""Tiles of complete rows as float32, in blocks of columns: loads, and normalisation with given moments."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,9 @@ def load_tile(
     x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x or x + residual in CHUNKS blocks: tuples of columns, of masks, and of values [ROWS, BLOCK_N].
+    """Load a tile of x or x + residual in CHUNKS blocks.
+
+    Returns tuples of columns, of masks, and of values [ROWS, BLOCK_N].
 
     x_row, residual_row and row_mask are [ROWS, 1]: the offset of each row in elements, and which rows exist.
     """
@@ -33,7 +35,7 @@ def normalised(
     h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Normalisation and affine step of values with known moments; `at` is the offset of their parameters."""
+    """Normalise values with given moments and apply the affine step; `at` is the offset of their parameters."""
     if IS_RMS:
         y = h * rstd
     else:

@@ -22,7 +22,7 @@ def record_launches(launches: Iterable[Launch]) -> None:
 
 @contextmanager
 def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
-    """In this context, calls on meta tensors are planned for `gpu`; yields the list that records their launches."""
+    """Plan calls on meta tensors for `gpu` in this context; yields the list that records their launches."""
     stand_in(gpu)
     _noted.clear()
     try:
@@ -32,7 +32,10 @@ def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
 
 
 def bind_to_nothing(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A launch's arguments with meta tensors of the dtypes and alignments of its arrays: enough to compile it."""
+    """Return a launch's arguments with meta tensors in place of its arrays, to compile the launch.
+
+    The meta tensors have the dtypes and alignments of the arrays.
+    """
     return tuple(map(_bind_to_nothing, arguments))
 
 

@@ -29,13 +29,13 @@ class DriverLauncher(NamedTuple):
 
 
 def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
-    """The shortest way to launch what Triton launches by `run(x, y, z, stream, function, metadata, ...)`."""
+    """Find the fastest equivalent of Triton's `run(x, y, z, stream, function, metadata, ...)`."""
     head = (function, metadata, None, None, None)
     return _find_driver_function(run, head) or DriverLauncher(run, head, packs_parameters=False)
 
 
 def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | None:
-    """The driver function that `run` calls and its constant arguments; None if `run` does more than that."""
+    """Find the driver function that `run` calls and its constant arguments; None if `run` does more."""
     if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
         return None
     # Triton's sanitizer keeps state for each launch.

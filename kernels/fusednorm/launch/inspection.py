@@ -38,7 +38,7 @@ _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """One compiled kernel.
+    """The compiler's results for one kernel.
 
     Attributes:
         kernel: its name.
@@ -69,7 +69,7 @@ class KernelSpecialisation:
 
 
 def specialise_kernel(launch: Launch) -> KernelSpecialisation:
-    """The kernel of a launch as Triton would specialise it for its arrays."""
+    """Specialise the kernel of a launch for its arrays, as Triton would."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -124,7 +124,7 @@ def inspect_launch(launch: Launch, target: GPUTarget = SM_90) -> KernelReport:
 
 
 def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
-    """Registers per thread, spilled bytes and static shared memory, from the assembler's report."""
+    """Assemble PTX; returns registers per thread, spilled bytes and static shared memory."""
     text = _read_assembler_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
@@ -133,7 +133,7 @@ def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
 
 
 def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
-    """The assembler's report on a kernel; stored in Triton's cache."""
+    """Return the assembler's report on a kernel; the report is stored in Triton's cache."""
     ptxas = nvidia.get_ptxas(target.arch)
     options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
     key = "\0".join([ptxas.version, *options, ptx])

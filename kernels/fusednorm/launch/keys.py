@@ -1,4 +1,4 @@
-"""Keys of kernels in Triton's cache that are the same in every process.
+"""Keys of kernels in Triton's cache that are equal in every process.
 
 Triton's key of a function includes the constants used by the functions it calls, but only of functions that were
 hashed before.  Processes that compile the same kernels in another order therefore do not find each other's kernels
@@ -35,7 +35,7 @@ def _iterate_called(function: Any) -> Iterator[Any]:
 
 
 def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
-    """The value of a name, or of an attribute of a module."""
+    """Return the value of a name, or of an attribute of a module."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -16,7 +16,7 @@ _LIKE_X, _OF_ROWS = ShapeRole.LIKE_X, ShapeRole.PER_ROW
 
 
 def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
-    """The key of a call of a pass.
+    """Make the key of a call of a pass.
 
     Raises:
         TypeError: an option has no hash; raised when the key is first looked up.
@@ -33,7 +33,9 @@ def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable
 def make_row_free_key(
     whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
 ) -> Hashable | None:
-    """The key of a call without its number of rows; None if the memory layout of the rows depends on that number.
+    """Make the key of a call without its number of rows.
+
+    The result is None if the memory layout of the rows depends on that number.
 
     Args:
         roles: the roles of the inputs, x first; those beyond are parameters.  Empty if calls differ by more than

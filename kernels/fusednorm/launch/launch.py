@@ -20,7 +20,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True, slots=True)
 class RowDependence:
-    """How a launch over rows depends on the number of rows; nothing else in the launch depends on it.
+    """The only dependence of a launch over rows on the number of rows.
 
     The number of programs is the number of tiles of `tile_rows` rows, at most `max_programs`.
 
@@ -41,7 +41,7 @@ class RowDependence:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch, decided but not yet made.
+    """One planned kernel launch.
 
     Attributes:
         arguments: numbers, None, and arrays or tuples of arrays in place of their addresses.
@@ -66,7 +66,10 @@ class Launch:
 
 
 def make_early_options(early: bool) -> dict[str, object]:
-    """Options of a launch whose kernel waits for the previous one; if `early`, it starts before that one ends."""
+    """Make options of a launch whose kernel waits for the previous kernel.
+
+    If `early`, the kernel starts before the previous kernel ends.
+    """
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
@@ -81,17 +84,20 @@ class ResidentConfig(Protocol):
 
 
 def compute_max_registers(config: ResidentConfig) -> int:
-    """Registers that a thread may have for `programs_per_sm` programs to be resident."""
+    """Compute the most registers per thread with which `programs_per_sm` programs can be resident."""
     return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
 def make_cooperative_options(config: ResidentConfig) -> dict[str, object]:
-    """Options of a launch whose programs wait for one another: either all are resident, or none starts."""
+    """Make the options of a launch whose programs wait for one another: either all are resident, or none starts."""
     return {"maxnreg": compute_max_registers(config), "launch_cooperative_grid": True}
 
 
 def can_prefetch(vec: int, *arrays: Array | None) -> bool:
-    """Whether runs of vectors of `vec` elements of the arrays start and end on 16 bytes and can be prefetched."""
+    """Return whether the arrays' runs of vectors of `vec` elements can be prefetched.
+
+    They must start and end on 16 bytes.
+    """
     for array in arrays:
         if array is not None and not (
             array.is_aligned and vec * array.element_size() % 16 == 0 and is_hopper_or_newer(array.device)
@@ -101,7 +107,9 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
 
 
 def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
-    """Whether accesses to arrays have 16 bytes; they have `width` bytes if the arrays start at multiples of 16.
+    """Return whether accesses to arrays have 16 bytes.
+
+    Accesses have `width` bytes if the arrays start at multiples of 16.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
     reduction tree of `merge_even` is not full.
@@ -110,14 +118,14 @@ def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
 
 
 def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """FULL of a program that has all of `length` in `chunks` chunks: the number of chunks known to be whole.
+    """Compute FULL, the number of full chunks, of a program that has all of `length` in `chunks` chunks.
 
-    If all chunks are whole, moments are merged as sets of equal size; without one lane per thread FULL is therefore
+    If all chunks are full, moments are merged as sets of equal size; without one lane per thread FULL is therefore
     at most chunks - 1.
     """
     return min(length // block, chunks if lane_a_thread else chunks - 1)
 
 
 def count_full_range_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """`count_full_chunks` of programs that have slabs of `chunks` chunks each: all or none."""
+    """Compute FULL for programs that have slabs of `chunks` chunks each: `chunks` or 0."""
     return chunks if lane_a_thread and length % (chunks * block) == 0 else 0

@@ -1,4 +1,4 @@
-"""The tensors that arrays of plans stand for: a call's own, and workspaces, which are allocated here."""
+"""The tensors for the arrays of plans: a call's tensors, and workspaces, which are allocated here."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +12,7 @@ from fusednorm.tensors.arrays import TORCH_DTYPES
 
 
 def workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> Tensor:
-    """The workspace with `words` 8-byte words of the device's current stream, whose handle is `stream`.
+    """Return the workspace with `words` 8-byte words of the device's current stream, whose handle is `stream`.
 
     Launches on a stream run one after another and leave the workspace ready for the next.  A launch that is
     captured into a graph gets a workspace of its own, which is cleared at every replay.
@@ -32,7 +32,7 @@ def _zeros(device: torch.device, words: int) -> Tensor:
 
 
 class PlanTensors(dict[str | Workspace, Tensor]):
-    """The tensor of each memory of a plan; a workspace is allocated when it is first looked up.
+    """The tensor for each memory of a plan; a workspace is allocated at its first use.
 
     Args:
         device: the device of the tensors.
@@ -56,7 +56,7 @@ class PlanTensors(dict[str | Workspace, Tensor]):
         return tensor
 
     def bind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A launch's arguments with tensors that have the addresses and dtypes of its arrays."""
+        """Return a launch's arguments with tensors that have the addresses and dtypes of its arrays."""
         return tuple(self._bind_each(arguments))
 
     def _bind_each(self, arguments: tuple[Any, ...]) -> Iterator[Any]:

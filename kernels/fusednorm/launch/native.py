@@ -28,7 +28,7 @@ _load_error = ""
 
 
 def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
-    """The extension, set up, or None if it is not compiled or cannot be loaded.
+    """Load the extension and set it up; None if it is not compiled or cannot be loaded.
 
     Args:
         backward: the backward pass of a differentiable call that the extension does not know.
@@ -52,7 +52,7 @@ def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int
 
 
 def explain_extension() -> tuple[bool, str]:
-    """Whether the extension can be loaded; its path, or why it cannot."""
+    """Return whether the extension can be loaded, and its path or the reason why not."""
     if _load_error:
         return False, f"the host extension does not load: {_load_error}"
     try:
@@ -78,7 +78,9 @@ def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
 
 
 def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
-    """The arguments of the extension's `learn` for a call, with any number of rows or its own; None if unsupported.
+    """Describe a call as the arguments of the extension's `learn`; None if it is unsupported.
+
+    The description is for any number of rows, or for the call's own.
 
     Args:
         outputs: the call's outputs; the same `OutputSpec` twice if one tensor is two results.
@@ -112,12 +114,12 @@ def _describe_output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) ->
 
 
 def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
-    """The strides of a result that has x's layout and is not contiguous; else an empty tuple."""
+    """Return the strides of a result that has x's non-contiguous layout; else an empty tuple."""
     return tuple(x.stride()) if output.has_x_layout and not x.is_contiguous() else ()
 
 
 def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any, ...] | None:
-    """The driver's arguments of a launch; None if the kernel needs features of Triton's launcher."""
+    """Describe a launch as the driver's arguments; None if the kernel needs features of Triton's launcher."""
     compiled = start.kernel.compiled_kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -143,7 +145,7 @@ def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTempl
 
 
 def _encode_constant(value: Any, kind: str) -> int:
-    """The bits of a constant as the lowest bytes of a parameter of type `kind`."""
+    """Encode a constant as the lowest bytes of a parameter of type `kind`."""
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
     return int(value) & (2**64 - 1)

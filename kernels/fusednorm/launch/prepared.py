@@ -26,7 +26,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class PreparedKernel:
-    """A compiled kernel, with everything that its launch needs besides grid, stream and arguments.
+    """A compiled kernel, with all values that its launch needs besides grid, stream and arguments.
 
     Attributes:
         launcher: the function that launches it.
@@ -49,7 +49,7 @@ _LOOKS: dict[Any, tuple[str, ...]] = {}
 
 
 def can_bypass_triton() -> bool:
-    """Whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
+    """Return whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
     runtime = knobs.runtime
     try:
         watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
@@ -79,7 +79,7 @@ def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
 
 
 def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
-    """The prepared kernel of a launch, or None if the device of that index has not had one."""
+    """Return the prepared kernel of a launch, or None if there is none for the device of that index."""
     return None if INTERPRETED else _PREPARED.get(_make_key(launch, device)[0])
 
 
@@ -97,7 +97,10 @@ def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping
 
 
 def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[Key, list[Any]]:
-    """The key by which Triton chooses the compiled kernel; with `memories`, also the parameters of the launch."""
+    """Make the key by which Triton chooses the compiled kernel.
+
+    With `memories`, also the parameters of the launch.
+    """
     # Not the kernel object, whose hash is computed from its source.
     kernel = launch.kernel
     function = kernel.fn
@@ -139,7 +142,10 @@ def _describe_arguments(
 
 
 def _find_integer_properties(parameter: Any) -> str:
-    """The properties of an integer that Triton uses: "type" if declared, else "width", or also its "value"."""
+    """Return the properties of an integer that Triton uses.
+
+    "type" if declared, else "width", or also its "value".
+    """
     if not parameter.do_not_specialize:
         return "value"
     return "type" if parameter.annotation_type else "width"

@@ -1,4 +1,4 @@
-"""Launches separated from the tensors they were made for, so that they can be repeated with other addresses.
+"""Launches separated from the tensors of their plan, so that they can be repeated with other addresses.
 
 Plans depend on shapes, strides and types.  For tensors that differ only in their addresses they make the same
 launches, in which each argument is one of the tensors, a position in temporary memory, a workspace of the stream,
@@ -21,14 +21,14 @@ from fusednorm.launch.launch import Launch
 from fusednorm.launch.memories import workspace_of
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
-"""Selects some items of a list, in a fixed order."""
+"""A function that selects some items of a list, in a fixed order."""
 
 _ALIGNED = 256
-"""Parts of a launch's own memory start at multiples of this number of bytes, as separate tensors would."""
+"""The number of bytes to whose multiples parts of a launch's own memory are aligned, as separate tensors are."""
 
 
 class PreparedLaunch(NamedTuple):
-    """One launch.
+    """One launch with its grid and the positions of its parameters.
 
     Attributes:
         kernel: the kernel to launch.
@@ -76,7 +76,7 @@ class LaunchTemplate:
 
     @classmethod
     def from_launches(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
-        """The recipe of executed launches; None if there is none for tensors at multiples of 16 bytes.
+        """Make the template of executed launches; None if there is none for tensors at multiples of 16 bytes.
 
         Args:
             tensors: the inputs and results by name; the launches run on the first one's device.
@@ -114,7 +114,7 @@ class LaunchTemplate:
         )
 
     def launch(self, at: list[Any], rows: int = 0) -> bool:
-        """Launch on the current stream of this device, the current one, if all tensors are aligned to 16 bytes.
+        """Launch on the current stream of `device`, the current device, if all tensors are aligned to 16 bytes.
 
         Args:
             at: addresses of the tensors, in their order; not to be used after the call.
@@ -166,7 +166,7 @@ class _ScratchMemory:
 
     @classmethod
     def from_launches(cls, launches: list[Launch]) -> "_ScratchMemory":
-        """The memory of the launches."""
+        """Collect the memory of the launches."""
         own, starts = cls({}, {}, 0), dict[Workspace, int]()
         for array in _arrays(argument for launch in launches for argument in launch.arguments):
             memory = array.memory
@@ -208,14 +208,14 @@ class _SlotTable:
         return tuple(self._tuples)
 
     def find_grid_slot(self, launch: Launch) -> int | None:
-        """The position of the first size of a launch's grid, if it depends on the number of rows."""
+        """Find the position of the first size of a launch's grid, if it depends on the number of rows."""
         by_rows = launch.row_dependence
         if by_rows is None or not self.rules or not by_rows.scales_grid:
             return None
         return self._rows + 1 + self.rules.index((by_rows.tile_rows, by_rows.max_programs))
 
     def list_slots(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
-        """The positions of a launch's parameters in the list."""
+        """List the positions of a launch's parameters in the list."""
         places = [*map(self._find_argument_slot, launch.arguments), *map(self._find_constant_slot, constants)]
         by_rows = launch.row_dependence
         if by_rows is not None and self.rules:
@@ -240,7 +240,10 @@ class _SlotTable:
 
 
 def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
-    """The rules by which numbers of programs depend on the number of rows; empty unless every launch has one."""
+    """List the rules by which numbers of programs depend on the number of rows.
+
+    The list is empty unless every launch has a rule.
+    """
     rules = [
         (launch.row_dependence.tile_rows, launch.row_dependence.max_programs)
         for launch in launches
@@ -257,7 +260,7 @@ def _make_selector(places: tuple[int, ...]) -> Pick:
 
 
 def _address_of(array: Array) -> Hashable:
-    """The key of an array's address in the table."""
+    """Return the key of an array's address in the table."""
     memory = array.memory
     if isinstance(memory, str):
         return memory

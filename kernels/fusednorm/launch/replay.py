@@ -1,4 +1,4 @@
-"""Repeated calls: without checks and planning, by repeating the launches of the first call of the same kind.
+"""Repeated calls without checks and planning: they repeat the launches of the first call of their kind.
 
 The kind of a call is the pass, its options, the process's policy and everything that checks, plan and compiler
 depend on in its tensors, which is all but their addresses.  The first call of a kind is checked and planned.  If
@@ -30,18 +30,18 @@ from fusednorm.tensors.arrays import TORCH_DTYPES
 from fusednorm.tensors.outputs import Result, fits
 
 MAX_KINDS = 4096
-"""The most kinds of calls that are kept; the oldest is dropped, and learnt again at its next call."""
+"""The most kinds of calls that are kept; the oldest is dropped, and recorded again at its next call."""
 
 # Without torch's check that CUDA is initialised: a CUDA tensor exists already.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
-"""Allocates a result; arguments are x, x's shape, and that shape without its last axis."""
+"""A function that allocates a result from x, x's shape, and that shape without its last axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CallReplay:
-    """The work of a call of a known kind.
+    """The work of a call whose kind has been recorded.
 
     Attributes:
         allocators: for each field of the result with a tensor of its own, the function that allocates it.
@@ -58,7 +58,7 @@ class _CallReplay:
     def allocate_missing(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
     ) -> list[Tensor | None] | None:
-        """Tensors for the results, from `out` where it has some; None if one of these does not fit."""
+        """Allocate the results that `out` does not have; None if a tensor of `out` does not fit."""
         results: list[Tensor | None] = []
         for new, output, given in zip(self.allocators, self.outputs, out, strict=True):
             if given is None:
@@ -71,7 +71,7 @@ class _CallReplay:
 
 
 _KNOWN: dict[Hashable, _CallReplay | None] = {}
-"""Replays by kind; None for a kind of any number of rows if each number of rows needs a kind of its own."""
+"""Replays by kind; None for a kind of any number of rows if each number of rows needs a separate kind."""
 
 _NOTHING: Any = object()
 
@@ -95,7 +95,7 @@ is_capturing = torch.cuda.is_current_stream_capturing
 
 
 def set_extension_loader(load: Callable[[bool], Any]) -> None:
-    """Let the host extension make known calls from the moment on in which `load` returns it.
+    """Let the host extension make recorded calls as soon as `load` returns it.
 
     Args:
         load: returns the extension, or None; called at plans and, with whether the extension may now be built,
@@ -106,7 +106,10 @@ def set_extension_loader(load: Callable[[bool], Any]) -> None:
 
 
 def set_extension(extension: Any) -> None:
-    """Let the host extension make known calls; Python makes those that it does not know, or all for None."""
+    """Use `extension` for recorded calls.
+
+    Python makes the calls that the extension has not recorded, or all calls if `extension` is None.
+    """
     global _extension, _load
     if extension is not None:
         for each in _PASSES:
@@ -116,7 +119,7 @@ def set_extension(extension: Any) -> None:
 
 
 def _search_extension(may_build: bool) -> None:
-    """Use the host extension, if it is there: known calls are planned once more, for the extension to learn."""
+    """Use the host extension, if it exists; recorded calls are planned once more for it."""
     if is_capturing() or not _LOOKING.acquire(blocking=False):
         return
     try:
@@ -137,24 +140,24 @@ def _count_replay() -> None:
 
 
 def clear_replays() -> None:
-    """Forget all known calls."""
+    """Forget all recorded calls."""
     _KNOWN.clear()
     if _extension is not None:
         _extension.forget()
 
 
 def get_extension() -> Any:
-    """The host extension, if it makes known calls; else None."""
+    """Return the host extension if it makes recorded calls; else None."""
     return _extension
 
 
 def is_extension_pending() -> bool:
-    """Whether the host extension will be used once it is there."""
+    """Return whether the host extension will be used as soon as it exists."""
     return _load is not None
 
 
 def encode_policy() -> int:
-    """The process's settings for all launches, encoded for the extension."""
+    """Encode the process's settings for all launches for the extension."""
     return may_wait() + 2 * is_batch_invariant()
 
 
@@ -178,7 +181,7 @@ class ReplayablePass(Generic[Result]):
         _PASSES.append(self)
 
     def replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
-        """The result of a call without dropout, or None unless its kind is known and `out` fits."""
+        """Replay a call without dropout; None unless its kind has been recorded and `out` fits."""
         if not prepared.can_bypass_triton():
             return None
         if _extension is not None and out is None:
@@ -229,7 +232,7 @@ class ReplayablePass(Generic[Result]):
         inputs: Inputs,
         options: Options,
     ) -> None:
-        """Store the data that `replay` needs, from a call that was checked, planned and has just been launched.
+        """Record a call for `replay`, after it was checked, planned and launched.
 
         Args:
             tensors: inputs and results by name, in the order of the pass.
@@ -273,7 +276,7 @@ def _store_replay(kind: Hashable, replay: _CallReplay | None) -> None:
 
 
 def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
-    """Pairs of a field and the other field whose tensor it shares."""
+    """Yield pairs of a field and the other field whose tensor it shares."""
     places: dict[int, int] = {}
     for place, output in enumerate(outputs):
         first = places.setdefault(id(output), place)
@@ -282,7 +285,7 @@ def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
 
 
 def _make_allocator(output: OutputSpec, x: Tensor, any_rows: bool) -> Allocate:
-    """The function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
+    """Make the function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
     dtype = TORCH_DTYPES[output.dtype]
     if output.has_x_layout and not x.is_contiguous():
         return lambda x, *_: torch.empty_like(x, dtype=dtype)

@@ -7,7 +7,10 @@ from fusednorm.launch.replay import get_extension, is_extension_pending
 
 
 def describe_repeated_calls() -> str:
-    """How this process makes repeated calls on a GPU, and why: anew, by Python, or by the host extension."""
+    """Describe how this process makes repeated calls on a GPU, and why.
+
+    The process plans each call anew, or replays calls in Python or in the host extension.
+    """
     if INTERPRETED:
         return "repeated calls on a GPU are planned anew: kernels are interpreted"
     if not can_bypass_triton():

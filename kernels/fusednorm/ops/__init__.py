@@ -1,1 +1,1 @@
-"""The operations: how each chooses an algorithm, and the algorithms themselves."""
+"""The operations: the choice of an algorithm for each, and the algorithms."""

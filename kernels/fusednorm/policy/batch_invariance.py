@@ -1,4 +1,4 @@
-"""Whether the bits of a sample's result may depend on the number of samples in the batch.
+"""The setting whether the bits of a sample's result may depend on the number of samples in the batch.
 
 Rows and contiguous groups are always computed in the same way.  If there are too few channels-last samples to use
 the whole device, they are split into more parts, and the sums of more parts round differently.
@@ -8,7 +8,7 @@ _required = False
 
 
 def require_batch_invariance(required: bool) -> None:
-    """Require from now on that a sample has the same bits in any batch; initially not required.
+    """Require from now on that a sample's bits are equal in any batch; initially this is not required.
 
     For callers that put samples of several requests into one launch.  Every sample is then split as if it were
     alone.
@@ -18,5 +18,5 @@ def require_batch_invariance(required: bool) -> None:
 
 
 def is_batch_invariant() -> bool:
-    """Whether the bits of the next launch must not depend on the number of samples."""
+    """Return whether the bits of the next launch must not depend on the number of samples."""
     return _required

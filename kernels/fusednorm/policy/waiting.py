@@ -1,4 +1,4 @@
-"""Whether programs of one launch may wait for one another.
+"""The setting whether programs of one launch may wait for one another.
 
 Rows and groups that are too large for one program are processed fastest by several programs, which exchange their
 moments and wait for each other's.  Such a launch is cooperative: the device starts all programs together or
@@ -22,5 +22,8 @@ def allow_waiting(allowed: bool) -> None:
 
 
 def may_wait() -> bool:
-    """Whether the next launch may be cooperative; never in the interpreter, which runs one program at a time."""
+    """Return whether the next launch may be cooperative.
+
+    In the interpreter it never may, since one program runs at a time.
+    """
     return _allowed and not INTERPRETED

@@ -19,7 +19,7 @@ def layer_norm_chain(
     out_dtype: torch.dtype | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """y = LN_k(... LN_2(LN_1(x))) over the last axis.
+    """Compute y = LN_k(... LN_2(LN_1(x))) over the last axis.
 
     Args:
         x: [..., cols], float32, float16, bfloat16 or float64, any strides.

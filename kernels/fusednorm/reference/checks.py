@@ -15,7 +15,7 @@ PRECISIONS = (torch.float32, torch.float64)
 
 
 def check_float(name: str, tensor: Tensor) -> None:
-    """Raises KernelInputError unless the tensor is float32, float16, bfloat16 or float64."""
+    """Raise KernelInputError unless the tensor is float32, float16, bfloat16 or float64."""
     if tensor.dtype not in DTYPES:
         raise KernelInputError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
 
@@ -40,7 +40,7 @@ def check_optional_tensor(
 
 
 def check_result_dtype(out_dtype: torch.dtype | None, *, float8: bool) -> None:
-    """Raises KernelInputError unless out_dtype is None, a float dtype or, with `float8`, float8_e4m3fn."""
+    """Raise KernelInputError unless out_dtype is None, a float dtype or, with `float8`, float8_e4m3fn."""
     if out_dtype is None or out_dtype in DTYPES or (float8 and out_dtype == FLOAT8):
         return
     allowed = "float32, float16, bfloat16, float64 or float8_e4m3fn" if float8 else "float32, float16 or bfloat16"
@@ -48,6 +48,6 @@ def check_result_dtype(out_dtype: torch.dtype | None, *, float8: bool) -> None:
 
 
 def check_precision(precision: torch.dtype | None) -> None:
-    """Raises KernelInputError unless `precision` is a dtype for sums, or None."""
+    """Raise KernelInputError unless `precision` is a dtype for sums, or None."""
     if precision is not None and precision not in PRECISIONS:
         raise KernelInputError(f"precision must be float32 or float64, got {precision}")

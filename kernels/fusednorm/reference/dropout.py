@@ -11,7 +11,7 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
+    """Compute the four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
 
     Args:
         seed: int64.
@@ -30,7 +30,7 @@ def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, 
 
 
 def compute_dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
-    """Which elements of a [rows, positions] array are kept, as bool."""
+    """Compute the mask of kept elements, bool [rows, positions]."""
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     quad = torch.arange((positions + 3) // 4, dtype=torch.int64, device=device)[None, :]
     words = torch.stack(compute_philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
@@ -38,6 +38,6 @@ def compute_dropout_mask(seed: int, rows: int, positions: int, p: float, device:
 
 
 def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low words of a 32 x 32-bit product; halves keep every step inside a signed int64."""
+    """Compute high and low words of a 32 x 32-bit product; halves keep every step inside a signed int64."""
     upper = a * (multiplier >> 16) + ((a * (multiplier & 0xFFFF)) >> 16)
     return upper >> 16, (a * multiplier) & _WORD

@@ -84,7 +84,9 @@ def layer_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
+    """Compute y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis.
+
+    h = x + residual.
 
     Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
 
@@ -129,7 +131,7 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps).
+    """Compute y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps).
 
     Everything else is as in `layer_norm_forward`.
     """
@@ -156,7 +158,9 @@ def group_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias; statistics over groups.
+    """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias.
+
+    The statistics are those of groups.
 
     Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
     for a contiguous x and channel last for a channels-last x, so the two layouts have different masks.
@@ -198,7 +202,7 @@ def layer_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
     w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
     dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
@@ -235,7 +239,7 @@ def rms_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
+    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
@@ -262,7 +266,7 @@ def group_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """`layer_norm_backward` with means over a group, dweight and dbias summed over samples and positions.
+    """Compute `layer_norm_backward` with means over a group; dweight and dbias sum over samples and positions.
 
     With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
     positions.
@@ -461,7 +465,9 @@ def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor
 
 
 def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """h without its mean; the mean, None if the operation does not centre; and the reciprocal standard deviation.
+    """Compute h without its mean, the mean and the reciprocal standard deviation.
+
+    If the operation does not centre, the mean is None.
 
     The last two are broadcastable.
     """
@@ -486,7 +492,7 @@ def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Te
 
 
 def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
-    """z after the affine step per sample, if there is one."""
+    """Apply the affine step per sample to z, if there is one."""
     if view.scale is not None:
         z = z * _compute_scale_factors(view, view.scale)
     if view.shift is not None:
@@ -495,22 +501,22 @@ def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
 
 
 def _compute_scale_factors(view: _NormView, scale: Tensor) -> Tensor:
-    """The factors of a sample's channels, broadcastable."""
+    """Compute the factors of a sample's channels, in a broadcastable shape."""
     return 1.0 + _broadcast_sample_parameter(view, scale)
 
 
 def _broadcast_sample_parameter(view: _NormView, parameter: Tensor) -> Tensor:
-    """A parameter [N, C], broadcastable."""
+    """Make a parameter [N, C] broadcastable."""
     return parameter.to(view.work_dtype).reshape(*view.shape[:3], 1)
 
 
 def _compute_weight_factors(view: _NormView, weight: Tensor) -> Tensor:
-    """The factors of x_hat, broadcastable."""
+    """Compute the factors of x_hat, in a broadcastable shape."""
     return weight.to(view.work_dtype).reshape(view.parameter_shape) + view.weight_offset
 
 
 def _compute_dropout_factors(view: _NormView, options: NormOptions, device: torch.device) -> Tensor:
-    """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
+    """Compute dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
     keep = compute_dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
     return view.convert_mask(keep).to(view.work_dtype) / (1.0 - options.dropout)
 
@@ -520,7 +526,7 @@ def _sum_parameter_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -
 
 
 def _convert_result(view: _NormView, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result of x's shape, in the memory order of results."""
+    """Convert a result to x's shape, in the memory order of results."""
     # Not a view, which torch would not change in place as the result of an autograd function; and not written into
     # an empty tensor, since under vmap x may be one tensor and its results several.
     return laid_out(values.reshape(x.shape), view.channels_last).to(dtype, copy=True)

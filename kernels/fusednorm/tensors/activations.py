@@ -69,7 +69,7 @@ _FUNCTIONS = {
 
 
 def activation_of(name: str) -> Activation:
-    """The activation of that name.
+    """Return the activation `name`.
 
     Raises:
         KernelInputError: there is no such activation.

@@ -25,17 +25,17 @@ Inputs = TypeVar("Inputs", NormInputs[Any], BackwardInputs[Any])
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """The name of a dtype; of one that no kernel takes, the one that torch prints."""
+    """Return the name of a dtype; if no kernel takes it, the name that torch prints."""
     return _NAMES.get(dtype) or str(dtype)
 
 
 def is_misaligned(tensor: Tensor) -> bool:
-    """Whether a tensor's memory does not start at a multiple of 16 bytes."""
+    """Return whether a tensor's memory does not start at a multiple of 16 bytes."""
     return tensor.data_ptr() % 16 != 0
 
 
 def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array:
-    """The description of a tensor, in memory of its own that has the given name."""
+    """Describe a tensor, in separate memory that has the given name."""
     dtype = tensor.dtype
     device = device or describe_device(tensor.device)
     is_aligned = tensor.data_ptr() % 16 == 0
@@ -46,7 +46,7 @@ def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array
 def describe_each(
     names: Iterable[str], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Array | None], dict[str, Tensor]]:
-    """The descriptions of a call's tensors, x first, and the tensors by name.
+    """Describe a call's tensors, x first; returns the descriptions, and the tensors by name.
 
     Raises:
         KernelInputError: a tensor is not on x's device, or x's is no CUDA device; or a lazy negation
@@ -76,7 +76,7 @@ def describe_each(
 
 
 def describe_inputs(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
-    """The descriptions of a call's inputs, and the tensors by name; raises as `describe_each`."""
+    """Describe a call's inputs; returns the descriptions, and the tensors by name; raises as `describe_each`."""
     described, named = describe_each(inputs._fields, inputs)
     arrays: Inputs = type(inputs)(*described)
     return arrays, named

@@ -1,4 +1,4 @@
-"""The devices of tensors, also one that is not present."""
+"""The devices of tensors, including one that is not present."""
 
 from functools import cache
 from statistics import median
@@ -21,13 +21,13 @@ def stand_in(gpu: GpuModel | None) -> None:
 
 
 def stands_in(device: torch.device) -> bool:
-    """Whether tensors of the device are treated as tensors of an absent GPU."""
+    """Return whether tensors of the device are treated as tensors of an absent GPU."""
     return _stand_in is not None and device.type == "meta"
 
 
 @cache
 def describe_device(device: torch.device) -> GpuModel:
-    """The properties of a tensor's device that plans use.
+    """Return the properties of a tensor's device that plans use.
 
     Calls on meta tensors are planned for the GPU of `stand_in`, or for an H200, for inspection.
     """
@@ -39,7 +39,7 @@ def describe_device(device: torch.device) -> GpuModel:
 
 @cache
 def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
-    """Bytes per second, read plus written, of a copy of `nbytes` on the device: the limit for this library.
+    """Return bytes per second, read plus written, of a copy of `nbytes` on the device: the library's limit.
 
     Median of 20 timed copies, measured at the first call.  CUDA only.
     """

@@ -6,7 +6,7 @@ from fusednorm.errors import UnsupportedShapeError
 
 
 def is_channels_last(x: Tensor, name: str = "x") -> bool:
-    """Whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
+    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
 
     A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
@@ -23,7 +23,7 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
 
 
 def in_layout(tensor: Tensor, channels_last: bool) -> bool:
-    """Whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
+    """Return whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
     if channels_last:
         tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
     return tensor.is_contiguous()

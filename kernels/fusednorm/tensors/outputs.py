@@ -1,4 +1,4 @@
-"""The tensors that results are written to: new ones, or those passed by the caller."""
+"""The tensors to which results are written: new ones, or those passed by the caller."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ Result = TypeVar("Result", Forward, Backward)
 
 
 def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
-    """Whether a result can be written to the tensor `given`."""
+    """Return whether a result can be written to the tensor `given`."""
     return (
         given.dtype == TORCH_DTYPES[output.dtype]
         and given.shape == output.compute_shape(x)
@@ -43,7 +43,7 @@ def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
 
 
 def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
-    """Tensors for all results of a pass: the tensors of `out` where it has some, else new ones.
+    """Return tensors for all results of a pass: those of `out` where given, else new ones.
 
     Raises:
         KernelInputError: a tensor of `out` does not fit its result, or the call does not return that result.

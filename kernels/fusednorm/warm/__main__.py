@@ -28,7 +28,7 @@ from fusednorm.warm.stamps import get_lock_path, is_compiled, record_compiled
 from fusednorm.warm.workers import TicketResult, run_tickets
 
 DEFAULT_LENGTHS = "1024"
-"""The default of a server."""
+"""The row lengths that a server uses by default."""
 
 Part = tuple[int, int]
 """The index of a GPU, and a row length."""
@@ -130,13 +130,13 @@ class CacheWarmer:
 
 
 def _count_kernel_bytes(key: str) -> int:
-    """Bytes of a compiled kernel in the cache."""
+    """Return the number of bytes of a compiled kernel in the cache."""
     folder = get_cache_manager(key).cache_dir
     return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
 
 
 def _is_running(process: int | None) -> bool:
-    """Whether the process with this id still runs; always true for None."""
+    """Return whether the process with this id still runs; always true for None."""
     return process is None or Path(f"/proc/{process}").exists()
 
 

@@ -14,7 +14,7 @@ from fusednorm.warm.driver import build_launcher
 
 
 def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:
-    """Compile the kernels that `call` on meta tensors would launch on `gpu`, this process's GPU; a call at a time.
+    """Compile the kernels that `call` on meta tensors would launch on this process's GPU `gpu`; one call at a time.
 
     A single kernel is not compiled here, but by the call that needs it.  The current device is the first.
 

@@ -23,7 +23,9 @@ _META = torch.device("meta")
 
 
 def list_warm_launches(gpu: GpuModel, length: int, only_warm_up: bool) -> list[Launch]:
-    """Launches that a server on `gpu` compiles for rows of `length` elements: each kernel once, in order of need.
+    """List the launches that a server on `gpu` compiles for rows of `length` elements, in order of need.
+
+    Each kernel is in the list once.
 
     First are the launches of its warm-up: every operation on x of each dtype, forward before backward, with float32
     parameters before those without parameters; a row is a sample of GroupNorm with up to 32 groups.  Then, unless
@@ -57,7 +59,7 @@ def _record_calls(length: int, direction: str, dtype: torch.dtype, with_paramete
 
 
 def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """Launches of different kernels, the first of each."""
+    """Yield the first launch of each different kernel."""
     seen: set[Hashable] = set()
     for launch in launches:
         kind = make_kernel_key(launch)
@@ -67,7 +69,7 @@ def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
 
 
 def make_kernel_key(launch: Launch) -> Hashable:
-    """The key of a launch's compiled kernel; launches that share a compiled kernel have equal keys."""
+    """Make the key of a launch's compiled kernel; launches that share a compiled kernel have equal keys."""
     specialised = specialise_kernel(launch)
     source = specialised.source
     return (

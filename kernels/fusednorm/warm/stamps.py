@@ -23,7 +23,7 @@ FOLDER = "fusednorm-warm"
 
 
 def is_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> bool:
-    """Whether all kernels were compiled for such a GPU and this row length."""
+    """Return whether all kernels were compiled for such a GPU and this row length."""
     enough = (True, False) if only_warm_up else (False,)
     return any(_make_record_path(arch, multiprocessors, length, each).exists() for each in enough)
 
@@ -40,7 +40,10 @@ def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: 
 
 
 def get_lock_path() -> Path:
-    """The file that a process locks while it compiles in advance, so that no other compiles the same kernels."""
+    """Return the file that a process locks while it compiles in advance.
+
+    The lock keeps other processes from compiling these kernels.
+    """
     folder = Path(knobs.cache.dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder / "lock"
@@ -53,7 +56,7 @@ def _make_record_path(arch: int, multiprocessors: int, length: int, only_warm_up
 
 @functools.cache
 def _describe_versions() -> str:
-    """The versions that compiled kernels depend on, the same in every process of an installation."""
+    """Describe the versions on which compiled kernels depend; equal in every process of an installation."""
     sources = hashlib.sha256()
     for folder, _, names in sorted(os.walk(Path(fusednorm.__file__).parent)):
         for name in sorted(names):

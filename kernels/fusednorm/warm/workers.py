@@ -39,7 +39,7 @@ class TicketResult:
 
 
 Work = Callable[[int], tuple[int, bool]]
-"""Processes a ticket; returns its bytes in the cache, and whether they were there already."""
+"""A function that processes a ticket; returns its bytes in the cache, and whether they were cached before."""
 
 
 def run_tickets(
@@ -120,7 +120,7 @@ def _exchange_tickets(
 
 
 def _run_worker(to_take: int, to_report: int, work: Work) -> None:
-    """The main loop of a worker; does not return."""
+    """Run the main loop of a worker; does not return."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.
     while (taken := os.read(to_take, _TICKET.size)) and os.getppid() == parent:

@@ -21,7 +21,10 @@ from fusednorm.errors import KernelInputError
 
 
 def find_activation_name(module: nn.Module) -> str | None:
-    """The kernels' name for one of torch's activation modules, or None; also None if its forward is replaced."""
+    """Return the kernels' name for one of torch's activation modules, or None.
+
+    It is also None if the module's forward is replaced.
+    """
     if not is_forward_of_class(module, vars(module).get("forward")):
         return None
     kind = type(module)
@@ -35,7 +38,7 @@ def find_activation_name(module: nn.Module) -> str | None:
 
 
 class SequentialForward(PatchedForward):
-    """torch.nn.Sequential's, which calls its modules one after another."""
+    """The forward of torch.nn.Sequential, which calls its modules one after another."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -63,7 +66,7 @@ class ResnetBlockForward(PatchedForward):
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: Any, x: Tensor, temb: Tensor | None = None) -> Any:
-        """The block's y for x [N, C, H, W] and temb [N, T]; None if its norms must not be fused."""
+        """Compute the block's y for x [N, C, H, W] and temb [N, T]; None if its norms must not be fused."""
         if (temb is None) != (module.time_emb_proj is None):
             return None
         norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
@@ -94,7 +97,7 @@ class ResnetBlockForward(PatchedForward):
 def compute_norm_and_activation(
     norm: Any, activation: nn.Module, x: Any, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor | None:
-    """activation(norm(x) * (1 + scale) + shift) in one pass; None if that is not possible."""
+    """Compute activation(norm(x) * (1 + scale) + shift) in one pass; None if that is not possible."""
     if not (_can_fuse(norm, activation) and is_supported_input(x)):
         return None
     try:
@@ -107,12 +110,12 @@ def compute_norm_and_activation(
 
 
 def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """The replacement for the forward of a module around patched GroupNorms; None for other modules.
+    """Find the replacement for the forward of a module that contains patched GroupNorms; None for other modules.
 
     It fuses each GroupNorm with its activation.
 
     Raises:
-        NotRecognisedError: it is such a module, but must not be patched.
+        UnrecognisedNormError: it is such a module, but must not be patched.
     """
     if type(module).forward is nn.Sequential.forward:
         return _find_fused_sequential(module)
@@ -156,7 +159,7 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
 
 
 def _has_known_results(module: Any) -> bool:
-    """Whether a copy with few channels gives the results of `ResnetBlockForward` on random samples."""
+    """Return whether a copy with few channels agrees with `ResnetBlockForward` on random samples."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = _make_small_copy(module)
@@ -193,14 +196,14 @@ def _make_small_copy(module: Any) -> Any:
 
 
 def _can_fuse(norm: Any, activation: nn.Module) -> bool:
-    """Whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
+    """Return whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
     if not isinstance(norm, nn.Module) or not _is_fusible_norm(norm):
         return False
     return find_activation_name(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
 
 
 def _is_fusible_norm(norm: Any) -> bool:
-    """Whether a module has a replaced forward that can fuse the activation after the norm."""
+    """Return whether a module has a replaced forward that can fuse the activation after the norm."""
     forward = norm.forward
     return isinstance(forward, PatchedForward) and forward.can_fuse_activation
 

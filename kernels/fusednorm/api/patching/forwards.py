@@ -38,7 +38,7 @@ class GroupNormForward(PatchedForward):
     can_fuse_activation = True
 
     def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
-        """The module's y, with other arguments of `group_norm`."""
+        """Compute the module's y, with other arguments of `group_norm`."""
         return compute_group_norm_module(x, module.num_groups, *_get_weight_and_bias(module), module.eps, **others)
 
 
@@ -80,10 +80,10 @@ _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
 
 
 def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """The replacement for the forward of a norm; None for a module that does not look like a norm.
+    """Find the replacement for a norm's forward; None for a module that does not look like a norm.
 
     Raises:
-        NotRecognisedError: the module must not be patched.
+        UnrecognisedNormError: the module must not be patched.
     """
     norm = recognise_norm(module)
     if norm is None:
@@ -95,7 +95,7 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
 
 
 def _get_weight(module: Any) -> Tensor | None:
-    """A module's current weight.
+    """Return a module's current weight.
 
     Raises:
         KernelInputError: the weight has been replaced by a tensor of another kind since the module was patched.
@@ -109,7 +109,7 @@ def _get_weight(module: Any) -> Tensor | None:
 
 
 def _get_weight_and_bias(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """A module's current weight and bias, checked as in `_get_weight`."""
+    """Return a module's current weight and bias, with the checks of `_get_weight`."""
     parameters = module._parameters
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
     if type(bias) is not Parameter and bias is not None and not is_plain_tensor(bias):

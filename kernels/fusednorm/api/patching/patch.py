@@ -1,4 +1,4 @@
-"""`patch` and `unpatch` for a whole model."""
+"""`patch` and `unpatch` for all norms of a model."""
 
 from collections.abc import Callable
 from inspect import unwrap

@@ -43,7 +43,7 @@ class PatchedForward:
         self.input_name = input_name
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The forward of the module's class, computed by the kernels if they support x."""
+        """Compute the forward of the module's class, by the kernels if they support x."""
         # Not the property, which would cost one more call for each norm of a model.
         module = self._module()
         if module is None:
@@ -61,7 +61,7 @@ class PatchedForward:
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The module's y for a float32, float16 or bfloat16 x.
+        """Compute the module's y for a float32, float16 or bfloat16 x.
 
         Raises:
             KernelInputError: the kernels do not support the call.
@@ -70,7 +70,7 @@ class PatchedForward:
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward it replaces.
+        """The module whose forward this object replaces.
 
         Raises:
             ReferenceError: the module no longer exists.
@@ -82,7 +82,7 @@ class PatchedForward:
 
     @property
     def __wrapped__(self) -> MethodType:
-        """The forward that it replaces, whose signature `inspect` shows."""
+        """The replaced forward, whose signature `inspect` shows."""
         return MethodType(type(self.module).forward, self.module)
 
     @property
@@ -97,7 +97,7 @@ class PatchedForward:
         self.__dict__.update(state, _module=ref(state["_module"]))
 
     def _get_only_input(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The only argument, if it was passed by name; None if there were other arguments."""
+        """Return the only argument, if it was passed by name; None if there were other arguments."""
         return None if inputs or len(named) != 1 else named.get(self.input_name)
 
 
@@ -122,17 +122,17 @@ def get_forward_attribute(module: nn.Module) -> str:
 
 
 def is_forward_of_class(module: nn.Module, forward: Any) -> bool:
-    """Whether an attribute of an instance is missing, or the bound method that accelerate leaves behind."""
+    """Return whether an instance's attribute is missing, or is the bound method that accelerate leaves behind."""
     return forward is None or forward == MethodType(type(module).forward, module)
 
 
 def is_supported_input(x: Any) -> bool:
-    """Whether an argument is a tensor of a class, dtype and device that the kernels support."""
+    """Return whether an argument is a tensor of a class, dtype and device that the kernels support."""
     return is_plain_tensor(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
 def is_plain_tensor(x: Any) -> bool:
-    """Whether a value is a tensor that does not consist of other tensors, unlike a DTensor."""
+    """Return whether a value is a tensor that does not consist of other tensors, unlike a DTensor."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:
         return True

@@ -1,4 +1,4 @@
-"""Determines what a norm computes by calling its class's forward on a little random data on the CPU.
+"""Determination of a norm's formula by calling its class's forward on a little random data on the CPU.
 
 It calls not the module itself, but a shallow copy with random parameters and without hooks.
 """
@@ -18,17 +18,20 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 _SEED = 7
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
-"""Relative and absolute.  A module may round x_hat before it multiplies, and the offset's sum: each half an ulp."""
+"""Relative and absolute tolerances.
+
+A module may round x_hat before it multiplies, and the offset's sum: each half an ulp.
+"""
 
 Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
 """The dtype of y, by the dtypes of x and of the parameters."""
 
 Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
-"""y in float32 from x, the module's parameters by name (all float32) and eps."""
+"""A function that computes y in float32 from x, the module's parameters by name (all float32) and eps."""
 
 
 def make_rms_norm_formula(weight_offset: float) -> Formula:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
+    """Make the formula y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
 
     def compute_rms_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (parameters["weight"] + weight_offset)
@@ -37,12 +40,12 @@ def make_rms_norm_formula(weight_offset: float) -> Formula:
 
 
 def compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
-    """torch's layer_norm over the last axis."""
+    """Compute torch's layer_norm over the last axis."""
     return functional.layer_norm(x, x.shape[-1:], parameters.get("weight"), parameters.get("bias"), eps)
 
 
 def make_group_norm_formula(num_groups: int) -> Formula:
-    """torch's group_norm."""
+    """Make the formula of torch's group_norm."""
 
     def compute_group_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return functional.group_norm(x, num_groups, parameters.get("weight"), parameters.get("bias"), eps)
@@ -51,7 +54,7 @@ def make_group_norm_formula(num_groups: int) -> Formula:
 
 
 class ForwardProbe:
-    """Calls the forward of a module's class.
+    """A callable that runs the forward of a module's class.
 
     Args:
         module: a norm without submodules.
@@ -71,7 +74,7 @@ class ForwardProbe:
         }
 
     def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
-        """The result of the forward.
+        """Call the forward and return its result.
 
         Raises:
             Exception: any exception of the forward.
@@ -86,11 +89,11 @@ class ForwardProbe:
             return type(copied).forward(copied, self._x.to(x_dtype))
 
     def matches_formula(self, formula: Formula) -> bool:
-        """Whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
+        """Return whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
         return all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
 
     def find_result_dtypes(self) -> Dtypes:
-        """The dtypes of y, without combinations that the forward refuses."""
+        """Find the dtypes of y, without the combinations that the forward rejects."""
         found = {}
         for x_dtype in FLOAT_DTYPES:
             for parameter_dtype in FLOAT_DTYPES:
@@ -101,7 +104,7 @@ class ForwardProbe:
         return found
 
     def find_autocast_dtypes(self) -> Dtypes:
-        """The same under CUDA's autocast, whose casts are emulated because it does not exist on the CPU."""
+        """Find the dtypes of y under CUDA's autocast, whose casts are emulated because the CPU has none."""
         with _EmulatedCudaAutocast():
             return self.find_result_dtypes()
 

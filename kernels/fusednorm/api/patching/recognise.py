@@ -1,4 +1,4 @@
-"""Decides which norm a module is, by its class or by its results, or why it is not replaced."""
+"""Recognition of norms by a module's class or results, or of the reason why a module is not replaced."""
 
 import inspect
 from collections.abc import Callable
@@ -42,7 +42,7 @@ TIMM = {
 
 @dataclass(frozen=True)
 class ProbedProperties:
-    """The properties that the results of an RMSNorm's own forward showed.
+    """The properties of an RMSNorm that were determined from the results of its forward.
 
     Attributes:
         eps_name: the name of the module's attribute that is added to the mean square.
@@ -72,7 +72,7 @@ class RecognisedNorm:
 
     @property
     def description(self) -> str:
-        """The operation as which it is computed."""
+        """The name of the operation that computes the module, with the probed offset and class, if any."""
         if self.probed is None:
             return self.operation
         offset = ", weight_offset=1" if self.probed.weight_offset else ""
@@ -84,10 +84,10 @@ class UnrecognisedNormError(Exception):
 
 
 def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
-    """The norm that a module is; None if neither its class nor its forward's code names one.
+    """Determine which norm a module is; None if neither its class nor its forward's code names one.
 
     Raises:
-        NotRecognisedError: the kernels cannot compute the norm, or it must not be patched.
+        UnrecognisedNormError: the kernels cannot compute the norm, or it must not be patched.
     """
     kind = type(module)
     if not _looks_like_norm(module):
@@ -115,7 +115,7 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Whether a module is one of torch's norms, or has the name of a norm and contains no other norm."""
+    """Return whether a module is one of torch's norms, or has the name of a norm and contains no other norm."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
         return True
     return _is_named_norm(module) and not any(map(_is_named_norm, list(module.modules())[1:]))
@@ -126,7 +126,7 @@ def _is_named_norm(module: nn.Module) -> bool:
 
 
 def _find_called_norm(module: nn.Module) -> str | None:
-    """The function of a norm that the code of a module's forward names, and no submodule has as its name."""
+    """Find the norm function that the code of a module's forward names, unless a submodule has that name."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     for name in _NORM_FUNCTIONS.intersection(code.co_names if code else ()):
         if all(path.rpartition(".")[2] != name for path, _ in module.named_modules()):
@@ -135,7 +135,7 @@ def _find_called_norm(module: nn.Module) -> str | None:
 
 
 def check_not_replaced(module: nn.Module) -> None:
-    """Raises NotRecognisedError for a module whose forward, below accelerate's hooks, is not its class's."""
+    """Raise UnrecognisedNormError for a module whose forward, below accelerate's hooks, is not its class's."""
     forward = vars(module).get(get_forward_attribute(module))
     if isinstance(forward, PatchedForward):
         raise UnrecognisedNormError("patched already")
@@ -223,7 +223,7 @@ def _find_eps_attribute(module: nn.Module) -> str | None:
 
 
 def get_input_name(module: nn.Module) -> str:
-    """The name of the first parameter of the forward of a module's class."""
+    """Return the name of the first parameter of the forward of a module's class."""
     return list(inspect.signature(type(module).forward).parameters)[1]
 
 
@@ -235,7 +235,7 @@ def _check_eps(eps: float) -> None:
 
 
 def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
-    """Raises NotRecognisedError for a shape or parameters that no kernel supports."""
+    """Raise UnrecognisedNormError for a shape or parameters that no kernel supports."""
     size = torch.Size(shape).numel()
     if not shape or not 0 < size <= MAX_COLS:
         raise UnrecognisedNormError(f"no kernel takes normalized_shape {list(shape)}")

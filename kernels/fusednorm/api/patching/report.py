@@ -13,7 +13,7 @@ _NO_MODEL = (
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The norms of a model, by their paths within it; a module in several places has its first path.
+    """The norms of a model, by their paths within it; a module with several paths has its first path.
 
     A norm is a module whose class is or is named like one, or whose forward names a norm's function.
 

@@ -72,8 +72,9 @@ def group_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`; of many samples the parameters' gradients are summed piece by
-    piece, in order.
+    """See `fusednorm.reference.group_norm_backward`.
+
+    The parameters' gradients of many samples are summed piece by piece, in order.
     """
     cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
     w, b = to_float32(weight), to_float32(bias)
@@ -89,7 +90,7 @@ def group_norm_backward(
         if mean is not None and rstd is not None:
             centre, inverse = piece.slice_groups(mean), piece.slice_groups(rstd)
         factor = piece.compute_scale_factor(scale)
-        # z itself is asked for once more where it is modulated, and only there.
+        # z itself is needed again only if it is modulated.
         is_modulated = scale is not None or shift is not None
         modulated = _modulate_(z.clone() if is_modulated else z, factor, piece.slice_modulation(shift))
         dz = backpropagate_epilogue(
@@ -141,11 +142,11 @@ def group_norm_backward(
 
 
 class _ChunkedSamples:
-    """x and how it is cut into pieces of whole groups.
+    """x and its division into pieces that consist of complete groups.
 
     Attributes:
         x: [B, C, *spatial].
-        channel_planes: x as [B, C, positions], the same memory.
+        channel_planes: the view [B, C, positions] of x.
         is_single_chunk: whether there is one piece only.
     """
 
@@ -162,23 +163,23 @@ class _ChunkedSamples:
         self._cached_mask: tuple[slice, Tensor] | None = None
 
     def iterate_chunks(self) -> Iterator["_GroupChunk"]:
-        """All of them, in order."""
+        """Yield all pieces, in order."""
         of_group = self.channel_planes.shape[1] // self.num_groups
         for samples, groups in self._pieces:
             yield _GroupChunk(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
 
     def make_result(self, dtype: torch.dtype) -> "_ChunkedResult":
-        """What is to be written piece by piece, in x's shape and layout."""
+        """Make a result with x's shape and layout, to be written piece by piece."""
         return _ChunkedResult(self, dtype)
 
     def compute_dropout_mask(self, samples: slice, channels: slice) -> Tensor:
-        """Dropout's mask of a piece, bool, in the order of [samples, channels, positions]."""
+        """Compute the dropout mask of a piece, bool [samples, channels, positions]."""
         assert self.dropout is not None
         _, size, positions = self.channel_planes.shape
         rows = range(samples.start, samples.stop)
         if not self.channels_last:
             return self.dropout.compute(rows, range(channels.start * positions, channels.stop * positions))
-        # Channels lie side by side there, so the mask is that of whole samples.
+        # Adjacent elements belong to different channels, so the mask is computed for complete samples.
         if self._cached_mask is None or self._cached_mask[0] != samples:
             self._cached_mask = samples, self.dropout.compute(rows, range(size * positions))
         return self._cached_mask[1].view(-1, positions, size)[:, :, channels].transpose(1, 2).contiguous()
@@ -186,7 +187,7 @@ class _ChunkedSamples:
 
 @dataclass(frozen=True, slots=True)
 class _GroupChunk:
-    """Some groups of a sample, or some whole samples."""
+    """A piece: some groups of one sample, or some complete samples."""
 
     source: _ChunkedSamples
     samples: slice
@@ -195,22 +196,25 @@ class _GroupChunk:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Samples, channels, positions."""
+        """The numbers of samples, channels and positions."""
         samples, channels = self.samples, self.channels
         return samples.stop - samples.start, channels.stop - channels.start, self.source.channel_planes.shape[2]
 
     @property
     def group_count(self) -> int:
-        """Of one sample."""
+        """The number of the piece's groups in one sample."""
         return len(range(self.groups.start, self.groups.stop))
 
     def slice_tensor(self, t: Tensor) -> Tensor:
-        """Its part of [B, C, ...]."""
-        # Small requests are whole, and each index costs as much as some of their arithmetic.
+        """Return the piece's part of a tensor [B, C, ...]."""
+        # Small requests are a single piece, and each index costs as much as some of their arithmetic.
         return t if self.source.is_single_chunk else t[self.samples, self.channels]
 
     def add_residual(self, residual: Tensor | None) -> Tensor:
-        """h = x + residual of it, float32 [samples, channels, positions]; x's memory if it is that already."""
+        """Compute the piece's h = x + residual, float32 [samples, channels, positions].
+
+        It shares x's memory if x already has that dtype and layout, and there is no residual.
+        """
         x = self.slice_tensor(self.source.channel_planes)
         if not x.is_contiguous():
             # Widened and put in order in one pass.
@@ -219,7 +223,9 @@ class _GroupChunk:
         return add_residual(x, of_residual).contiguous()
 
     def slice_planes(self, t: Tensor) -> Tensor:
-        """Its share of a tensor like x as [samples, channels, positions], contiguous; of channels-last a copy.
+        """Return the piece's part of a tensor like x, contiguous [samples, channels, positions].
+
+        It is a copy if the tensor is channels-last.
 
         torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
         """
@@ -228,7 +234,7 @@ class _GroupChunk:
     def normalise(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, mean and rstd."""
+        """Compute z, mean and rstd."""
         weight, bias = self.slice_channels(weight), self.slice_channels(bias)
         samples, channels, positions = h.shape
         return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)
@@ -240,22 +246,22 @@ class _GroupChunk:
         return statistic[self.samples, self.groups].contiguous()
 
     def slice_modulation(self, given: Tensor | None) -> Tensor | None:
-        """Its share of scale or shift in float32, over the positions."""
+        """Return the piece's part of scale or shift in float32, with an axis that broadcasts over positions."""
         return None if given is None else self.slice_tensor(given).float().unsqueeze(-1)
 
     def compute_scale_factor(self, scale: Tensor | None) -> Tensor | None:
-        """1 + scale."""
+        """Compute 1 + scale, or None without a scale."""
         scale = self.slice_modulation(scale)
         return None if scale is None else 1 + scale
 
     def compute_dropout_mask(self) -> Tensor | None:
-        """Its share of dropout's mask."""
+        """Compute the piece's part of the dropout mask, or None without dropout."""
         return (
             None if self.source.dropout is None else self.source.compute_dropout_mask(self.samples, self.channels)
         )
 
     def subtract_mean(self, h: Tensor, mean: Tensor, *, overwrites: bool) -> Tensor:
-        """h - mean of each group."""
+        """Subtract each group's mean from h."""
         grouped = h.view(*mean.shape, -1)
         centre = mean[..., None]
         return (grouped.sub_(centre) if overwrites else grouped - centre).view(h.shape)
@@ -263,7 +269,7 @@ class _GroupChunk:
     def write_modulation_gradients(
         self, dz: Tensor, z: Tensor, dscale: Tensor | None, dshift: Tensor | None
     ) -> None:
-        """dscale and dshift [B, C]: the sums of dz * z and of dz over positions."""
+        """Write the piece's part of dscale and dshift [B, C]: sums of dz * z and of dz over positions."""
         samples, channels, positions = z.shape
         at_once = split_range(channels, samples * positions)
         # Summed together, since torch sums a lone row in another order than one of several.
@@ -282,7 +288,7 @@ class _ChunkedResult:
         self._tensor: Tensor | None = None
 
     def write_chunk(self, piece: _GroupChunk, values: Tensor) -> None:
-        """Args: values: [samples, channels, positions] of the piece."""
+        """Write the values of a piece, [samples, channels, positions], in the result's dtype."""
         x = self._cut.x
         if self._cut.is_single_chunk and not self._cut.channels_last:
             self._tensor = values.view(x.shape).to(self._dtype)
@@ -292,18 +298,18 @@ class _ChunkedResult:
         piece.slice_tensor(_view_planes(self._tensor)).copy_(values)
 
     def get_tensor(self) -> Tensor:
-        """The tensor, once every piece has been written."""
+        """Return the tensor, after every piece has been written."""
         assert self._tensor is not None
         return self._tensor
 
 
 def _view_planes(t: Tensor) -> Tensor:
-    """[B, C, positions], the same memory."""
+    """View a tensor [B, C, *spatial] as [B, C, positions]."""
     return t.flatten(2) if t.dim() > 2 else t.unsqueeze(-1)
 
 
 def _modulate_(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:
-    """z * (1 + scale) + shift of [B, C, positions], in z's memory."""
+    """Compute z * (1 + scale) + shift of [B, C, positions], in z's memory."""
     if factor is not None:
         z *= factor
     if shift is not None:

@@ -1,4 +1,4 @@
-"""The results of a forward pass over rows, and the memory they are written to."""
+"""The results of a forward pass over rows, and their memory."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,20 @@ from fusednorm.cpu.taken import add_residual
 from fusednorm.results import Forward
 
 WHOLE_ELEMENTS = 256 * 1024
-"""A y of more elements is written to the memory that the caller gives.
+"""The number of elements above which y is written to memory that the caller provides.
 
-malloc retains as much as a smaller one needs, and nothing is copied; larger memory would be returned to the system
-after each call.
+Smaller memory is retained by malloc, and nothing is copied; larger memory would be returned to the system after
+each call.
 """
 
 
 def is_small_result(x: Tensor) -> bool:
-    """Whether torch may write a result of this size into memory of its own."""
+    """Return whether torch may allocate the memory for a result of this size."""
     return x.numel() <= WHOLE_ELEMENTS
 
 
 class RowResults:
-    """What forward gives back, filled piece by piece."""
+    """The results of a forward pass, written piece by piece."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class RowResults:
         memory_like: Callable[[Tensor], Tensor],
     ) -> None:
         """Args:
-        stats: also mean and rstd, the mean only of what is centred.
-        memory_like: as of `layer_norm_forward`.
+        stats: whether to store mean and rstd; the mean only with `centred`.
+        memory_like: see `layer_norm_forward`.
         """
         self._x = flatten_rows(x)
         self._residual = None if residual is None else flatten_rows(residual)
@@ -53,7 +53,7 @@ class RowResults:
         self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
     def add_residual(self, piece: slice) -> Tensor:
-        """x + residual of some rows in float32, which goes to residual_out."""
+        """Compute x + residual of some rows in float32, and write it to residual_out."""
         h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
         if self._sum_rows is not None:
             self._sum_rows[piece] = h
@@ -70,10 +70,10 @@ class RowResults:
             self._mean.view(-1)[piece] = mean[:, 0]
 
     def get_result(self) -> Forward:
-        """What has been written."""
+        """Return the written results."""
         return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 
 
 def flatten_rows(t: Tensor) -> Tensor:
-    """[rows, cols], also of [tokens, heads, cols]."""
+    """View [rows, cols] or [tokens, heads, cols] as [rows, cols]."""
     return t if t.ndim == 2 else t.flatten(0, 1)

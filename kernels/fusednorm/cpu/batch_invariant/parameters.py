@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 class RowParameter:
-    """A weight or a bias; none at all is one, too.
+    """A weight or a bias, or the absence of one.
 
     Attributes:
-        common: [cols] in float32, where all rows have the same.
+        common: [cols] in float32 if all rows share it, else None.
     """
 
     common: Tensor | None
@@ -17,7 +17,7 @@ class RowParameter:
     def __init__(self, tensor: Tensor | None, offset: float = 0.0) -> None:
         """Args:
         tensor: [cols] or [heads, cols], of any type.
-        offset: is added to it in float32.
+        offset: a number that is added to `tensor` in float32.
         """
         self.common = self._of_heads = None
         self._offset = offset
@@ -29,9 +29,9 @@ class RowParameter:
             self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
 
     def slice_heads(self, piece: slice) -> Tensor | None:
-        """The parameters of a piece by its heads, [heads, cols] in float32; None if all rows have the same.
+        """Return the parameters of a piece's heads, [heads, cols] in float32; None unless heads have separate ones.
 
-        Args: piece: as `row_pieces` cuts them: whole tokens, or some heads of one.
+        Args: piece: a range of `split_rows`: complete tokens, or some heads of one token.
         """
         if self._of_heads is None:
             return None
@@ -43,7 +43,7 @@ class RowParameter:
         return _cast_with_offset(self._of_heads[first : first + rows], self._offset)
 
     def get_for_rows(self, piece: slice) -> Tensor | None:
-        """What some rows have: `common` or their own."""
+        """Return the parameter of some rows: `common`, or those of their heads."""
         return self.common if self._of_heads is None else self.slice_heads(piece)
 
 
@@ -63,7 +63,7 @@ def multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
-    """Add what rows give to the gradient of a parameter.
+    """Add the contribution of some rows to the gradient of a parameter.
 
     Args:
         total: [cols], or [heads, cols].
@@ -79,7 +79,7 @@ def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice)
 
 
 def _view_by_head(y: Tensor, parameter: Tensor) -> Tensor:
-    """y as [tokens, heads, cols] for a parameter [heads, cols], the same memory."""
+    """View y as [tokens, heads, cols] if the parameter is [heads, cols]; the memory is shared."""
     return y if parameter.ndim == 1 or parameter.shape == y.shape else y.view(-1, *parameter.shape)
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on the CPU: of rows [rows, N], or [tokens, heads, N] whose heads have their own parameters.
+"""LayerNorm and RMSNorm on the CPU over [rows, N], or over [tokens, heads, N] with separate parameters per head.
 
 Rows are computed one after another; with parameters [heads, N] row r has those of head r modulo heads.
 """
@@ -41,8 +41,9 @@ def layer_norm_forward(
     """See `fusednorm.reference.layer_norm_forward`.
 
     Args:
-        memory_like: gives a large y its memory where that is as large as x; it may be x's own.  Memory that has
-            been used before takes less time than new pages, and x's own leaves more of the cache to what is next.
+        memory_like: returns the memory of a large y if that has the size of x; it may be x's memory.  Memory that
+            has been used before takes less time than new pages, and x's memory leaves more of the cache to later
+            calls.
     """
     drop = make_dropout_mask(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
@@ -197,7 +198,7 @@ def rms_norm_backward(
 
 
 class _RowGradients:
-    """What backward gives back; parameter gradients are summed piece by piece, in order."""
+    """The results of a backward pass; parameter gradients are summed piece by piece, in order."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
@@ -233,29 +234,32 @@ class _RowGradients:
 
 
 def _count_own_heads(x: Tensor) -> int:
-    """How many heads have parameters of their own; 0: all rows have the same."""
+    """Return the number of heads that have separate parameters, or 0 if all rows share them."""
     return x.shape[1] if x.ndim == 3 else 0
 
 
 def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
-    """[rows, cols] of x and what is like it, [rows] of statistics."""
+    """Reshape x and tensors of x's shape to [rows, cols], and statistics to [rows]."""
     if x.ndim == 2:
         return (x, *others)
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
 def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
-    """Dropout's mask of some rows."""
+    """Compute the dropout mask of some rows, or None without dropout."""
     return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(x.shape[-1]))
 
 
 def _compute_row_mean(t: Tensor) -> Tensor:
-    """Mean of each row as [rows, 1]: LayerNorm's, because `Tensor.mean` sums a lone row in another order."""
+    """Compute the mean of each row, [rows, 1], by LayerNorm.
+
+    `Tensor.mean` sums a single row in another order.
+    """
     return torch.native_layer_norm(t, t.shape[-1:], None, None, 0.0)[1]
 
 
 def _compute_rms_rstd(h: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
+    """Compute 1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
     _, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], None, None, 0.0)
     return torch.rsqrt(rstd.square().reciprocal() + mean.square() + eps)
 

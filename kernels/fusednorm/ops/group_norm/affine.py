@@ -34,7 +34,7 @@ class AffineParameters(NamedTuple):
 
 @triton.jit
 def _load_one(ptr, at):
-    """(value,), or () if ptr is None."""
+    """Load one value as a tuple (value,), or () if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + at),)
@@ -43,7 +43,7 @@ def _load_one(ptr, at):
 
 @triton.jit
 def load_affine(parameters, channel, sample_channel):
-    """weight, bias, scale and shift, each a tuple of one value, or an empty tuple if absent.
+    """Load weight, bias, scale and shift, each a tuple of one value, or an empty tuple if absent.
 
     Args:
         parameters: the four pointers, weight and bias [C], scale and shift [N, C].
@@ -60,7 +60,7 @@ def load_affine(parameters, channel, sample_channel):
 
 @triton.jit
 def _load_weight(weight_ptr, channel, mask):
-    """weight of each channel in float32; if absent, ones, which the compiler removes from products."""
+    """Load the weight of each channel in float32; if absent, ones, which the compiler removes from products."""
     if weight_ptr is None:
         return tl.full(channel.shape, 1.0, tl.float32)
     else:
@@ -69,7 +69,7 @@ def _load_weight(weight_ptr, channel, mask):
 
 @triton.jit
 def _load_bias(bias_ptr, channel, mask):
-    """bias of each channel in float32; if absent, zeros, which cost nothing once fused with a product."""
+    """Load the bias of each channel in float32; if absent, zeros, which cost nothing once fused with a product."""
     if bias_ptr is None:
         return tl.zeros(channel.shape, tl.float32)
     else:
@@ -78,7 +78,7 @@ def _load_bias(bias_ptr, channel, mask):
 
 @triton.jit
 def load_masked_affine(parameters, channel, sample_channel, mask):
-    """Slope and offset of x_hat in float32; masked elements have arbitrary finite values."""
+    """Load the slope and offset of x_hat in float32; masked elements have arbitrary finite values."""
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
     if parameters[2] is not None:
@@ -92,7 +92,7 @@ def load_masked_affine(parameters, channel, sample_channel, mask):
 
 @triton.jit
 def slope_and_offset(affine, rstd, rest):
-    """a and b such that the affine step is (h - mean) * a + b; the group's mean is mean + rest."""
+    """Compute a and b of the affine step (h - mean) * a + b; the group's mean is mean + rest."""
     a = rstd
     if len(affine[0]) > 0:
         a = a * affine[0][0].to(tl.float32)

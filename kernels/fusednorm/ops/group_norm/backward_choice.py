@@ -1,8 +1,8 @@
 """Planning of GroupNorm's backward pass: the choice of a configuration from the tables, and its launches.
 
-The choice depends on the shape of a sample and the size of an element, but not on the number of samples.
-Therefore (except for streams that are split into more parts, `stream_partition`) the bits of a sample's result do
-not depend on the other samples, and a new number of samples causes no compilation.
+The choice depends on the shape of a sample and the size of an element, but not on the number of samples.  Therefore
+(except for streams that are split into more parts, `make_stream_partition`) the bits of a sample's result do not
+depend on the other samples, and a new number of samples causes no compilation.
 """
 
 from dataclasses import replace
@@ -52,13 +52,13 @@ def compute_idle_fraction(
     itemsize: int,
     multiprocessors: int,
 ) -> float:
-    """The fraction of the resident programs that is idle with the largest possible number of teams."""
+    """Compute the fraction of the resident programs that is idle with the largest possible number of teams."""
     programs = config.programs_per_sm * multiprocessors
     return programs % config.count_members(sample, itemsize) / programs
 
 
 def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig | None = None) -> list[Launch]:
-    """The launches of a backward pass.
+    """Plan the launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -77,7 +77,7 @@ def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig |
 def choose_backward(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> GroupNormBackwardConfig:
-    """The backward configuration for samples of elements of `itemsize` bytes.
+    """Choose the backward configuration for samples of elements of `itemsize` bytes.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
@@ -104,7 +104,7 @@ def choose_backward(
 def find_cooperative_backward(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> GroupNormBackwardCooperative | None:
-    """The configuration in which programs share a group, or None if it does not fit the device."""
+    """Find the configuration in which programs share a group, or None if it does not fit the device."""
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
             (channels == sample.channels and sample.hw <= most)
@@ -132,7 +132,7 @@ def find_cooperative_backward(
 
 
 def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
-    """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
+    """Find the configuration that streams samples twice, or None if the lanes cannot cover all columns."""
     num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None
@@ -145,7 +145,7 @@ def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleSt
 def find_measured_config(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
-    """The entry of the tables for the sample's class, or None if no entry fits."""
+    """Find the entry of the tables for the sample's class, or None if no entry fits."""
     if sample.c % (16 // itemsize) or count_max_overlaps(sample.channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
@@ -161,7 +161,7 @@ def find_measured_config(
 def find_cooperative_blocks(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
-    """The configuration in which programs share blocks of columns, or None if it does not fit the device."""
+    """Find the configuration in which programs share blocks of columns, or None if it does not fit the device."""
     vector = 16 // itemsize
     labels = count_max_overlaps(sample.channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
@@ -192,7 +192,7 @@ def find_cooperative_blocks(
 
 @lru_cache(maxsize=4096)
 def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackwardSplit | BackwardColumnSplit:
-    """The configuration whose programs wait for nothing, for samples of any size."""
+    """Find the configuration whose programs wait for nothing, for samples of any size."""
     most = compute_max_splits(sample.c)
     if sample.channels_last:
         vec = compute_access_width(itemsize, sample.c)
@@ -214,5 +214,8 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
 
 
 def _count_fragments(positions: int, piece: int, most: int) -> int:
-    """Pieces per program: enough for at most `most` parts, and at least 4 unless there are fewer in all."""
+    """Return the number of pieces per program.
+
+    It suffices for at most `most` parts, and is at least 4 unless fewer pieces exist.
+    """
     return min(-(-positions // piece), max(4, -(-positions // (piece * most))))

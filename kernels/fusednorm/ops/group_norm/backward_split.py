@@ -1,6 +1,6 @@
 """Code of the split backward passes of both layouts: their programs wait for nothing, and read x and dy twice.
 
-Each program processes pieces of some channels of one sample.  LAST says that x is channels-last.
+Each program processes pieces of some channels of one sample.  LAST means that x is channels-last.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def plan_sums_and_apply(
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
-    """The launches: sums of channels, their reduction to groups, dx, and the reduction to parameter gradients."""
+    """Plan the launches for sums of channels, their reduction to groups, dx, and parameter gradients."""
     sample = call.sample
     parts = call.allocate_partials(splits)
     sums_of_groups = allocate_statistics(call.x, sample)
@@ -49,7 +49,7 @@ def plan_sums_and_apply(
 def _start_of(
     sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
 ):
-    """The offset of a tile's start, 32-bit offsets of its elements from there, and the step to the next tile."""
+    """Compute the offset of a tile's start, its elements' 32-bit offsets, and the step to the next tile."""
     if LAST:
         start = (sample * hw + position) * c + channel
         return start, lane_position * c.to(tl.int32) + lane_channel, c * STEP
@@ -62,7 +62,7 @@ def _start_of(
 def _load_piece(
     ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
 ):
-    """`load_tiles` of a piece; `where` is the result of `_start_of`.
+    """Load a piece by `load_tiles`; `where` is the result of `_start_of`.
 
     `lanes` is (channel, position, exists) of each element of a tile, or of each lane, counted from the tile's
     start.
@@ -72,7 +72,9 @@ def _load_piece(
 
 @triton.jit
 def _inside(start, at, places, elements, LAST: tl.constexpr):
-    """Offsets in the sample of a tile's elements; the tile is `places` positions, or `elements`, after the first.
+    """Compute the offsets in the sample of a tile's elements.
+
+    The tile is `places` positions, or `elements`, after the first.
 
     The order of the additions changes the compiled code; each layout keeps the order of its measurements.
     """
@@ -88,7 +90,9 @@ def sums_of_pieces(
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH]: per lane if WIDTH is 1, else per element.
+    """Compute sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH].
+
+    They are per lane if WIDTH is 1, else per element.
 
     Args:
         sample, channel, first: sample, channel and position at which the first piece starts.

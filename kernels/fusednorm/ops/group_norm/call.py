@@ -25,7 +25,7 @@ USUAL_REGISTERS = 20
 
 
 def get_derivative_gain(activation: str, itemsize: int) -> float:
-    """GAIN of backward kernels over elements of `itemsize` bytes: see `gradients`."""
+    """Return GAIN for backward kernels over elements of `itemsize` bytes: see `gradients`."""
     return 2.0 if itemsize == 2 and activation in ("silu", "gelu_tanh") else 1.0
 
 
@@ -86,7 +86,7 @@ class GroupNormForwardCall(GroupNormCall):
 
     @property
     def has_one_lane_per_thread(self) -> bool:
-        """`launch.has_lane_a_thread` of pieces of contiguous groups, which may be skewed."""
+        """Whether accesses to contiguous groups, which may be skewed, have 16 bytes: see `launch`."""
         width = 16 if self.is_skewed else self.group_vec * self.x.element_size()
         return has_one_lane_per_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
 
@@ -101,7 +101,7 @@ class GroupNormForwardCall(GroupNormCall):
         return 48 if self.options.dropout else 16 if self.options.activation == "gelu" else 0
 
     def compute_indexing(self, unit: int) -> tuple[int, ...]:
-        """Groups, channels, the division that gives the channel of a unit, and the stride of scale and shift."""
+        """Compute groups, channels, division constants for a unit's channel, and the stride of scale and shift."""
         return (
             self.sample.groups,
             self.sample.channels,
@@ -110,7 +110,7 @@ class GroupNormForwardCall(GroupNormCall):
         )
 
     def make_contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that read contiguous groups."""
+        """Make the constexprs of the kernels that read contiguous groups."""
         return {
             "VEC": self.group_vec,
             "UNITS": units,
@@ -131,7 +131,10 @@ class GroupNormForwardCall(GroupNormCall):
         return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
 
     def find_parameter_unit(self, block: int, piece: int) -> str:
-        """The largest unit with one channel, so one value of each parameter; "two" if a vector has at most two."""
+        """Find the largest unit with one channel, so one value of each parameter.
+
+        It is "two" if a vector has at most two channels.
+        """
         vector = 16 // self.x.element_size()
         for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
             if self.sample.hw % length == 0:
@@ -139,7 +142,7 @@ class GroupNormForwardCall(GroupNormCall):
         return "two" if self.sample.hw > vector else "element"
 
     def make_chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that load a piece of a contiguous group in chunks of `block` elements."""
+        """Make the constexprs of kernels that load a piece of a contiguous group in chunks of `block` elements."""
         return {
             "VEC": self.group_vec,
             "BLOCK": block,
@@ -150,7 +153,7 @@ class GroupNormForwardCall(GroupNormCall):
 
 
 def _compute_division_constants(divisor: int) -> tuple[int, int, int]:
-    """The divisor, and the multiplier and shift for the division of any i < 2^31 by it."""
+    """Return the divisor, and the multiplier and shift for the division of any i < 2^31 by the divisor."""
     shift = (divisor - 1).bit_length()
     return divisor, -(-(1 << (31 + shift)) // divisor), shift
 
@@ -182,15 +185,15 @@ class GroupNormBackwardCall(GroupNormCall):
 
     @property
     def parameters(self) -> tuple[Array | None, ...]:
-        """`affine` as an argument of kernels."""
+        """The tensors of `affine` as an argument of kernels."""
         return tuple(self.affine)
 
     def allocate_partials(self, splits: int) -> tuple[Array, Array]:
-        """Memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
+        """Allocate memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
         return allocate_pair(self.x, self.n * splits, self.sample.c)
 
     def allocate_wanted_partials(self, splits: int) -> tuple[Array | None, Array | None]:
-        """`allocate_partials`, or (None, None) if no gradient is computed from them."""
+        """Allocate as `allocate_partials`, or return (None, None) if no gradient is computed from them."""
         out = self.out
         if out.dweight is out.dbias is out.dscale is out.dshift is None:
             return None, None
@@ -198,34 +201,34 @@ class GroupNormBackwardCall(GroupNormCall):
 
 
 class GroupNormForwardConfig(ABC):
-    """How one algorithm computes a forward pass; subclasses are frozen dataclasses."""
+    """The configuration of one algorithm for a forward pass; subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
     def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        """Whether its programs that wait for one another, if any, are allowed to and fit the device together."""
+        """Return whether programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
-        """The configuration with so few resident programs that the call's registers suffice, or None."""
+        """Reduce the resident programs until the call's registers suffice; None if they never do."""
         return self
 
     @abstractmethod
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        """What computes the pass."""
+        """Plan the launches of the pass."""
 
 
 class GroupNormBackwardConfig(ABC):
-    """How one algorithm computes a backward pass; subclasses are frozen dataclasses."""
+    """The configuration of one algorithm for a backward pass; subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
     needs_statistics: ClassVar[bool] = True
-    """Whether the algorithm needs mean and rstd; if not, it computes them when the call has none."""
+    """Whether the algorithm needs mean and rstd as inputs; if not, it computes them when the call has none."""
 
     @abstractmethod
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
-        """What computes the pass."""
+        """Plan the launches of the pass."""
 
 
 class _ResidentDataclass(ResidentConfig, Protocol):
@@ -240,7 +243,7 @@ Fewer = TypeVar("Fewer", bound=_ResidentDataclass)
 def fit_resident_programs(
     config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra: int = 0, members: int = 1
 ) -> Fewer | None:
-    """`config` with fewer resident programs, so that a thread's registers suffice; None if they never do.
+    """Reduce `config`'s resident programs until a thread's registers suffice; None if they never do.
 
     Args:
         held_bytes: bytes of x and residual that a thread holds.
@@ -258,7 +261,10 @@ def fit_resident_programs(
 
 
 def count_writers(units: int, most: int, multiprocessors: int) -> int:
-    """The number of programs that write a group or block together; it does not change the bits of the result."""
+    """Return the number of programs that write a group or block together.
+
+    The number does not change the bits of the result.
+    """
     writers = 1
     while writers < most and 2 * writers * units <= multiprocessors:
         writers *= 2

@@ -1,4 +1,4 @@
-"""Companions of x in the other memory format are copied into x's, so that every kernel reads one format."""
+"""Copies of x's companions that have the other memory layout into x's layout, so that kernels read one layout."""
 
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ AnyCall = TypeVar("AnyCall", GroupNormForwardCall, GroupNormBackwardCall)
 
 
 def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
-    """The call with its companions in x's memory format, and the launches that copy those in the other one."""
+    """Return the call with its companions in x's layout, and the launches that copy those in the other layout."""
     copies: dict[str, Any] = {}
     launches = []
     for name in _COMPANIONS:
@@ -35,7 +35,7 @@ def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
 
 
 def _plan_copy(source: Array, copy: Array, sample: SampleShape) -> Launch:
-    """The launch that copies a tensor in the other format than `sample` into its format."""
+    """Plan the launch that copies a tensor of the other layout than `sample`'s into `sample`'s layout."""
     rows, columns = (sample.c, sample.hw) if sample.channels_last else (sample.hw, sample.c)
     row_vec, column_vec = (compute_access_width(source.element_size(), size) for size in (rows, columns))
     row_blocks, column_blocks = cdiv(rows, COPY_BLOCK), cdiv(columns, COPY_BLOCK)

@@ -1,9 +1,9 @@
 """Planning of GroupNorm's forward pass: the choice of a configuration from the tables, and its launches.
 
 The choice depends on the shape of a sample, the size of an element and the device, but not on the number of
-samples.  Therefore (except for streams that are split into more parts, `stream_partition`) the bits of a sample's
-result do not depend on the other samples, and a new number of samples causes no compilation.  Constexprs are
-tiles, warps, vector widths and numbers of chunks, all bounded; lengths are run-time arguments.
+samples.  Therefore (except for streams that are split into more parts, `make_stream_partition`) the bits of a
+sample's result do not depend on the other samples, and a new number of samples causes no compilation.  Constexprs
+are tiles, warps, vector widths and numbers of chunks, all bounded; lengths are run-time arguments.
 
 The algorithms without waiting are used if a residual is too large for the registers, if a group is too large for
 the device, and for all groups of several programs if `waits` is False.
@@ -62,7 +62,7 @@ With 8 runs, one for each column, too few accesses would remain: such samples ar
 
 
 def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | None = None) -> list[Launch]:
-    """The launches of a forward pass.
+    """Plan the launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -79,7 +79,7 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
 def choose_forward(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> GroupNormForwardConfig:
-    """The forward configuration for samples of elements of `itemsize` bytes, with nothing fused.
+    """Choose the forward configuration for samples of elements of `itemsize` bytes, with nothing fused.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
@@ -93,7 +93,7 @@ def choose_forward(
 def list_candidates(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> tuple[GroupNormForwardConfig, ...]:
-    """The configurations that read samples once, or were measured for them, the fastest first; possibly none.
+    """List the configurations that read samples once, or were measured for them, fastest first; possibly none.
 
     A configuration that uses fewer registers follows one that uses more, for passes that fuse more.
     """
@@ -122,13 +122,13 @@ def list_candidates(
 
 
 def _compute_padding(config: GroupNormForwardCooperative, sample: SampleShape) -> float:
-    """Elements of the slabs of all members for each element of a group."""
+    """Compute the ratio of the elements of all members' slabs to the elements of a group."""
     return config.count_members(sample) * config.chunks * config.chunk_elements / sample.group_length
 
 
 @lru_cache(maxsize=4096)
 def find_two_pass_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardConfig:
-    """The configuration for groups that do not fit registers, not even those of a team: it reads them twice."""
+    """Find the configuration that reads groups twice, for groups that do not fit the registers of a team."""
     if sample.channels_last:
         return find_stream_forward(sample, itemsize) or find_split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
@@ -137,7 +137,7 @@ def find_two_pass_forward(sample: SampleShape, itemsize: int) -> GroupNormForwar
 
 
 def _find_tile(sample: SampleShape, itemsize: int) -> GroupNormForwardTile | None:
-    """The configuration for small contiguous groups."""
+    """Find the configuration for small contiguous groups."""
     vec = compute_access_width(itemsize, sample.group_length)
     units = next_power_of_2(sample.group_length // vec)
     if units * vec > 4096:
@@ -174,7 +174,7 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
 
 
 def _can_use_blocks(sample: SampleShape, groups: int, itemsize: int) -> bool:
-    """Whether blocks of `groups` groups start and end on 16 bytes, and 32-bit offsets reach a whole sample."""
+    """Return whether blocks of `groups` groups start and end on 16 bytes, and 32-bit offsets span a sample."""
     width = compute_access_width(itemsize, sample.c, groups * sample.channels)
     return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
 
@@ -184,7 +184,7 @@ def _count_warps(elements: int, a_thread: int) -> int:
 
 
 def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
-    """Numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
+    """List the numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
     whole = lcm(sample.channels, 16 // itemsize) // sample.channels
     counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
     counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
@@ -200,7 +200,7 @@ def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
 def _find_block(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
-    """Blocks of the columns that waste the fewest lanes, or None if a sample is better streamed.
+    """Find the blocks of columns that waste the fewest lanes; None if streaming a sample is faster.
 
     Streaming is better if registers do not hold enough.  From STREAM_POSITIONS positions on it is also better if
     programs would share a block or keep sums of several runs in a lane; with fewer positions, if they would do
@@ -228,7 +228,7 @@ def _find_block(
 
 
 def find_stream_forward(sample: SampleShape, itemsize: int) -> ForwardSampleStream | None:
-    """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
+    """Find the configuration that streams samples twice, or None if the lanes cannot cover all columns."""
     num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None

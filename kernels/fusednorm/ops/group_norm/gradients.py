@@ -25,7 +25,7 @@ _TANH_CUBIC = tl.constexpr(8.0 * 0.7978845608028654 * 0.044715)
 
 @triton.jit
 def load_gained_affine(parameters, channel, sample_channel, mask, GAIN: tl.constexpr):
-    """`load_masked_affine` with slope and offset divided by GAIN."""
+    """Load slope and offset by `load_masked_affine`, divided by GAIN."""
     slope, offset = load_masked_affine(parameters, channel, sample_channel, mask)
     return slope * (1.0 / GAIN), offset * (1.0 / GAIN)
 
@@ -45,7 +45,7 @@ def gained_gradient(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
 ):
-    """GAIN * dz of a tile, with z / GAIN = argument * slope + offset."""
+    """Compute GAIN * dz of a tile, with z / GAIN = argument * slope + offset."""
     if DROPOUT:
         keep = dropout_keep(seed, sample, position, dropout_threshold)
         dy = tl.where(keep, dy * dropout_scale, 0.0)
@@ -68,7 +68,10 @@ def gained_gradient(
 
 @triton.jit
 def tile_mask(place, left, others, wanted, EVEN: tl.constexpr):
-    """Mask of a tile's elements: all wanted ones if EVEN, else only those in `others` at places below `left`."""
+    """Compute the mask of a tile's elements.
+
+    It has all wanted elements if EVEN, else only those in `others` with `place` below `left`.
+    """
     mask = tl.full(place.shape, True, tl.int1) & wanted
     if not EVEN:
         # The order of the operands changes the compiled code; each layout keeps the order of its measurements.
@@ -84,7 +87,7 @@ def load_tiles(
     ptr, start, at, step, place, left, others, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """A piece: a tuple of CHUNKS tiles STEP places apart, in the dtype of memory; empty if ptr is None.
+    """Load a piece in the dtype of memory: CHUNKS tiles whose `place` differs by STEP; () if ptr is None.
 
     The elements of the first tile are at ptr + `start` + `at`, those of the next `step` elements further; `left`
     places exist from the first tile on.
@@ -102,7 +105,7 @@ def load_gradient_tiles(
     dy_ptr, x_ptr, residual_ptr, start, at, step, place, left, others, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_tiles` of dy, x and residual, which have the same layout."""
+    """Load tiles of dy, x and residual by `load_tiles`; all have one layout."""
     dys = load_tiles(dy_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
     xs = load_tiles(x_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
     residuals = load_tiles(residual_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
@@ -115,7 +118,7 @@ def tile_gradient(
     mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """h - mean and GAIN * dz of tile i of a piece, with z = GAIN * ((h - mean) * slope + offset).
+    """Compute h - mean and GAIN * dz of tile i of a piece, with z = GAIN * ((h - mean) * slope + offset).
 
     `place` and `sample_position` are the positions of the tile's elements in the piece and in the sample.
     """

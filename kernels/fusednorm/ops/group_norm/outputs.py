@@ -8,7 +8,7 @@ from fusednorm.ops.group_norm.sample import SampleShape
 def declare_forward_outputs(
     x: Array, sample: SampleShape, residual: Array | None, dtype: str, stats: bool
 ) -> Outputs:
-    """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
+    """Declare the outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     groups = (x.shape[0], sample.groups)
     return (
         OutputSpec("y", dtype, has_x_layout=True),
@@ -20,7 +20,9 @@ def declare_forward_outputs(
 
 
 def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], residual: bool) -> Outputs:
-    """The outputs of a backward pass, one per field of `Backward`; `parameters` are weight, bias, scale and shift.
+    """Declare the outputs of a backward pass, one per field of `Backward`.
+
+    `parameters` are weight, bias, scale and shift.
 
     A parameter that is None has no gradient.
     """

@@ -29,7 +29,7 @@ def plan_moment_reduction(
     column_length: int,
     rest: Array | None = None,
 ) -> Launch:
-    """The launch that computes mean and rstd of every group from partial results of its columns.
+    """Plan the launch that computes mean and rstd of every group from partial results of its columns.
 
     If `rest` is given, it gets the rounding error of the mean.
     """
@@ -44,7 +44,7 @@ def plan_moment_reduction(
 
 
 def choose_reduction_tile(splits: int, columns: int) -> dict[str, int]:
-    """The tile for the reduction of one group's partial results; as wide as its columns if they fit."""
+    """Choose the tile for the reduction of one group's partial results; as wide as its columns if they fit."""
     block_columns = min(64, next_power_of_2(columns))
     block_splits = min(REDUCE_BLOCK // block_columns, next_power_of_2(splits))
     return {
@@ -68,7 +68,7 @@ def reduce_moments(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Mean, rest and population variance of one group of one sample, as `merge_moments`; scalars.
+    """Compute mean, `rest` and population variance of one group of one sample, as `merge_moments`; scalars.
 
     Args:
         mean_part_ptr, rest_part_ptr, square_part_ptr: the partial results of the sample, [splits, columns].
@@ -129,7 +129,7 @@ def group_norm_reduce_moments_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per group: writes its mean, the mean's rounding error, and rstd."""
+    """Write one group's mean, the mean's rounding error, and rstd per program."""
     let_next_start(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)

@@ -38,7 +38,7 @@ def plan_group_reduction(
     sums: tuple[Array, Array],
     early: bool,
 ) -> Launch:
-    """The launch that computes the two sums of each group, [N, groups], from those of channels, [N * splits, C].
+    """Plan the launch that reduces sums of channels, [N * splits, C], to the two sums of each group, [N, groups].
 
     Args:
         early: whether the kernel may start before the previous kernel ends.
@@ -66,7 +66,9 @@ def plan_parameter_reductions(
     *,
     beside: bool = False,
 ) -> list[Launch]:
-    """The launches that write gradients of parameters into `out` from partial sums [N * splits, C]; possibly none.
+    """Plan the launches that write gradients of parameters to `out` from partial sums [N * splits, C].
+
+    There may be none.
 
     dbias and dweight take two steps if there are many samples, or if scale or shift need a sum for each sample.
 
@@ -116,7 +118,7 @@ def plan_parameter_reductions(
 
 @triton.jit
 def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """Sums of two [rows, columns] tensors over the rows first_row <= row < last_row, [1, COLUMNS] each."""
+    """Compute the sums of two [rows, columns] tensors over first_row <= row < last_row, [1, COLUMNS] each."""
     sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     for first in range(first_row, last_row, ROWS):
@@ -130,7 +132,7 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
 
 @triton.jit
 def _sum_columns(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """`_sum_rows` in tiles of ROWS rows, or of fewer for few rows."""
+    """Compute `_sum_rows` in tiles of ROWS rows, or of fewer if there are few rows."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
         sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS)
@@ -143,7 +145,7 @@ def _sum_columns(first_ptr, second_ptr, first_row, last_row, columns, column, RO
 
 @triton.jit
 def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
-    """weight * (1 + scale) of a group's columns, the factor of dz, in float32."""
+    """Compute weight * (1 + scale) of a group's columns, the factor of dz, in float32."""
     mask = column < group_columns
     slope = tl.full(column.shape, 1.0, tl.float32)
     if weight_ptr is not None:
@@ -170,7 +172,7 @@ def group_norm_reduce_sums_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per group: sums of g = slope * dz and of g * x_hat, from sums over channels."""
+    """Compute one group's sums of g = slope * dz and of g * x_hat per program, from sums over channels."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
@@ -221,7 +223,10 @@ def group_norm_reduce_samples_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Gradients of one sample's scale and shift, and its part of dbias' and dweight's sums, for a block of C."""
+    """Compute the gradients of one sample's scale and shift for a block of C.
+
+    Also computes the sample's part of the sums for dbias and dweight.
+    """
     let_next_start(EARLY)
     if not BESIDE:
         await_previous(EARLY)
@@ -266,7 +271,7 @@ def group_norm_reduce_rows_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Column sums of [rows, columns], one run of rows per program, cast to the outputs' dtypes.
+    """Compute the column sums of [rows, columns], one run of rows per program, cast to the outputs' dtypes.
 
     With one run of all rows the result is dbias and dweight; with many runs it is a shorter [runs, columns] array.
     """

@@ -1,4 +1,4 @@
-"""Values that configurations of both GroupNorm passes depend on: a sample's shape, bounds, memory for sums."""
+"""Values on which configurations of both GroupNorm passes depend: a sample's shape, bounds, memory for sums."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -10,7 +10,7 @@ MAX_PARTS = 65536
 """The target number of partial results per sample, so that their reduction is a small part of the work."""
 
 WIDE_GROUP = 2**31
-"""From this number of elements on, offsets inside one contiguous group are 64-bit."""
+"""The number of elements from which offsets inside one contiguous group are 64-bit."""
 
 L2_BYTES = 30 << 20
 """Bytes of x and dy that programs can process at once and find in L2 at the second read; an H200 has 60 MB."""
@@ -45,17 +45,19 @@ class SampleShape:
 
 
 def compute_access_width(itemsize: int, *sizes: int) -> int:
-    """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""
+    """Compute the elements of one access: 16 bytes of x, or the largest smaller power of two dividing all sizes."""
     return gcd(16 // itemsize, *sizes)
 
 
 def compute_max_splits(columns: int) -> int:
-    """The most parts into which each column of a sample is divided."""
+    """Compute the most parts into which each column of a sample is divided."""
     return min(512, max(32, MAX_PARTS // columns))
 
 
 def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
-    """Columns of a block: the power of two from 32 to 256 bytes with the least padding of C, the widest if equal.
+    """Choose the number of columns of a block: the power of two with the least padding of C.
+
+    It spans 32 to 256 bytes; among equals, the widest is chosen.
 
     If C has fewer than 32 bytes, the block has the size of C.
     """
@@ -67,23 +69,26 @@ def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
 
 
 def can_stay_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Whether L2 holds each program's last `tiles` tiles of x and dy, 16 bytes per thread, at a second read."""
+    """Return whether L2 holds each program's last `tiles` tiles of x and dy for a second read.
+
+    A tile has 16 bytes per thread.
+    """
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 
 
 def allocate_statistics(x: Array, sample: SampleShape) -> tuple[Array, Array]:
-    """Memory for two float32 values of each group, [N, groups]."""
+    """Allocate memory for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)
     return new_workspace(x, *shape), new_workspace(x, *shape)
 
 
 def allocate_triple(like: Array, *shape: int) -> tuple[Array, Array, Array]:
-    """Memory for three adjacent float32 arrays of the given shape on the device of `like`: moments of parts."""
+    """Allocate three adjacent float32 arrays of the given shape on `like`'s device, for moments of parts."""
     mean, rest, square = new_workspace(like, 3, *shape).unbind()
     return mean, rest, square
 
 
 def allocate_pair(like: Array, *shape: int) -> tuple[Array, Array]:
-    """Memory for two adjacent float32 arrays of the given shape on the device of `like`."""
+    """Allocate memory for two adjacent float32 arrays of the given shape on the device of `like`."""
     first, second = new_workspace(like, 2, *shape).unbind()
     return first, second

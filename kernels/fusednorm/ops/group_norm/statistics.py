@@ -1,4 +1,4 @@
-"""Mean and rstd alone, and the forward pass that computes them first: programs split groups and do not wait."""
+"""Mean and rstd alone, and the forward pass that computes them first; programs split groups and do not wait."""
 
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from fusednorm.ops.group_norm.sample import (
 
 @lru_cache(maxsize=4096)
 def find_split_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardSplit | ForwardColumnSplit:
-    """The forward configuration that splits groups of any size."""
+    """Find the forward configuration that splits groups of any size."""
     if sample.channels_last:
         return _find_column_split(sample, itemsize)
     vec = compute_access_width(itemsize, sample.group_length)
@@ -28,12 +28,12 @@ def find_split_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardSp
 def plan_statistics(
     x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
 ) -> list[Launch]:
-    """The launches that compute only mean and rstd, for a backward pass that needs them and has none."""
+    """Plan the launches that compute only mean and rstd, for a backward pass that needs them and has none."""
     return find_split_forward(sample, x.element_size()).plan_statistics(x, sample, eps, residual, mean, rstd)
 
 
 def count_sweep_vectors(vec: int) -> int:
-    """Vectors of a tile of 16 warps: 16 elements per thread, or 8 if each element is a separate access."""
+    """Return the vectors of a tile of 16 warps: 16 elements per thread, or 8 if each access has one element."""
     return 8192 // vec if vec > 1 else 4096
 
 

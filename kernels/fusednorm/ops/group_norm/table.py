@@ -3,8 +3,8 @@
 `benchmarks.tune.group_norm` measures the candidates for these tables.  An entry of FORWARD_CONTIGUOUS is for every
 group up to its number of elements.  Entries of the other tables are for groups with its number of channels, up to
 its number of positions; for streamed samples, for all samples with its number of channels and about its number of
-positions (`measured_stream`).  The first entry that fits the sample and the device is used; for classes without an
-entry `forward_choice` and `backward_choice` choose the configuration that wastes the least.
+positions (`find_measured_stream`).  The first entry that fits the sample and the device is used; for classes
+without an entry `forward_choice` and `backward_choice` choose the configuration that wastes the least.
 """
 
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock

@@ -13,7 +13,7 @@ from fusednorm.launch.launch import MAX_VEC, RowDependence, can_prefetch, has_on
 from fusednorm.results import Backward, Forward
 
 SINGLE_ROW_COLS = 524289
-"""From this row length on, a call with a single row uses the split algorithm, which divides the row into parts."""
+"""The row length from which a call with a single row uses the split algorithm, which divides the row into parts."""
 
 
 _PROGRAM_A_ROW = RowDependence()
@@ -58,7 +58,7 @@ class LayerNormCall:
 
     @property
     def has_own_parameters(self) -> bool:
-        """Whether each head of x has parameters of its own."""
+        """Whether each head of x has separate parameters."""
         return has_heads(self.weight, self.bias)
 
     @property
@@ -90,16 +90,16 @@ class LayerNormCall:
         return self.x, self.residual
 
     def make_grid(self, programs: int) -> tuple[int, ...]:
-        """The grid of `programs` programs for each head of x."""
+        """Make the grid of `programs` programs for each head of x."""
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
 
     def compute_max_programs(self, programs_per_sm: int) -> int:
-        """The number of programs for each head of x that can be resident at the same time."""
+        """Compute the number of programs for each head of x that can be resident at the same time."""
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
     def make_constexprs(self, vec: int) -> dict[str, object]:
-        """Constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
+        """Make the constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
         return {
             "VEC": vec,
             "WEIGHT_OFFSET": float(self.options.weight_offset),
@@ -107,7 +107,7 @@ class LayerNormCall:
         }
 
     def check_no_heads(self) -> None:
-        """Refuse heads, for kernels that do not support them.
+        """Raise an error if there are heads, for kernels that do not support them.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -119,7 +119,7 @@ class LayerNormCall:
             )
 
     def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
-        """The layout of rows, for kernels that do not support heads.
+        """Make the layout of rows, for kernels that do not support heads.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -128,7 +128,7 @@ class LayerNormCall:
         return RowLayout.from_strides("none", self.cols, list_row_strides(self.cols, *self.strided_inputs), max_vec)
 
     def make_head_layout(self) -> RowLayout:
-        """The layout of rows, or of tokens with heads.
+        """Make the layout of rows, or of tokens with heads.
 
         Raises:
             UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
@@ -174,7 +174,7 @@ class LayerNormForwardCall(LayerNormCall):
         return None if isinstance(self.out, RowStatistics) else self.out.scale
 
     def layout_of_float8(self) -> RowLayout:
-        """The layout of rows for a float8 y.
+        """Return the layout of rows for a float8 y.
 
         Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would give a
         thread more elements.
@@ -192,7 +192,9 @@ class LayerNormForwardCall(LayerNormCall):
         return self.x, self.residual, self.weight, self.bias, *self.outputs
 
     def make_access_options(self, vec: int) -> dict[str, object]:
-        """GROUP, the number of columns that a thread loads at once, and NARROW, whether they have under 16 bytes.
+        """Make the constexprs GROUP and NARROW.
+
+        GROUP is the number of columns that a thread loads at once; NARROW, whether these have under 16 bytes.
 
         Rows that the split algorithm may also process are never NARROW, so that both algorithms give the same bits.
         """
@@ -201,16 +203,16 @@ class LayerNormForwardCall(LayerNormCall):
         return {"GROUP": vec if narrow else group, "NARROW": narrow}
 
     def can_prefetch_rows(self, layout: RowLayout) -> bool:
-        """Whether programs of one row each may prefetch rows and parameters into L2."""
+        """Return whether programs of one row each may prefetch rows and parameters into L2."""
         return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
 
     @property
     def one_row_dependence(self) -> RowDependence | None:
-        """How a launch with one program per row depends on the number of rows; None with heads."""
+        """The dependence of a launch with one program per row on the number of rows; None with heads."""
         return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
     def can_merge_equal_sets(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
-        """Whether the moments of lanes may be merged as moments of sets of equal size.
+        """Return whether the moments of lanes may be merged as moments of sets of equal size.
 
         `make_access_options` and `tensors` are those of this call.
         """
@@ -255,5 +257,8 @@ class LayerNormBackwardCall(LayerNormCall):
 
 
 def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
-    """Strides between rows or tokens in elements; for None or one row cols, which does not narrow the accesses."""
+    """List the strides between rows or tokens in elements.
+
+    For None or one row, the stride is cols, which does not narrow the accesses.
+    """
     return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Several LayerNorms one after another; y is written once, and values between the norms stay float32.
+"""Several consecutive LayerNorms; y is written once, and values between the norms stay float32.
 
 `weight_ptrs` and `bias_ptrs` are tuples with an entry for each of NORMS norms, None where a norm has no such
 parameter.  NORMS is an argument because Triton 3.6 cannot compute the length of a tuple that contains None.  Sizes
@@ -48,16 +48,16 @@ class ChainCall:
         return RowLayout.from_strides("none", cols, list_row_strides(cols, self.x), MAX_VEC)
 
     def compute_prefetch_distance(self, ahead_per_sm: int) -> int:
-        """How many programs ahead of its own a program prefetches a row into L2."""
+        """Compute the distance in programs at which a program prefetches a later row into L2."""
         return ahead_per_sm * count_multiprocessors(self.x.device)
 
     def make_constexprs(self, vec: int) -> dict[str, object]:
-        """Constexprs of both kernels."""
+        """Make the constexprs of both kernels."""
         return {"NORMS": len(self.weights), "VEC": vec}
 
 
 def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launch]:
-    """The launch of a chain over rows that fit a tile."""
+    """Plan the launch of a chain over rows that fit a tile."""
     layout = call.layout
     rows, cols = call.x.shape
     options = {
@@ -71,7 +71,7 @@ def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launc
 
 
 def plan_sweep_chain(call: ChainCall, config: LayerNormForwardSweep) -> list[Launch]:
-    """The launch of a chain over rows of any length."""
+    """Plan the launch of a chain over rows of any length."""
     layout = call.layout
     rows, cols = call.x.shape
     options = {
@@ -107,7 +107,9 @@ def layer_norm_chain_tile_kernel(
     BLOCK_N: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """One tile of ROWS rows per program; it stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
+    """Write y of one tile of ROWS rows per program.
+
+    The tile stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
 
     With PREFETCH (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
@@ -141,7 +143,7 @@ def layer_norm_chain_tile_kernel(
 
 @triton.jit
 def _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
-    """A chunk of x after the first norms, those whose moments are in `roughs`, `shifts` and `rstds`."""
+    """Compute a chunk of x after the first norms, whose moments are in `roughs`, `shifts` and `rstds`."""
     h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
         h = normalised(
@@ -153,7 +155,7 @@ def _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at
 
 @triton.jit
 def _lane_sums(h, pivot, mask, EVEN: tl.constexpr):
-    """Each lane's sums of h - pivot and of its squares."""
+    """Compute each lane's sums of h - pivot and of (h - pivot)^2."""
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
@@ -174,7 +176,7 @@ def _sweep_moments(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`jit.moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
+    """Compute `sweep_moments` of x after the norms with given moments, for rows longer than BLOCK_N.
 
     The pivots are from the first chunk, which is full; every second norm reads the other chunks backwards.
     """
@@ -218,7 +220,7 @@ def layer_norm_chain_sweep_kernel(
     GROUP: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """One row per program: for each norm a sweep that computes its moments, then a sweep that writes y.
+    """Write y of one row per program: a sweep for the moments of each norm, then a sweep that writes.
 
     Sweeps alternate in direction, so that each starts with data that the previous sweep left in the cache.
     """

@@ -21,7 +21,7 @@ _PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
 
 
 def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> dict[str, Any]:
-    """The operation's arrays by name, checked; those of x's shape as rows, or as tokens of heads.
+    """Check the operation's arrays; returns them by name, those of x's shape as rows or as tokens of heads.
 
     Raises:
         KernelInputError: a wrong shape, dtype or value.

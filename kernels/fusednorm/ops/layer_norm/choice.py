@@ -36,7 +36,7 @@ MOST_BYTES_WITH_RESIDUAL = 96 << 10
 """The largest row that one program holds with a residual: at 128 KB, only the next row's prefetch would overlap."""
 
 _REGISTERS_BESIDE = 48
-"""Registers of a thread besides those for its part of the row."""
+"""The number of a thread's registers besides those for its part of the row."""
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
@@ -51,7 +51,7 @@ def _iterate_choices(
     table: dict[int, tuple[tuple[int, Config], ...]],
     unaligned: dict[int, tuple[tuple[int, int, Config], ...]],
 ) -> Iterator[Config]:
-    """The entry for rows of `cols` columns, and those for longer ones."""
+    """Yield the entry for rows of `cols` columns, and those for longer rows."""
     if cols * itemsize % 16:
         yield from _iterate_entries_between(cols, unaligned[itemsize])
     yield from (choice for limit, choice in table[itemsize] if cols <= limit)
@@ -60,7 +60,7 @@ def _iterate_choices(
 def choose_forward(
     cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
 ) -> ForwardConfig:
-    """The forward configuration for rows of `cols` elements of `itemsize` bytes.
+    """Choose the forward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A residual needs more registers; programs that share rows do not support heads.  A `single` row may use another
     algorithm than several rows, with the same bits.
@@ -95,7 +95,9 @@ def _choose_forward(
 
 
 def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormForwardResident | None:
-    """`choice` with fewer programs, so that registers suffice for a residual; None if they do not suffice for one.
+    """Reduce the programs of `choice` until registers suffice for a residual.
+
+    The result is None if they do not suffice for one program.
 
     A residual doubles the bytes of a row, so a prefetch of one row per multiprocessor is enough: 1.01 of a copy
     with one, 0.98 with two (8192 columns in bfloat16, 4096 in float32).
@@ -111,19 +113,19 @@ def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormF
 
 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
-    """The configuration of a pass that computes only mean and rstd."""
+    """Choose the configuration of a pass that computes only mean and rstd."""
     choice = choose_forward(cols, itemsize, multiprocessors, residual)
     return choose_sweep(cols) if isinstance(choice, LayerNormForwardTile | LayerNormForwardResident) else choice
 
 
 def choose_sweep(cols: int) -> LayerNormForwardSweep:
-    """The configuration that reads rows of `cols` columns twice, the same for all dtypes."""
+    """Choose the configuration that reads rows of `cols` columns twice; it is one for all dtypes."""
     block = min(1 << (cols.bit_length() - 2), 8192)
     return LayerNormForwardSweep(block, num_warps=max(1, block // 256))
 
 
 def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> BackwardConfig:
-    """The backward configuration for rows of `cols` elements of `itemsize` bytes.
+    """Choose the backward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
     """
@@ -142,18 +144,21 @@ def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool
 
 
 def choose_tile(cols: int) -> LayerNormForwardTile | None:
-    """The tile of float8 passes and chains for rows of `cols` columns; None if registers cannot hold such a row."""
+    """Choose the tile of float8 passes and chains for rows of `cols` columns.
+
+    The result is None if registers cannot hold such a row.
+    """
     return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
 
 def choose_float8(cols: int, itemsize: int) -> LayerNormForwardTile | LayerNormForwardSweep:
-    """The configuration of a forward pass with a float8 y, for rows of `cols` elements of `itemsize` bytes."""
+    """Choose the forward configuration for a float8 y and rows of `cols` elements of `itemsize` bytes."""
     sweeps = (sweep for limit, sweep in tables.FLOAT8_SWEEP[itemsize] if cols <= limit)
     return choose_tile(cols) or next(sweeps)
 
 
 def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
-    """The launches of a forward pass.
+    """Plan the launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -181,7 +186,7 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
 
 
 def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
-    """The launches of a backward pass.
+    """Plan the launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -198,7 +203,7 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:
-    """The launch of a chain."""
+    """Plan the launch of a chain."""
     tile = choose_tile(call.x.shape[1])
     if tile is not None:
         return plan_tile_chain(call, tile)
@@ -206,7 +211,7 @@ def plan_chain(call: ChainCall) -> list[Launch]:
 
 
 def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall, list[Launch]]:
-    """The call with mean and rstd; if it had none, also the launches that compute them first."""
+    """Return the call with mean and rstd, and the launches that compute them first if it had none."""
     if call.rstd is not None:
         return call, []
     rstd = new_workspace(call.x, call.rows)

@@ -8,7 +8,7 @@ from fusednorm.jit.epilogue import activation_derivative, dropout_keep_tile
 
 @triton.jit
 def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """weight or bias in the dtype of memory, or DEFAULT if ptr is None."""
+    """Load weight or bias in the dtype of memory; DEFAULT if ptr is None."""
     if ptr is not None:
         return tl.load(ptr + col, mask=col_mask, other=0.0)
     else:
@@ -17,7 +17,7 @@ def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """`stored_parameter` as float32."""
+    """Load a parameter by `stored_parameter`, as float32."""
     return stored_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
 
 
@@ -35,7 +35,7 @@ def affine_gradient(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """dz: the gradient of the affine step's output, from dy through dropout and the activation."""
+    """Compute dz, the gradient of the affine step's output, from dy through dropout and the activation."""
     dz = dy
     if DROPOUT:
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])

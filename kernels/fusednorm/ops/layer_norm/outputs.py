@@ -5,7 +5,7 @@ from fusednorm.arguments.outputs import Outputs, OutputSpec
 
 
 def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_rms: bool) -> Outputs:
-    """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
+    """Declare the outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     return (
         OutputSpec("y", dtype),
         OutputSpec("mean", "float32", dropped_axes=1) if stats and not is_rms else None,
@@ -16,7 +16,10 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
 
 
 def declare_backward_outputs(x: Array, weight: Array | None, bias: Array | None, residual: Array | None) -> Outputs:
-    """The outputs of a backward pass, one per field of `Backward`; no gradient for a parameter that is None."""
+    """Declare the outputs of a backward pass, one per field of `Backward`.
+
+    A parameter that is None has no gradient.
+    """
     dx = OutputSpec("dx", x.dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != x.dtype:

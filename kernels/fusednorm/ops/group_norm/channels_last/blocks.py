@@ -20,7 +20,7 @@ ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
 def count_max_overlaps(size: int, window: int) -> int:
-    """The most consecutive intervals of `size` that a window, at a multiple of its own size, overlaps."""
+    """Return the most consecutive intervals of `size` that a window, at a multiple of its own size, overlaps."""
     if window % size == 0:
         return window // size
     return 1 if size % window == 0 else (window - 2) // size + 2
@@ -28,7 +28,7 @@ def count_max_overlaps(size: int, window: int) -> int:
 
 @triton.jit
 def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
-    """Which vectors of a block exist."""
+    """Compute the mask of a block's existing vectors."""
     if EVEN:
         return tl.full(vector.shape, True, tl.int1)
     else:
@@ -37,7 +37,10 @@ def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
 
 @triton.jit
 def of_columns(values, place):
-    """A value for each column from the values of the groups that its vector touches; `place` selects the group."""
+    """Select a value for each column from the values of the groups that its vector touches.
+
+    `place` is the index of the group.
+    """
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(place == i, values[i], value)
@@ -46,7 +49,7 @@ def of_columns(values, place):
 
 @triton.jit
 def load_statistic(ptr, first_group, vector_group, last_group, place, LABELS: tl.constexpr):
-    """A float32 statistic for each column; its vector touches at most LABELS groups from `vector_group` on."""
+    """Load a float32 statistic for each column; its vector touches at most LABELS groups from `vector_group` on."""
     values = ()
     for i in tl.static_range(LABELS):
         values = values + (tl.load(ptr + first_group + tl.minimum(vector_group + i, last_group)),)
@@ -63,13 +66,13 @@ def prefetch_tile(ptrs, wanted):
 
 @triton.jit
 def runs_of(value, KEEP: tl.constexpr):
-    """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
+    """Reshape [LANES, VEC] to [LANES, KEEP, VEC // KEEP]."""
     return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
 
 
 @triton.jit
 def sum_squares_of_runs(d):
-    """Sums of squares of runs, [LANES, KEEP], from [LANES, KEEP, VEC // KEEP]."""
+    """Compute the sums of squares of runs, [LANES, KEEP], from [LANES, KEEP, VEC // KEEP]."""
     if d.shape[2] == 1:
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)

@@ -28,7 +28,7 @@ def channel_moments(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Mean, rest and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
+    """Compute mean, `rest` and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
 
     The column's values are those at first_row <= row < last_row.
 
@@ -122,13 +122,15 @@ def normalise_rows(
 
 @triton.jit
 def statistic_of_columns(ptr, column, column_mask):
-    """A float32 statistic of each column's group."""
+    """Load a float32 statistic of each column's group."""
     return tl.load(ptr + column, mask=column_mask, other=0.0)
 
 
 @triton.jit
 def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all if EVEN.
+    """Compute the columns [1, CV, VEC] of CV vectors from first_unit on, and the mask of existing vectors.
+
+    All of them exist if EVEN.
 
     A constant mask is dropped.
     """

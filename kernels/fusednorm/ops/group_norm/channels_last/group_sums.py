@@ -22,7 +22,10 @@ from fusednorm.jit.reductions import total_pair
 
 @triton.jit
 def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
-    """The slot of a group's total in the round `tag`; slots of its contributors' parts follow, PAIR_WORDS each."""
+    """Compute the slot of a group's total in the round `tag`.
+
+    The slots of its contributors' parts follow, PAIR_WORDS each.
+    """
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return (
         exchange_ptr

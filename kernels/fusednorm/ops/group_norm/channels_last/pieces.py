@@ -1,6 +1,6 @@
 """Pieces of channels-last samples that stay in registers in the dtype of memory: loads, moments, stores.
 
-A piece is some positions of a block of columns (channels of whole groups): a tuple of chunks [LANES, VEC], with one
+A piece is some positions of a block of columns (channels of full groups): a tuple of chunks [LANES, VEC], with one
 lane per thread, which loads a vector of VEC adjacent columns at once.  CV adjacent lanes hold a block's columns of
 one position, the next CV lanes those of the next of ROWS positions.  (For [ROWS, CV, VEC] the compiler would give
 adjacent threads adjacent positions.)  A lane has the same columns in the whole piece.  It has separate sums for
@@ -37,7 +37,7 @@ class BlockTile:
 
 
 def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
-    """The chunk in which one access per thread covers the columns of a block of `block_groups` groups."""
+    """Choose the chunk in which one access per thread covers the columns of a block of `block_groups` groups."""
     columns = block_groups * sample.channels
     vec = compute_access_width(itemsize, sample.c, columns)
     vectors = next_power_of_2(columns // vec)
@@ -47,7 +47,7 @@ def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, item
 def make_block_options(
     sample: SampleShape, block_groups: int, num_warps: int, tile: BlockTile
 ) -> dict[str, object]:
-    """Constexprs of the kernels that process pieces of blocks, and their number of warps."""
+    """Make the constexprs of the kernels that process pieces of blocks, and their number of warps."""
     columns = block_groups * sample.channels
     return {
         "VEC": tile.vec,
@@ -69,7 +69,7 @@ def store_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
 
 @triton.jit
 def row_of_lane(ROWS: tl.constexpr, CV: tl.constexpr):
-    """Each lane's position among a chunk's, [LANES, 1]."""
+    """Compute each lane's position within a chunk, [LANES, 1]."""
     return tl.arange(0, ROWS * CV)[:, None] // CV
 
 
@@ -77,7 +77,10 @@ def row_of_lane(ROWS: tl.constexpr, CV: tl.constexpr):
 def columns_of(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The columns [LANES, VEC] of a block, and which lanes' vectors exist, [LANES, 1]: all if EVEN."""
+    """Compute the columns [LANES, VEC] of a block, and the mask of lanes with existing vectors, [LANES, 1].
+
+    All of them exist if EVEN.
+    """
     unit = tl.arange(0, ROWS * CV)[:, None] % CV
     column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]
     if EVEN:
@@ -113,7 +116,9 @@ def piece_moments(
     chunks, residuals, rows, channels, belongs,
     FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Mean, rest and sum of squared deviations of each group over a piece's `rows` positions, [GROUPS] each.
+    """Compute mean, `rest` and sum of squared deviations of each group, [GROUPS] each, over a piece.
+
+    The piece has `rows` positions.
 
     The group's mean is mean + rest.  A thread's sums are about a pivot, the mean of its first values; with n
     positions per thread, the error from cancellation is at most n * 2^-24 of the result.  All threads' sums are
@@ -157,13 +162,13 @@ def piece_moments(
 
 @triton.jit
 def _by_position(value, ROWS: tl.constexpr):
-    """[LANES, KEEP] as [ROWS, CV * KEEP]."""
+    """Reshape [LANES, KEEP] to [ROWS, CV * KEEP]."""
     return tl.reshape(value, (ROWS, value.shape[0] // ROWS * value.shape[1]))
 
 
 @triton.jit
 def _of_lanes(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr):
-    """For each run of each lane, [LANES, KEEP], the value of its group in [GROUPS]."""
+    """Select the value of each run's group, [LANES, KEEP], from [GROUPS]."""
     runs: tl.constexpr = belongs.shape[0]
     value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
     return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // KEEP, KEEP))
@@ -171,7 +176,9 @@ def _of_lanes(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def merge_members(mean, rest, square, count, total):
-    """Mean, rest and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
+    """Merge moments of all members, [SLOTS, GROUPS], into those of each group, [GROUPS].
+
+    These are mean, `rest` and sum of squared deviations.
 
     `count` [SLOTS, 1] is the number of values of each member, 0 in unused slots; `total` is their sum.
     """
@@ -185,7 +192,7 @@ def merge_members(mean, rest, square, count, total):
 
 @triton.jit
 def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.constexpr):
-    """For each column, [LANES, VEC], the value of its group in [GROUPS]."""
+    """Select the value of each column's group, [LANES, VEC], from [GROUPS]."""
     runs: tl.constexpr = belongs.shape[0]
     value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
     wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // KEEP))
@@ -194,7 +201,7 @@ def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.cons
 
 @triton.jit
 def load_columns(ptr, column, column_mask):
-    """(value,) with a value for each column, [LANES, VEC], or () if ptr is None."""
+    """Load a value for each column as a tuple of [LANES, VEC], or () if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + column, mask=column_mask, other=0.0),)

@@ -1,4 +1,4 @@
-"""Whole positions of channels-last samples, for the kernels that stream them.
+"""Complete positions of channels-last samples, for the kernels that stream them.
 
 A tile is [LANES, VEC]: one lane per thread, which loads a vector of VEC adjacent columns (channels) at once.
 `units` adjacent lanes hold all columns of one position, the next `units` lanes those of the next position.  A lane
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
+    """Compute each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
     lane = tl.arange(0, LANES)[:, None]
     positions = LANES // units
     position = tl.minimum(lane // units, positions - 1)
@@ -22,7 +22,7 @@ def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def turns_of(split, hw, splits, step):
-    """The number of steps of `step` positions in a split of a sample, and the positions of its last step."""
+    """Compute the number of steps of `step` positions in a sample's split, and the positions of its last step."""
     steps = tl.cdiv(hw, step)
     turns = tl.cdiv(steps - split, splits)
     return turns, tl.minimum(hw - (split + (turns - 1) * splits) * step, step)
@@ -51,7 +51,7 @@ def load_positions(
 
 @triton.jit
 def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
-    """Which lanes' positions of tile i exist, [LANES, 1]; a constant mask is dropped."""
+    """Compute the mask of lanes whose positions of tile i exist, [LANES, 1]; a constant mask is dropped."""
     if WHOLE:
         return tl.full(position.shape, True, tl.int1)
     else:
@@ -60,7 +60,7 @@ def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexp
 
 @triton.jit
 def stored_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Which lanes' positions of tile i exist, without idle lanes."""
+    """Compute the mask of lanes whose positions of tile i exist, without idle lanes."""
     mask = position_mask(position, positions, left, i, WHOLE)
     if IDLE:
         mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)

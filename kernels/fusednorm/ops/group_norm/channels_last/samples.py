@@ -41,13 +41,13 @@ def _add_tiles(
 
 @triton.jit
 def small_quotient(a, b):
-    """a // b for 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integer division."""
+    """Compute a // b for 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integer division."""
     return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
 
 
 @triton.jit
 def positions_taken(place, turns, left, positions, chunks):
-    """The number of positions, over all iterations, of the lanes at place `place` of a tile of `positions`."""
+    """Compute the number of positions of the lanes at position `place` of a tile, over all iterations."""
     return (turns - 1) * chunks + small_quotient(tl.maximum(left - place, 0) + positions - 1, positions)
 
 
@@ -56,7 +56,9 @@ def groups_of_tile(
     units, positions, channels, turns, left, chunks,
     VEC: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Indices that sort the lanes' runs of columns, [LANES, KEEP], by group, and the number of values of each run.
+    """Compute the indices that sort the lanes' runs of columns, [LANES, KEEP], by group.
+
+    Also returns the number of values of each run.
 
     Both are [RUNS // ACROSS, GROUPS, ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to
     one group.  The number of values is 0 for a run that does not exist.
@@ -83,7 +85,9 @@ def moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Mean, rest and sum of squared deviations, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP].
+    """Compute the moments of each group, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP].
+
+    The moments are mean, `rest` and sum of squared deviations.
 
     It is `merge_moments` along two axes.
 
@@ -123,7 +127,9 @@ def split_moments(
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
     KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean, rest and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
+    """Compute the moments of each group, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
+
+    The moments are mean, `rest` and sum of squared deviations.
 
     The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in memory.
     """

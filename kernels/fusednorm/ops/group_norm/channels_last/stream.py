@@ -1,4 +1,4 @@
-"""Streaming of channels-last samples in both GroupNorm passes: which samples, how many parts, which partition."""
+"""Streaming of channels-last samples in both GroupNorm passes: choice of samples, number of parts, partition."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
 """Warps of programs that stream channels-last samples: the first number with at most this share of idle lanes."""
 
 STREAM_FROM = 3 << 19
-"""From this size of a sample's x in bytes on, streaming it twice is faster than algorithms with fewer kernels."""
+"""The size of a sample's x in bytes from which streaming it twice is faster than algorithms with fewer kernels."""
 
 STREAM_POSITIONS = 1024
-"""From this number of positions on, streaming smaller samples is also faster than programs that share blocks."""
+"""The number of positions from which streaming smaller samples is also faster than programs that share blocks."""
 
 MEASURED_RANGE = 8
 """A table entry is used only for samples with more than 1 / MEASURED_RANGE of its positions."""
@@ -32,7 +32,7 @@ Config = TypeVar("Config")
 
 
 class StreamConfig(Protocol):
-    """Fields that the configurations of both passes have; see `ForwardStream`."""
+    """Fields that the configurations of both passes have; see `ForwardSampleStream`."""
 
     @property
     def num_warps(self) -> int: ...
@@ -45,7 +45,7 @@ class StreamConfig(Protocol):
 
 
 def find_stream_warps(sample: SampleShape, itemsize: int) -> int | None:
-    """The number of warps whose lanes hold all columns of one or more positions, or None if there are too many."""
+    """Find the number of warps whose lanes hold all columns of one or more positions; None if too many."""
     units = sample.c // compute_access_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
     if not fitting or sample.hw >= 2**30:
@@ -61,12 +61,12 @@ def find_stream_warps(sample: SampleShape, itemsize: int) -> int | None:
 
 
 def count_stream_splits(sample: SampleShape, itemsize: int) -> int:
-    """The number of parts of a streamed sample; it depends only on the sample's size."""
+    """Return the number of parts of a streamed sample; it depends only on the sample's size."""
     return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
 
 
 def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: SampleShape) -> Config | None:
-    """The first entry of a table for samples with its columns and at most its positions, but not many fewer."""
+    """Find the first table entry for the sample's columns that covers its positions, but not many more."""
     return next(
         (
             config
@@ -79,10 +79,10 @@ def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sam
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    """How programs of `lanes` lanes divide a streamed sample: a position has `position_vectors` vectors of `vec`
-    columns.
+    """The division of a streamed sample among programs of `lanes` lanes.
 
-    Remaining lanes, too few for another position, are `has_idle_lanes`.
+    A position has `position_vectors` vectors of `vec` columns.  Remaining lanes, too few for another position, are
+    idle: see `has_idle_lanes`.
 
     Attributes:
         positions: the number of positions of a tile.
@@ -105,11 +105,11 @@ class StreamPartition:
         return self.lanes % self.position_vectors != 0
 
     def make_tile_options(self, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that stream a sample, and their number of warps."""
+        """Make the constexprs of the kernels that stream a sample, and their number of warps."""
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
     def make_moment_options(self, sample: SampleShape) -> dict[str, int]:
-        """Constexprs of kernels that compute moments of its groups: tile sizes for groups and runs of a group.
+        """Make the constexprs of kernels that compute moments: tile sizes for groups and runs of a group.
 
         A lane has separate sums for runs of its columns, each within one group.
         """
@@ -122,7 +122,7 @@ class StreamPartition:
 def make_stream_partition(
     sample: SampleShape, itemsize: int, config: StreamConfig, samples: int, device: GpuModel
 ) -> StreamPartition:
-    """The partition of `samples` samples of elements of `itemsize` bytes.
+    """Make the partition of `samples` samples of elements of `itemsize` bytes.
 
     Few samples are split into more parts until their programs have STREAM_LEAST_WARPS warps on each multiprocessor,
     and no further, because parts have to be reduced.  If bits may not depend on `samples`, the partition is that of

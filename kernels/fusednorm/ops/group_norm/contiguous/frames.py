@@ -1,7 +1,7 @@
 """Contiguous groups with any start and end, read and written in 16-byte accesses.
 
 The frame of a group starts at the multiple of 16 bytes (GROUP elements) at or before the group's start.  Its first
-`before` elements, fewer than GROUP, do not belong to the group; SKEWED says whether `before` may be above 0.  The
+`before` elements, fewer than GROUP, do not belong to the group; SKEWED: whether `before` may be above 0.  The
 size of a sample is a multiple of 16 bytes, so a frame never leaves its sample, and all samples have equal frames.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """The start of the frame of group `row` (int64) with `length` elements, and its `before`."""
+    """Compute the start of the frame of group `row` (int64) with `length` elements, and its `before`."""
     start = row * length
     if SKEWED:
         frame = start // GROUP * GROUP
@@ -22,7 +22,10 @@ def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
 
 @triton.jit
 def is_inside(element, before, length, SKEWED: tl.constexpr):
-    """Mask of a piece's elements that belong to its group: before <= element < length (`before` only if SKEWED)."""
+    """Compute the mask of a piece's elements that belong to its group.
+
+    These are before <= element < length (`before` only if SKEWED).
+    """
     inside = element < length
     if SKEWED:
         inside = inside & (element >= before)
@@ -31,7 +34,7 @@ def is_inside(element, before, length, SKEWED: tl.constexpr):
 
 @triton.jit
 def count_inside(start, before, length, size, SKEWED: tl.constexpr):
-    """The number of elements, of `size` from `start` on, that belong to the group."""
+    """Return the number of elements, of `size` from `start` on, that belong to the group."""
     count = tl.minimum(tl.maximum(length - start, 0), size)
     if SKEWED:
         count -= tl.minimum(tl.maximum(before - start, 0), size)
@@ -40,7 +43,7 @@ def count_inside(start, before, length, size, SKEWED: tl.constexpr):
 
 @triton.jit
 def whole_vectors(count, GROUP: tl.constexpr):
-    """The number of elements in the vectors that contain the first `count` elements of a frame."""
+    """Compute the number of elements in the vectors that contain the first `count` elements of a frame."""
     return (count + (GROUP - 1)) // GROUP * GROUP
 
 

@@ -1,7 +1,7 @@
 """Pieces of contiguous groups that stay in registers in the dtype of memory: loads, moments, stores.
 
 A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
-loads at once.  All chunks below FULL are known to be whole, except the first if SKEWED.  The group starts at
+loads at once.  All chunks below FULL are full, except the first if SKEWED.  The group starts at
 `before` and ends at `length` in a piece: see `contiguous.frames`.
 """
 
@@ -18,7 +18,7 @@ from fusednorm.ops.group_norm.contiguous.ranges import quotient
 
 @triton.jit
 def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The elements of a chunk, [lanes, GROUP]."""
+    """Compute the elements of a chunk, [lanes, GROUP]."""
     return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -81,7 +81,9 @@ def moments_of_lanes(
 
 @triton.jit
 def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
-    """A pair (mean, rest) with the same sum and a mean that is equal in all threads: `means` where `index` is 0.
+    """Compute a pair (mean, rest) with an equal sum, and with a mean that is equal in all threads.
+
+    That mean is `means` where `index` is 0.
 
     After a reduction, the sum mean + rest is right in each thread, but the pairs of two threads may differ.  If
     parameters are tiles, different threads may compute h - mean and the correction for rest, because each tile has
@@ -100,7 +102,7 @@ def _channel(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """The channel in its group of each unit PARAMETERS of chunk i of a piece that starts at `first`.
+    """Compute the channel within its group of each unit PARAMETERS of chunk i of a piece from `first` on.
 
     If PARAMETERS is "two", the channel of each vector's first element, and the next channel's offset in the vector.
     """
@@ -128,7 +130,9 @@ def load_chunk_affine(
     parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """`chunk_slope_and_offset`'s argument for chunk i of a piece that starts `first` elements into group `row`.
+    """Load the argument of `chunk_slope_and_offset` for chunk i of a piece.
+
+    The piece starts `first` elements into group `row`.
 
     Args:
         indexing: groups of a sample, channels of a group, the division by a channel's length (in elements if
@@ -150,7 +154,7 @@ def load_chunk_affine(
 
 @triton.jit
 def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
-    """`slope_and_offset` of a chunk's elements, from what `load_chunk_affine` loaded."""
+    """Compute `slope_and_offset` of a chunk's elements from the result of `load_chunk_affine`."""
     if PARAMETERS == "two":
         a, b = slope_and_offset(affine[0], rstd, rest)
         next_a, next_b = slope_and_offset(affine[1], rstd, rest)

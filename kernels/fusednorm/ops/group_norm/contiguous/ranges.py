@@ -23,7 +23,10 @@ from fusednorm.ops.group_norm.affine import load_masked_affine
 
 @triton.jit
 def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
-    """i // divisor for 0 <= i < 2^31, where magic = ceil(2^(31 + shift) / divisor) and 2^shift >= divisor."""
+    """Compute i // divisor for 0 <= i < 2^31 by a multiplication.
+
+    magic = ceil(2^(31 + shift) / divisor), and 2^shift >= divisor.
+    """
     if WIDE:
         return i // divisor
     else:
@@ -49,7 +52,7 @@ def range_moments(
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Mean, rest and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
+    """Compute the mean, `rest` and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
 
     The mean is mean + rest.
     """
@@ -106,7 +109,7 @@ def store_normalised(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Affine step, activation, dropout and the stores of one tile; the group's mean is mean + rest.
+    """Apply affine step, activation and dropout to one tile and store it; the group's mean is mean + rest.
 
     `group` is the number in the sample; `channels` is per group; `channel_length` is in vectors if ALIGNED.
     """

@@ -11,7 +11,7 @@ from fusednorm.jit.prefetch import prefetch
 
 @triton.jit
 def run_position(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
-    """The position of each element, [LANES, GROUP], in the tile's run of its channel."""
+    """Compute the position of each element, [LANES, GROUP], in the tile's run of its channel."""
     return (tl.arange(0, LANES) % UNITS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 

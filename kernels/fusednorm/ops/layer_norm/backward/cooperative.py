@@ -37,7 +37,7 @@ class LayerNormBackwardCooperative:
 
 
 def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
-    """The launches of a pass with known mean and rstd; the first launch is cooperative."""
+    """Plan the launches of a pass with given mean and rstd; the first launch is cooperative."""
     layout = call.make_row_layout()
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
@@ -86,7 +86,7 @@ def _gradient(
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """d = h - mean, so that x_hat = d * rstd, and dz of a loaded slab."""
+    """Compute d = h - mean and dz of a loaded slab; x_hat = d * rstd."""
     d = widened(x)
     if HAS_RESIDUAL:
         d += widened(residual)
@@ -157,7 +157,9 @@ def layer_norm_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """`members` programs share a row, a slab of BLOCK_N columns each; mean and rstd are inputs.
+    """Write dx and partial sums of rows, each shared by `members` programs with BLOCK_N columns each.
+
+    Mean and rstd are inputs.
 
     A program reads every slab twice: first for the slab's part of c1 and c2, which it posts, and LAG rows later,
     when the other members have posted theirs, out of L1 or L2 for the gradients.  Programs are persistent; the

@@ -36,9 +36,9 @@ class PartialGradients:
     def allocate(
         cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None
     ) -> "PartialGradients":
-        """Partials of `programs` programs (per head of x, if any), with room for `most` programs if that is set.
+        """Allocate the partials of `programs` programs, per head if x has heads.
 
-        `own` says whether heads have parameters of their own.
+        If `most` is set, there is memory for that many programs.  `own`: whether heads have separate parameters.
         """
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
         room = cdiv(most or programs, 4) * 4
@@ -49,7 +49,10 @@ class PartialGradients:
 
 
 def choose_reduction_tile(most_partials: int) -> dict[str, int]:
-    """Tile and warps for up to `most_partials` partials: all at once if possible, columns as narrow as a sector."""
+    """Choose tile and warps for up to `most_partials` partials.
+
+    The tile has all partials if possible, and columns as narrow as a sector.
+    """
     block_p = min(next_power_of_2(most_partials), MAX_PARTIALS)
     block_n = max(MIN_COLS, TILE_ELEMENTS // block_p)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
@@ -62,7 +65,7 @@ def plan_partial_reduction(
     most_partials: int,
     by_rows: RowDependence | None = None,
 ) -> list[Launch]:
-    """The launch that adds up partials: at most `most_partials` for any number of rows.
+    """Plan the launch that adds up partials, at most `most_partials` of them for any number of rows.
 
     Args:
         early: whether it may start before the previous kernel ends.

@@ -34,7 +34,7 @@ class LayerNormBackwardSplit:
 
 
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
-    """The launches of a pass over rows of any length."""
+    """Plan the launches of a pass over rows of any length."""
     layout = call.make_row_layout()
     slabs = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
@@ -112,7 +112,7 @@ def layer_norm_backward_split_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One row per program: writes mean, rstd, c1 and c2 of the row to `constants` [rows, 4] float32.
+    """Write mean, rstd, c1 and c2 of one row per program to `constants` [rows, 4] float32.
 
     Without saved statistics a first sweep computes them; the second sweep then finds x in the cache.
     """
@@ -218,7 +218,9 @@ def layer_norm_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One slab of BLOCK_N columns per program, over every num_programs(1)-th tile of rows, last rows first.
+    """Write dx of one slab of BLOCK_N columns per program.
+
+    A program takes every num_programs(1)-th tile of rows, last rows first.
 
     `layer_norm_backward_split_sums_kernel` wrote `constants` [rows, 4] and left the last rows in the cache.
     """

@@ -45,7 +45,7 @@ class LayerNormBackwardTile:
     ahead: int = 0
 
     def compute_stages(self, column_bytes: int) -> int:
-        """The number of stages that fit into shared memory, with `column_bytes` for each column of a tile.
+        """Compute the number of stages that fit into shared memory, with `column_bytes` per column of a tile.
 
         The tables assume that only x and dy use it; residuals and parameters not held in registers use it too.
         """
@@ -56,7 +56,7 @@ class LayerNormBackwardTile:
 
 
 def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTile) -> list[Launch]:
-    """The launches of a pass over rows that fit a tile."""
+    """Plan the launches of a pass over rows that fit a tile."""
     layout = call.make_head_layout()
     pipelined = list(call.strided_inputs)
     if not config.holds_weight:
@@ -145,7 +145,9 @@ def layer_norm_backward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics that are not saved are computed.
+    """Write dx and partial sums over tiles of ROWS rows of CHUNKS blocks, in persistent programs.
+
+    Statistics that are not saved are computed.
 
     With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """

@@ -49,7 +49,7 @@ class LayerNormForwardCooperative:
 
 
 def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwardCooperative) -> list[Launch]:
-    """The cooperative launch of a pass over rows that fit the resident programs together."""
+    """Plan the cooperative launch of a pass over rows that fit the resident programs together."""
     layout = call.make_row_layout()
     members = cdiv(call.cols, config.range_cols)
     resident = call.multiprocessors * config.programs_per_sm
@@ -60,7 +60,7 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
     merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
     options = {
         "FULL": count_full_range_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
-        # Each member is one lane of a reduction; EQUAL_SLABS says whether all lanes have the same weight.
+        # Each member is one lane of a reduction; EQUAL_SLABS: whether all lanes have equal weight.
         "EQUAL_SLABS": call.cols == config.range_cols * slots and slots <= 32 * config.num_warps,
         "SLOTS": slots,
         "BLOCK_N": config.block_n,
@@ -85,7 +85,7 @@ def _row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all members; mean, shift and rstd of the row, whose true mean is mean + shift.
+    """Wait for all members' moments; returns mean, shift and rstd of the row, whose true mean is mean + shift.
 
     `other` [slots] is the number of each member; `count` [slots] is its number of columns, 0 after the last member.
     """
@@ -143,7 +143,9 @@ def layer_norm_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """`members` programs share a row, a slab of CHUNKS * BLOCK_N columns each; a program reads every slab twice.
+    """Write y of rows, each shared by `members` programs with a slab of CHUNKS * BLOCK_N columns each.
+
+    A program reads every slab twice.
 
     The first read is for the moments, which it posts, and the sum with a residual, which it writes.  The second is
     LAG rows later, when the other members have posted their moments, out of L1 or L2, for y.  Parameters stay in

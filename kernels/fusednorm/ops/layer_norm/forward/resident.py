@@ -34,7 +34,7 @@ class LayerNormForwardResident:
 
 
 def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardResident) -> list[Launch]:
-    """The launch of a pass over rows that fit the registers of one program."""
+    """Plan the launch of a pass over rows that fit the registers of one program."""
     layout, tensors = call.make_head_layout(), call.tensors
     access = call.make_access_options(layout.vec)
     merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
@@ -98,7 +98,9 @@ def layer_norm_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One row of CHUNKS chunks of BLOCK_N columns per program; x is read once, parameters after the reduction.
+    """Write y of one row of CHUNKS chunks of BLOCK_N columns per program.
+
+    x is read once, the parameters after the reduction.
 
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.  ALONE is for one
     program per multiprocessor.

@@ -63,12 +63,12 @@ class LayerNormForwardSplit:
 
 
 def count_parts_per_program(parts: int) -> int:
-    """The number of parts per program for `parts` parts of all rows; it does not change the bits of a row."""
+    """Return the number of parts per program for `parts` parts of all rows; it does not change a row's bits."""
     return max(1, min(MAX_PARTS_A_PROGRAM, parts // PARTS_PROGRAMS))
 
 
 def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit) -> list[Launch]:
-    """The two launches of a pass over rows of any length; only the first if just the statistics are wanted."""
+    """Plan the two launches of a pass over rows of any length, or only the first if just statistics are wanted."""
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
     layout = call.make_row_layout()

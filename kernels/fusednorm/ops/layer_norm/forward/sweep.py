@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm that reads a row twice, or three times for a float8 y; a program a row."""
+"""Forward pass of LayerNorm and RMSNorm with one program per row, read twice, or three times for a float8 y."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,8 @@ class LayerNormForwardSweep:
 
     It is the only algorithm for heads whose rows do not fit one program: over 65536 columns in 16 bits and 32768 in
     float32, with a residual over 32768 and 24576.  Its other uses are such rows without heads up to 524288 columns
-    where programs may not wait, and only the statistics of shorter rows, for a cooperative backward; `ForwardSplit`
-    would be slower there.
+    where programs may not wait, and only the statistics of shorter rows, for a cooperative backward;
+    `LayerNormForwardSplit` would be slower there.
 
     A program prefetches the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """
@@ -34,7 +34,7 @@ class LayerNormForwardSweep:
     prefetch_distance_per_sm: int = 0
 
     def make_options(self, cols: int, itemsize: int) -> dict[str, object]:
-        """Options of a kernel over rows of `cols` elements of `itemsize` bytes."""
+        """Make the options of a kernel over rows of `cols` elements of `itemsize` bytes."""
         return {
             "BLOCK_N": self.block_n,
             "EVEN": cols % self.block_n == 0,
@@ -44,7 +44,7 @@ class LayerNormForwardSweep:
 
 
 def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
-    """The launch of a pass over rows of any length."""
+    """Plan the launch of a pass over rows of any length."""
     layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
     options = {
         **config.make_options(call.cols, call.itemsize),
@@ -94,7 +94,7 @@ def layer_norm_forward_sweep_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One row per program in two sweeps; the second goes backwards and reads the row from L1 or L2.
+    """Write y of one row per program in two sweeps; the second reads backwards, from L1 or L2.
 
     With a scale, y is float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane
     of these is the GROUP columns that one thread loads at once, as in `sweep_moments`.

@@ -22,7 +22,7 @@ from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 TILE_AHEAD_PER_SM = 2
-"""For tiles of one row: float8 passes and chains prefetch the row this many times the multiprocessors later."""
+"""The prefetch distance of float8 passes and chains over tiles of one row, in rows per multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LayerNormForwardTile:
     num_warps: int
 
     def make_options(self, cols: int) -> dict[str, object]:
-        """Options of a kernel over tiles of rows of `cols` columns."""
+        """Make the options of a kernel over tiles of rows of `cols` columns."""
         return {
             "ROWS": self.rows,
             "CHUNKS": self.chunks,
@@ -46,7 +46,7 @@ class LayerNormForwardTile:
 
 
 def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) -> list[Launch]:
-    """The launch of a pass over rows that fit a tile."""
+    """Plan the launch of a pass over rows that fit a tile."""
     layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
     ahead = None
     if call.scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
@@ -105,7 +105,7 @@ def layer_norm_forward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
+    """Write y of one tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
 
     Several blocks waste no lanes for row lengths like 5 * 1024.  With a scale, y is float8: tiles are larger, so
     parameters are loaded late, and unless `ahead` is None (ROWS is 1) a program prefetches the row of the program

@@ -74,7 +74,9 @@ def group_norm_nhwc_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
+    """Compute dx and partial sums of bundles that `members` programs share.
+
+    A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
 
     `members` programs share a unit; each has a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
     positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a block

@@ -27,8 +27,8 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
 
     A slab is `fragments` pieces of `chunks` tiles; a tile has one vector per thread.
 
-    It is the only algorithm for C above 512 vectors (see `ForwardColumns`) if programs may not wait, if C is not a
-    multiple of 16 bytes, or if samples are too large to share.
+    It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait, if C is
+    not a multiple of 16 bytes, or if samples are too large to share.
     """
 
     columns: int
@@ -37,7 +37,7 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
     num_warps: int
 
     def count_tile_rows(self, vec: int) -> int:
-        """Positions of a tile of vectors of `vec` elements."""
+        """Return the number of positions of a tile of vectors of `vec` elements."""
         return 32 * self.num_warps * vec // self.columns
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
@@ -97,7 +97,7 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One slab of CV vectors of columns per program: writes its sums of dz and dz * x_hat to [N, splits, C]."""
+    """Write sums of dz and dz * x_hat to [N, splits, C], one slab of CV vectors of columns per program."""
     let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
@@ -169,7 +169,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One slab of CV vectors of columns per program: writes its dx, starting with data still in the cache."""
+    """Write dx, one slab of CV vectors of columns per program, starting with data still in the cache."""
     let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS

@@ -20,7 +20,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
 
     A slab is `fragments` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks
     with parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
-    `BackwardCooperative`.
+    `GroupNormBackwardCooperative`.
     """
 
     columns: int
@@ -32,32 +32,32 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
     ahead: int
 
     def count_vectors(self, itemsize: int) -> int:
-        """The number of adjacent threads along the columns; some of them may have no column."""
+        """Return the number of adjacent threads along the columns; some threads may have no column."""
         return next_power_of_2(self.columns * itemsize // 16)
 
     def count_tile_rows(self, itemsize: int) -> int:
-        """Positions of a tile."""
+        """Return the number of positions of a tile."""
         return 32 * self.num_warps // self.count_vectors(itemsize)
 
     def count_range_rows(self, itemsize: int) -> int:
-        """Positions of a slab."""
+        """Return the number of positions of a slab."""
         return self.fragments * self.chunks * self.count_tile_rows(itemsize)
 
     def count_splits(self, sample: SampleShape, itemsize: int) -> int:
-        """Slabs of a block."""
+        """Return the number of slabs of a block."""
         return -(-sample.hw // self.count_range_rows(itemsize))
 
     def count_bundle_blocks(self, sample: SampleShape) -> int:
-        """Blocks of a bundle: the fewest that hold whole groups."""
+        """Return the number of blocks of a bundle: the fewest that consist of complete groups."""
         blocks = sample.channels // gcd(self.columns, sample.channels)
         return min(blocks, -(-sample.c // self.columns))
 
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
-        """Programs that share a bundle of blocks."""
+        """Return the number of programs that share a bundle of blocks."""
         return self.count_splits(sample, itemsize) * self.count_bundle_blocks(sample)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
+        """Return whether a bundle's members are resident together, and L2 keeps a piece until its second read."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.c * itemsize % 16 == 0
@@ -67,7 +67,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         )
 
     def compute_padded_width(self, sample: SampleShape, itemsize: int) -> int:
-        """Columns of the tiles of all blocks."""
+        """Compute the number of columns of the tiles of all blocks."""
         return -(-sample.c // self.columns) * self.count_vectors(itemsize) * (16 // itemsize)
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:

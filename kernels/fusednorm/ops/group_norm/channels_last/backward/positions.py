@@ -35,7 +35,7 @@ def load_gradient_positions(
     dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_masked_positions` of dy, x and residual, which have the same layout."""
+    """Load positions of dy, x and residual by `load_masked_positions`; all have one layout."""
     return (
         load_masked_positions(
             dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
@@ -49,7 +49,7 @@ def load_gradient_positions(
 
 @triton.jit
 def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
-    """`prefetch` of `size` elements of each tensor from `start` on, unless it is None."""
+    """Prefetch `size` elements of each tensor from `start` on, unless it is None."""
     prefetch(dy_ptr + start, size)
     prefetch(x_ptr + start, size)
     if residual_ptr is not None:
@@ -79,7 +79,9 @@ def add_gradient_positions(
 
 @triton.jit
 def sums_of_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
-    """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
+    """Compute the sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each.
+
+    Also returns the mask of existing columns.
 
     If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units` lanes.
     """

@@ -132,7 +132,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles, to [N, splits, C].
+    """Write sums of dz and dz * x_hat of each column to [N, splits, C].
+
+    A program takes every `splits`th step of CHUNKS tiles.
 
     With PREFETCH a program prefetches its next step into L2.
     """

@@ -81,7 +81,9 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         rstd: Array,
         rest: Array | None = None,
     ) -> list[Launch]:
-        """The launches that compute mean and rstd: moments of channels over splits of positions, then reduction.
+        """Plan the launches that compute mean and rstd.
+
+        They compute moments of channels over splits of positions, then reduce them.
 
         If `rest` is given, it gets the rounding error of the mean.
         """

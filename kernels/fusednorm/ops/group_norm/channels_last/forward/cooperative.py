@@ -33,7 +33,7 @@ from fusednorm.ops.group_norm.sample import SampleShape
 class ForwardCooperativeBlock(GroupNormForwardConfig):
     """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
 
-    Otherwise as `ForwardCooperative`.
+    Otherwise as `GroupNormForwardCooperative`.
     """
 
     block_groups: int
@@ -44,7 +44,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
     ahead: int
 
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
-        """Programs that share a block."""
+        """Return the number of programs that share a block."""
         rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
         return -(-sample.hw // (self.chunks * rows))
 
@@ -133,7 +133,7 @@ def group_norm_nhwc_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """`members` programs share a block of columns of one sample, CHUNKS * ROWS positions each.
+    """Write y of blocks of columns of one sample, each shared by `members` programs of CHUNKS * ROWS positions.
 
     A program reads a piece for its groups' moments, which it posts, and again LAG blocks later, when the other
     members have posted theirs, out of L1 or L2 for y.  With LAG 0 the piece stays in registers while the program

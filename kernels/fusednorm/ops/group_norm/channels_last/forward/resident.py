@@ -33,7 +33,7 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
 class ForwardResidentBlock(GroupNormForwardConfig):
     """One block of `block_groups` groups of one sample per program, held in the dtype of memory.
 
-    Otherwise as `ForwardResident`: each chunk of positions has 16 bytes per thread.
+    Otherwise as `GroupNormForwardResident`: each chunk of positions has 16 bytes per thread.
     """
 
     block_groups: int
@@ -109,7 +109,9 @@ def group_norm_nhwc_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One block of columns of whole groups of one sample per program, read once; if SHARED, `writers` per block.
+    """Write y of one block of complete groups of one sample per program, read once.
+
+    If SHARED, `writers` programs have each block.
 
     Each of these programs computes all moments and writes a share of the chunks: see
     `group_norm_nchw_resident_kernel`.

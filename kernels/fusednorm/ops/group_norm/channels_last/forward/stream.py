@@ -156,7 +156,7 @@ def group_norm_nhwc_stream_reduce_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per group: writes its statistics, and the coefficients that normalise its channels.
+    """Write one group's statistics, and the coefficients that normalise its channels, per program.
 
     The three coefficients have `columns` columns each; y is act((h - first) * second + third).
     """
@@ -195,7 +195,7 @@ def group_norm_nhwc_stream_reduce_kernel(
 
 @triton.jit
 def _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr):
-    """`load_masked_affine` of the channels of a group from `start` on, [BLOCK_CHANNELS] each."""
+    """Load the slope and offset of a group's channels from `start` on, [BLOCK_CHANNELS] each."""
     within = start + tl.arange(0, BLOCK_CHANNELS)
     channel = group * channels + within
     slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, within < channels)

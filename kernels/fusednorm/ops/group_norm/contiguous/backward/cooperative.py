@@ -54,20 +54,20 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         return 32 * self.num_warps // self.channels
 
     def count_range_positions(self, itemsize: int) -> int:
-        """Positions of a part."""
+        """Return the number of positions of a part."""
         return self.fragments * self.chunks * self.channel_threads * (16 // itemsize)
 
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
-        """Programs that share a group."""
+        """Return the number of programs that share a group."""
         parts = -(-sample.hw // self.count_range_positions(itemsize))
         return parts * -(-sample.channels // self.channels)
 
     def compute_padded_length(self, sample: SampleShape, itemsize: int) -> int:
-        """Elements of all members' tiles."""
+        """Compute the number of elements of all members' tiles."""
         return self.count_members(sample, itemsize) * self.channels * self.count_range_positions(itemsize)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
+        """Return whether a group's members are resident together, and L2 keeps a piece until its second read."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.hw * itemsize % 16 == 0
@@ -160,7 +160,9 @@ def group_norm_nchw_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`members` programs share each of `rows` groups: `parts` parts for every CHANNELS channels.
+    """Write dx and partial sums of `rows` groups, each shared by `members` programs.
+
+    There are `parts` parts for every CHANNELS channels.
 
     A part is PIECES pieces of CHUNKS tiles along each channel.  A program reads every piece twice: first for sums
     over the group, which it posts after the last piece, and LAG pieces later, when the other members have posted

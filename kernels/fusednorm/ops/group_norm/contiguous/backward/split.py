@@ -24,7 +24,7 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardSplit(GroupNormBackwardConfig):
-    """Parts of groups as in `BackwardCooperative`, one per program, in a kernel for sums and a kernel for dx.
+    """Parts of groups as in `GroupNormBackwardCooperative`, one per program, in kernels for sums and for dx.
 
     It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is not a
     multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
@@ -36,7 +36,7 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
     num_warps: int
 
     def count_range_positions(self, itemsize: int) -> int:
-        """Positions of a part."""
+        """Return the number of positions of a part."""
         return self.fragments * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
@@ -68,7 +68,10 @@ def _place(
     program, parts, blocks, pieces, hw, groups, channels,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """A program's row of statistics, sample, part, first channel in the group, lanes' channels, first position."""
+    """Compute the sample, channels and positions of a program's part.
+
+    Returns its row of statistics, sample, part, first channel in the group, lanes' channels and first position.
+    """
     part = program % parts
     block = (program // parts) % blocks
     row = program // (parts * blocks)
@@ -111,7 +114,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One part of CHANNELS channels per program: writes its sums of dz and dz * x_hat to [N, parts, C]."""
+    """Write sums of dz and dz * x_hat to [N, parts, C], one part of CHANNELS channels per program."""
     let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
@@ -179,7 +182,7 @@ def group_norm_nchw_backward_split_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One part of CHANNELS channels per program: writes its dx, starting with data that is still in the cache."""
+    """Write dx, one part of CHANNELS channels per program, starting with data that is still in the cache."""
     let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP

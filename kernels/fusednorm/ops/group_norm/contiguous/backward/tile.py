@@ -25,7 +25,7 @@ from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardTile(GroupNormBackwardConfig):
-    """`rows` whole groups per program, padded to `channels` x `positions` elements, in registers."""
+    """`rows` groups per program, padded to `channels` x `positions` elements, in registers."""
 
     rows: int
     channels: int
@@ -89,7 +89,10 @@ def group_norm_nchw_backward_tile_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS whole groups per program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
+    """Write dx and partial sums of ROWS groups per program; dy and x are read once.
+
+    The groups are [ROWS, CHANNELS, POSITIONS] in registers.
+    """
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     channel = tl.arange(0, CHANNELS)[None, :, None]

@@ -46,7 +46,7 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         return 256 * self.num_warps
 
     def count_members(self, sample: SampleShape) -> int:
-        """Programs that share a group."""
+        """Return the number of programs that share a group."""
         return -(-sample.frame_length // (self.chunks * self.chunk_elements))
 
     def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
@@ -95,7 +95,7 @@ def _group_moments(
     exchange_ptr, team, tag, members, other, before, length, eps,
     SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all members; mean, rest and rstd of the group, whose true mean is mean + rest.
+    """Wait for all members' moments; returns mean, `rest` and rstd of the group, whose true mean is mean + rest.
 
     `other` [slots] is the number of each member; each member has one slab of the group's frame.
     """
@@ -117,7 +117,10 @@ def _slab_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Mean, rest and sum of squares of a slab; without masks if this slab is whole, even if others are not."""
+    """Compute mean, `rest` and sum of squares of a slab.
+
+    A full slab needs no masks, even if other slabs do.
+    """
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
         count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP)
@@ -137,7 +140,7 @@ def _write_slab(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunks` of a slab; without masks if this slab is whole, even if others are not."""
+    """Write a slab by `write_chunks`; a full slab needs no masks, even if other slabs do."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
         write_chunks(
@@ -200,7 +203,7 @@ def group_norm_nchw_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """`members` programs share a group, a slab of CHUNKS * BLOCK elements each.
+    """Write y of groups, each shared by `members` programs with a slab of CHUNKS * BLOCK elements each.
 
     A program reads a slab for its moments, which it posts, and again LAG groups later, when the other members have
     posted theirs, out of L1 or L2 for y.  With LAG 0 the slab stays in registers while the program waits for the

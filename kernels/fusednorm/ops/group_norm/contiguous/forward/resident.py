@@ -118,7 +118,7 @@ def group_norm_nchw_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One group per program, read once; if SHARED, `writers` programs per group, a power of two.
+    """Write y of one group per program, read once; if SHARED, `writers` programs per group, a power of two.
 
     Each of these reads the whole group, computes its moments with the same bits as a single program, and writes a
     share of its chunks.  This is for launches of fewer groups than multiprocessors, where several reads out of L2

@@ -54,7 +54,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
     def plan_statistics(
         self, x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
     ) -> list[Launch]:
-        """The launches that compute only mean and rstd."""
+        """Plan the launches that compute only mean and rstd."""
         vec = compute_access_width(x.element_size(), sample.group_length)
         parts, splits, partial = self._plan_partial_moments(x, sample, residual)
         reduce = plan_moment_reduction(
@@ -65,7 +65,10 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
     def _plan_partial_moments(
         self, x: Array, sample: SampleShape, residual: Array | None
     ) -> tuple[tuple[Array, Array, Array], int, Launch]:
-        """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
+        """Plan the launch for moments of parts of contiguous groups.
+
+        Returns the moments, [N, splits, groups] each, the number of splits, and the launch.
+        """
         vec = compute_access_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec
         splits = cdiv(group_units, self.split_vectors)

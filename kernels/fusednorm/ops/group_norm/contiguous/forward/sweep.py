@@ -61,7 +61,7 @@ def group_norm_nchw_sweep_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One group per program in two sweeps; the second goes backwards and reads the group from L1 or L2."""
+    """Write y of one group per program in two sweeps; the second reads backwards, from L1 or L2."""
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None

@@ -16,7 +16,7 @@ from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardTile(GroupNormForwardConfig):
-    """`rows` whole groups per program, each padded to `tile_vectors` vectors, in registers."""
+    """`rows` groups per program, each padded to `tile_vectors` vectors, in registers."""
 
     rows: int
     tile_vectors: int
@@ -74,7 +74,7 @@ def group_norm_nchw_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """ROWS whole groups per program, held in registers: read once, two-pass statistics, written once."""
+    """Write y of ROWS groups per program, held in registers: one read, two-pass statistics, one write."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     unit = tl.arange(0, UNITS)[None, :, None]
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
