@@ -78,7 +78,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
 
 
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
-    """An objective, its value in the run, and whether it passed."""
+    """Evaluate an objective in a run; return it with its value, and whether it passed."""
     whole = result.all_phases
     value = objective.get_value(whole.total, whole.rate)
     return objective, value, objective.is_met(value)
@@ -93,7 +93,7 @@ def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float,
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
-    """The first Ctrl-C ends the run and reports its results so far, a second one ends the program."""
+    """Let the first Ctrl-C end the run and report its results so far, and a second one end the program."""
 
     def handle_interrupt(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,7 +124,7 @@ def _write_file(file: Path, text: str) -> None:
 
 
 def _read_runs(runs: Path) -> list[RunResult]:
-    """The run in a file, or those in a folder."""
+    """Read the run in a file, or all runs in a folder."""
     if not runs.is_dir():
         return [read_result(runs)]
     files = sorted(runs.glob("*.json"))

@@ -47,7 +47,7 @@ class TargetServer:
     timeout_s: float = 60.0
 
     def fetch_info(self) -> Mapping[str, Any]:
-        """The server's `/v1/info`; empty with adapters that have none.
+        """Fetch the server's `/v1/info`; empty with adapters that have none.
 
         Raises:
             ClientError: it does not respond.
@@ -60,20 +60,20 @@ class TargetServer:
 
 
 class RunObserver:
-    """Receives the progress of a run; this one ignores it."""
+    """An observer of the progress of a run; this one ignores it."""
 
     def begin_stage(self, name: str, duration_s: float | None) -> None:
-        """A stage begins; None if its duration is not known."""
+        """Observe the begin of a stage; its duration is None if not known."""
 
     def add_progress(self, progress: LoadProgress) -> None:
-        """Requests have ended."""
+        """Observe that requests have ended."""
 
     def set_stop(self, stop: Callable[[], None]) -> None:
-        """Calling `stop` ends the run early, with the result so far."""
+        """Store a function that ends the run early, with the result so far."""
 
 
 def choose_process_count(connections: int) -> int:
-    """Half of the cores that this process may use, at least two, but at most one per connection."""
+    """Choose half of the cores that this process may use, at least two, but at most one per connection."""
     return max(1, min(connections, _MAX_PROCESSES, max(2, len(os.sched_getaffinity(0)) // 2)))
 
 
@@ -99,7 +99,7 @@ def run_scenario(
     Raises:
         ScenarioError: the adapter does not support a request of the scenario.
         ClientError: the server does not respond at the start.
-        HarnessError: a client process failed.
+        ClientProcessError: a client process failed.
     """
     watcher = watcher or RunObserver()
     address, cases = ServerAddress.parse_url(target.url), scenario.workload.draw_cases(seed)
@@ -130,7 +130,7 @@ def run_scenario(
 
 
 class _ScenarioRun:
-    """Runs a scenario once."""
+    """One run of a scenario."""
 
     def __init__(self, scenario: LoadScenario, fleet: ClientProcesses, watcher: RunObserver) -> None:
         self._scenario = scenario
@@ -147,7 +147,7 @@ class _ScenarioRun:
         self._uncounted_tallies.append(self._fleet.send_all())
 
     def measure_echo(self, address: ServerAddress) -> LoopbackEcho | None:
-        """The loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
+        """Measure the loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
         is_unix = address.socket_path is not None
         total = self._uncounted_tallies[0].sum_all()
         # With shared memory, no tensors pass through sockets.
@@ -198,7 +198,7 @@ class _ScenarioRun:
         connections: int,
         echo: LoopbackEcho | None,
     ) -> RunResult:
-        """The result of the run."""
+        """Make the result of the run."""
         tallies = [*self._uncounted_tallies, *(each.tally for each in self._phases)]
         apart: Counter[tuple[int, str]] = Counter()
         for tally in self._uncounted_tallies:

@@ -32,13 +32,13 @@ class ProtocolAdapter(Protocol):
     """A protocol for tensors."""
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
-        """The limits of such servers, if they do not support the case; None if they do."""
+        """Describe the limits of such servers if they do not support the case; return None if they do."""
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """The request to send."""
+        """Make the HTTP request for a case."""
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """The tensors of a successful response by the names of normserve's API, as views of it.
+        """Parse the tensors of a successful response by the names of normserve's API, as views of its body.
 
         Raises:
             ClientError: such a server does not send this response.

@@ -20,14 +20,14 @@ _OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 
 
 class NativeAdapter:
-    """Sends and reads the same bytes as `normserve.client`."""
+    """The protocol of normserve, with the bytes that `normserve.client` sends and reads."""
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
-        """It supports everything."""
+        """Return None: every case is supported."""
         return None
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """The HTTP request of the client."""
+        """Make the client's HTTP request."""
         call = self.make_call(case, split_tensors(case, tensors) if case.parts else tensors)
         return AdapterRequest(
             call.method, call.target, call.encode_body() or (), call.max_bytes, {"content-type": SAFETENSORS}
@@ -36,7 +36,7 @@ class NativeAdapter:
     def make_call(
         self, case: RequestCase, tensors: Mapping[str, HostTensor | list[HostTensor]]
     ) -> ApiCall[_Result]:
-        """The client's call; over shared memory, several tensors are sent as one."""
+        """Make the client's call; over shared memory, several tensors are sent as one."""
         build: Callable[..., ApiCall[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
@@ -44,13 +44,13 @@ class NativeAdapter:
         return build(**tensors, **case.list_parameters())
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """Every tensor in the body; results of several tensors are joined again."""
+        """Parse every tensor in the body; results of several tensors are joined again."""
         tensors = answer.read_tensors()
         return join_tensors(tensors) if case.parts else tensors
 
 
 def split_tensors(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
-    """Tensors of a request or a response; those with rows or samples are split into lists of `case.parts`."""
+    """Split tensors of a request or a response that have rows or samples into lists of `case.parts`."""
     count = case.shape[0]
     ends = [count * part // case.parts for part in range(case.parts + 1)]
     return {

@@ -1,7 +1,7 @@
-"""Servers that hold the parameters and normalise rows: x goes in and y comes out.
+"""Servers that hold the parameters and normalise rows: x is the request, and y is the response.
 
 They support only LayerNorm, forward, with weight and bias.  The server holds these, so a server for a comparison
-must be started with `parameters(case)`.
+must be started with `make_parameters(case)`.
 """
 
 import json
@@ -29,7 +29,7 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
 def find_unsupported_reason(case: RequestCase) -> str | None:
-    """The limits of such a server, if it does not support the case; None if it does."""
+    """Describe the limits of such a server if it does not support the case; return None if it does."""
     if case.operation != "layer_norm" or case.list_parameters() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
     if case.heads or case.parts:
@@ -40,25 +40,25 @@ def find_unsupported_reason(case: RequestCase) -> str | None:
 
 
 def make_parameters(case: RequestCase) -> dict[str, NDArray[np.float32]]:
-    """Weight and bias that such a server must hold."""
+    """Make the weight and the bias that such a server must hold."""
     tensors = case.make_tensors()
     return {name: to_float64(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
 
 
 class NpyAdapter:
-    """Sends x as npy to the server's URL, and receives y as npy."""
+    """The protocol of a server that receives x as npy at its URL, and responds with y as npy."""
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
-        """The limits of all such servers."""
+        """Describe the limits of all such servers."""
         return find_unsupported_reason(case)
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """A request with x alone."""
+        """Make a request with x alone."""
         x = tensors["x"]
         return AdapterRequest("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """y."""
+        """Parse y."""
         try:
             return {"y": npy.decode(answer.body)}
         except NormserveError as error:
@@ -72,11 +72,11 @@ class KServeAdapter:
     """
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
-        """The limits of all such servers."""
+        """Describe the limits of all such servers."""
         return find_unsupported_reason(case)
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """A request with x alone, to the model in the URL."""
+        """Make a request with x alone, to the model in the URL."""
         x = tensors["x"]
         given = {
             "name": "x",
@@ -90,7 +90,7 @@ class KServeAdapter:
         return AdapterRequest("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """y."""
+        """Parse y."""
         try:
             length = int(answer.headers[_LENGTH_HEADER.lower()][:18])
             data = answer.body[max(0, length) :]

@@ -41,7 +41,7 @@ class SteppedConnection:
         self.timeout_s = timeout_s
 
     def run_steps(self, steps: Steps[ApiResponse]) -> ApiResponse:
-        """The result of steps.
+        """Run steps to their end and return their result.
 
         Raises:
             ConnectionFailedError: there is no connection, or it broke.
@@ -58,7 +58,7 @@ class SteppedConnection:
 
 
 class HttpLoadConnection(SteppedConnection):
-    """Opens itself at its first use, and again after it broke or was closed."""
+    """An HTTP connection that opens itself at its first use, and again after it broke or was closed."""
 
     def __init__(self, address: ServerAddress, timeout_s: float) -> None:
         """Args:
@@ -84,7 +84,9 @@ class HttpLoadConnection(SteppedConnection):
         return self.run_steps(self._exchange_in_steps(head, parts, most_bytes))
 
     def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """`exchange` in steps, for a caller with its own event loop; it raises only `FAILURES`."""
+        """Begin the work of `exchange` in steps, for a caller with its own event loop; it raises only
+        `FAILURES`.
+        """
         return self._exchange_in_steps(request.head, request.parts, request.max_response_bytes)
 
     def _exchange_in_steps(
@@ -146,7 +148,7 @@ FAILURES = (ClientError, httpx.TransportError, OSError, UnicodeError)
 
 
 def translate_failure(failure: BaseException) -> ClientError:
-    """The client's error of one of `FAILURES`."""
+    """Translate one of `FAILURES` into the client's error."""
     if isinstance(failure, ClientError):
         return failure
     if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, IncompleteResponseError):

@@ -30,7 +30,7 @@ _ENDED = "a client process ended unexpectedly"
 
 
 class ClientProcessError(RuntimeError):
-    """A client process failed."""
+    """An error of a client process that failed."""
 
 
 class ClientProcesses:
@@ -127,7 +127,7 @@ class ClientProcesses:
                 raise ClientProcessError(_ENDED) from None
 
     def _receive_results(self) -> list[CommandResult]:
-        """The response of every process to its command."""
+        """Receive the response of every process to its command."""
         done: dict[int, CommandResult] = {}
         while len(done) < self.processes:
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in done}

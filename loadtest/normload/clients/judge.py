@@ -13,7 +13,7 @@ from normload.clients.pool import PreparedRequest
 
 
 class ResponseChecker:
-    """Compares responses with the expected ones.
+    """A comparison of responses with the expected ones.
 
     The first correct response to a request is kept.  A later one with the same bits is correct as well, which only
     needs a comparison; for one that differs the expected response is computed again, in torch and float64.
@@ -30,7 +30,7 @@ class ResponseChecker:
         self._compute_lock = threading.Lock()
 
     def find_fault(self, number: int, answer: ApiResponse) -> str | None:
-        """Describe what is wrong with the response to a request of the pool; None if it is correct."""
+        """Describe the error in a response to a request of the pool; return None if it is correct."""
         right = self._correct_contents.get(number)
         try:
             if right is not None and _is_same(right, answer.list_memory()):

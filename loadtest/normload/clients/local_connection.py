@@ -33,7 +33,7 @@ _KEPT_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _ArenaRequest:
-    """A request whose tensors are in the arena.
+    """A request with its tensors in the arena.
 
     Attributes:
         message: of the request, encoded.
@@ -51,7 +51,9 @@ class _ArenaRequest:
 
 
 class LocalLoadConnection(SteppedConnection):
-    """Opens itself at its first use, and again after it broke or was closed."""
+    """A connection over shared memory that opens itself at its first use, and again after it broke or was
+    closed.
+    """
 
     def __init__(self, path: str, api_key: str | None, timeout_s: float) -> None:
         """Args:
@@ -68,7 +70,9 @@ class LocalLoadConnection(SteppedConnection):
         self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
     def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """As `Connection.steps`; the results of its response are valid until the next exchange."""
+        """Begin an exchange in steps, like `HttpLoadConnection.start_exchange`; its results are valid until the
+        next exchange.
+        """
         if self._last is not None:
             # Only the figures of the earlier response are still read; its blocks are needed again.
             self._last[1].clear()
@@ -124,7 +128,7 @@ class LocalLoadConnection(SteppedConnection):
 
 
 class _LocalSocket:
-    """A connected socket and what is sent and received on it."""
+    """A connected socket with the protocol's state and its unsent bytes."""
 
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -138,7 +142,7 @@ class _LocalSocket:
         yield from self.run_exchanges(self.protocol.exchange_hello())
 
     def has_no_input(self) -> bool:
-        """Whether nothing was received between requests, such as the connection's end."""
+        """Return whether nothing was received between requests, such as the connection's end."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -148,7 +152,7 @@ class _LocalSocket:
         return False
 
     def run_exchanges(self, exchanges: Exchanges[_R]) -> Steps[_R]:
-        """Carry out exchanges about memory of the host.
+        """Carry out exchanges that allocate memory of the host.
 
         Raises:
             ApiError: the server refuses the connection, or more memory.

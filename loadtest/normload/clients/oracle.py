@@ -73,7 +73,7 @@ class _ForwardIntermediates:
 
 
 def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, ExpectedTensor]:
-    """The exact results by the names of the API."""
+    """Compute the exact results, by the names of the API."""
     given = {name: torch.from_numpy(to_float64(tensor)) for name, tensor in tensors.items()}
     if case.norms:
         return {"y": _compute_chain(case, given)}
@@ -95,7 +95,7 @@ def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> di
 def find_fault(
     case: RequestCase, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]
 ) -> str | None:
-    """Describe what is wrong with a response; None if it is correct."""
+    """Describe the error in a response; return None if it is correct."""
     should_be = compute_expected(case, tensors)
     if answer.keys() != should_be.keys():
         got = ", ".join(quote_text(name, 32) for name in sorted(answer)[:_NAMED])
@@ -108,7 +108,7 @@ def find_fault(
 
 
 def get_expected_dtype(case: RequestCase, name: str, tensors: Mapping[str, HostTensor]) -> DType:
-    """The type of a tensor of the response: a gradient has its tensor's, residual_out the residual's."""
+    """Return the type of a tensor of the response: a gradient has its tensor's, residual_out the residual's."""
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype
     if name == "scale":
@@ -120,7 +120,7 @@ def get_expected_dtype(case: RequestCase, name: str, tensors: Mapping[str, HostT
 
 
 def _has_own_residual_gradient(case: RequestCase) -> bool:
-    """Whether the residual's gradient is a separate tensor."""
+    """Return whether the residual's gradient is a separate tensor."""
     return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
 
 
@@ -167,7 +167,9 @@ def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _Forward
 
 
 def _compute_chain(case: RequestCase, given: Mapping[str, Tensor]) -> ExpectedTensor:
-    """The result of a chain; each norm scales the errors of earlier ones, which also change a row's moments."""
+    """Compute the result of a chain; each norm scales the errors of earlier ones, which also change a row's
+    moments.
+    """
     y, terms = given["x"], _make_scalar(0.0)
     for norm in range(case.norms):
         weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]
@@ -193,7 +195,7 @@ def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor
 
 
 def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """1 + scale and shift, in shapes that broadcast."""
+    """Return 1 + scale and shift, in shapes that broadcast."""
     if not case.adaptive:
         return _make_scalar(1.0), _make_scalar(0.0)
     shape = [1] * len(case.shape)
@@ -202,7 +204,7 @@ def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:
-    """rstd and noise of each element."""
+    """Compute rstd and noise of each element."""
     grouped = _group_elements(case, h)
     mean = _make_scalar(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
     rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
@@ -214,7 +216,7 @@ def _make_scalar(value: float) -> Tensor:
 
 
 def _group_elements(case: RequestCase, values: Tensor) -> Tensor:
-    """The elements that are normalised together, along the last axis."""
+    """Group the elements that are normalised together along the last axis."""
     if case.op != "group_norm":
         return values
     nchw = values if case.layout == "nchw" else values.movedim(-1, 1)

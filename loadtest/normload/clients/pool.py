@@ -37,7 +37,11 @@ class PreparedRequest:
 
 
 def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], address: ServerAddress) -> None:
-    """Raises: ScenarioError: servers of this kind do not share memory, or do not support one of the cases."""
+    """Raise an error if servers of this kind do not support all cases.
+
+    Raises:
+        ScenarioError: servers of this kind do not share memory, or do not support one of the cases.
+    """
     if address.is_shared_memory and not isinstance(adapter, NativeAdapter):
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:

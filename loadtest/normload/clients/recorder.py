@@ -1,4 +1,4 @@
-"""Creates the records of completed exchanges, and checks responses, while no response is waiting."""
+"""The records of completed exchanges, created, and their responses checked, while no response is waiting."""
 
 import collections
 import re
@@ -25,7 +25,7 @@ Records = list[tuple[int, RequestOutcome]]
 
 
 class RequestRecorder:
-    """Creates the records of one process's exchanges."""
+    """The creation of the records of one process's exchanges."""
 
     def __init__(self, pool: Sequence[PreparedRequest], judge: ResponseChecker) -> None:
         """Args:
@@ -46,7 +46,7 @@ class RequestRecorder:
         return bool(self._unrecorded)
 
     def take_records(self) -> Records:
-        """The records since the last call, each with the index of its phase."""
+        """Return the records since the last call, each with the index of its phase."""
         taken, self._records = self._records, []
         return taken
 
@@ -119,7 +119,7 @@ class RequestRecorder:
         )
 
     def _find_error_code(self, answer: ApiResponse | None) -> str:
-        """The API's code of an error; without one, the status."""
+        """Find the API's code of an error; without one, return the status."""
         if answer is None:
             return UNEXPECTED_ANSWER
         try:
@@ -136,7 +136,7 @@ class RequestRecorder:
 
 
 def get_error_code(error: ClientError) -> str:
-    """The code in the `RequestOutcome` of a request without a response."""
+    """Return the code in the `RequestOutcome` of a request without a response."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

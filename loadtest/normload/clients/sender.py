@@ -1,4 +1,4 @@
-"""Sends requests on a number of connections, all in one thread, and records every one.
+"""The sending of requests on a number of connections, all in one thread, with a record of each.
 
 The thread waits for responses and scheduled requests.  It creates records (`recorder`) while none arrive.
 """
@@ -128,7 +128,7 @@ class RequestSender:
             self._recorder.record_next()
 
     def take_records(self) -> Records:
-        """As `RequestRecorder.take_records`."""
+        """Return the records since the last call, like `RequestRecorder.take_records`."""
         return self._recorder.take_records()
 
     def send_all(self) -> list[RequestOutcome]:

@@ -45,12 +45,12 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class SendAllCommand:
-    """Send every request once."""
+    """A command to send every request once."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """Send a segment.
+    """A command to send a segment.
 
     Attributes:
         number: of the segment, for its seed.
@@ -69,7 +69,7 @@ class LoadCommand:
 
 @dataclass(frozen=True, slots=True)
 class StopCommand:
-    """End the current segment."""
+    """A command to end the current segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """The process failed."""
+    """A report that the process failed."""
 
     reason: str
 
@@ -104,7 +104,7 @@ class WorkerFailure:
 WorkerPipe: TypeAlias = (
     "Connection[CommandResult | LoadProgress | WorkerFailure, SendAllCommand | LoadCommand | StopCommand | None]"
 )
-"""The worker's end: what it sends, and what it receives."""
+"""The worker's end of the pipe, with the types of the messages that it sends and receives."""
 
 
 def main(

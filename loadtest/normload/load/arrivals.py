@@ -38,7 +38,9 @@ class RequestSchedule(Protocol):
     cutoff: float
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """A request that is due now; else the seconds until the next one; None after the last or a stop."""
+        """Take a request that is due now; else return the seconds until the next one, or None after the last or a
+        stop.
+        """
 
     def stop(self) -> None:
         """Schedule no more requests."""
@@ -69,7 +71,7 @@ class OpenLoopSchedule:
         self._next_request = next(self._slots, None)
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """As `RequestSchedule.take_due`."""
+        """Take a request that is due now, as `RequestSchedule.take_due` defines it."""
         slot = self._next_request
         if slot is None:
             return None
@@ -84,7 +86,7 @@ class OpenLoopSchedule:
 
 
 class ClosedLoopSchedule:
-    """A request as soon as a connection has its response, until the phase ends.
+    """A schedule with a request as soon as a connection has its response, until the phase ends.
 
     The rate depends on the server: a slow one gets fewer requests.
     """
@@ -95,13 +97,13 @@ class ClosedLoopSchedule:
         start: float,
         draws: "ArrivalGenerator",
     ) -> None:
-        """Args: as `OpenLoopSchedule`."""
+        """Args: as of `OpenLoopSchedule`."""
         self.cutoff = math.inf
         self._start, self._end = start, start + phase.duration_s
         self._requests = draws.iterate_requests()
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """As `RequestSchedule.take_due`."""
+        """Take a request that is due now, as `RequestSchedule.take_due` defines it."""
         if now >= self._end:
             return None
         return self._start - now if now < self._start else ScheduledRequest(0, now, next(self._requests))
@@ -123,13 +125,13 @@ class ArrivalGenerator:
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
     def iterate_requests(self) -> Iterator[int]:
-        """An endless sequence of indices into the pool."""
+        """Yield an endless sequence of indices into the pool."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()
 
     def iterate_schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
-        """Every request of all phases."""
+        """Yield every request of all phases."""
         requests = self.iterate_requests()
         for place, phase in enumerate(phases):
             end = start + phase.duration_s

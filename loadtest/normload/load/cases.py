@@ -31,7 +31,7 @@ _Read = Callable[[TomlTable, str], Any]
 
 
 def _declare_key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
-    """Declare a field of `RequestCase` that scenarios have as a key.
+    """Declare a field of `RequestCase` as a key of scenarios.
 
     Args: is_option: whether requests have it as a parameter, by the same name.
     """
@@ -88,7 +88,7 @@ class RequestCase:
 
     @classmethod
     def from_table(cls, table: TomlTable) -> Self:
-        """Take the keys of a case; those that are left out have their defaults.
+        """Take the keys of a case; missing ones have their defaults.
 
         Raises:
             ScenarioError: a key is missing, or its value is not one of the allowed.
@@ -113,7 +113,7 @@ class RequestCase:
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
     def list_parameters(self) -> dict[str, str | int]:
-        """The options that are not their defaults, in the form that the client's methods take."""
+        """List the options that are not their defaults, in the form that the client's methods take."""
         options = [each for each in fields(self) if each.metadata.get("is_option")]
         given = {
             each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default
@@ -121,7 +121,7 @@ class RequestCase:
         return {name: value.value if isinstance(value, DType) else value for name, value in given.items()}
 
     def make_tensors(self) -> dict[str, HostTensor]:
-        """The request's tensors by name: new ones at each call, with the same values.
+        """Make the request's tensors by name: new ones at each call, with equal values.
 
         Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
         them can be used with any number of rows.

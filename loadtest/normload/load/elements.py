@@ -20,7 +20,7 @@ def round_to_tensor(values: Floats, dtype: DType) -> HostTensor:
 
 
 def to_float64(tensor: HostTensor) -> Floats:
-    """The exact values of a tensor."""
+    """Convert a tensor to float64, exactly."""
     if tensor.dtype is DType.BFLOAT16:
         bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64).reshape(tensor.shape, order=_get_memory_order(tensor))
@@ -31,7 +31,9 @@ def to_float64(tensor: HostTensor) -> Floats:
 
 
 def _compute_float8_values() -> Floats:
-    """The value of each byte in float8_e4m3fn: sign, 4 bits of exponent, 3 of fraction; NaN if these 7 are set."""
+    """Compute the value of each byte in float8_e4m3fn: sign, 4 bits of exponent, 3 of fraction; NaN if these 7 are
+    set.
+    """
     codes = np.arange(256)
     exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
     normal, subnormal = (1 + fractions) * 2.0 ** (exponents - 7), fractions * 2.0**-6

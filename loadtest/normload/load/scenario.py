@@ -60,13 +60,13 @@ class LoadPhase:
     connections: int = 0
 
     def resolve_rate(self, capacity: float) -> "LoadPhase":
-        """The same phase with its rate in requests per second."""
+        """Return the phase with its rate in requests per second."""
         return replace(self, rate=self.rate * capacity, of_capacity=False) if self.of_capacity else self
 
 
 @dataclass(frozen=True, slots=True)
 class LoadScenario:
-    """A whole run; see the module for what each field means."""
+    """The settings of a run, which the module's docstring describes."""
 
     name: str
     description: str
@@ -79,7 +79,7 @@ class LoadScenario:
     capacity: LoadPhase = LoadPhase("capacity", "closed", 3.0, connections=16)
 
     def list_segments(self) -> list[tuple[LoadPhase, ...]]:
-        """Groups of phases without a pause between them; before each segment all responses are awaited."""
+        """List the groups of phases without a pause between them; before each segment all responses are awaited."""
         found: list[tuple[LoadPhase, ...]] = []
         for phase in self.phases * self.cycles:
             follows = self.settle_s is None and phase.arrivals != "closed"
@@ -100,14 +100,14 @@ class LoadScenario:
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
     def with_duration(self, duration_s: float) -> "LoadScenario":
-        """The same with another total duration, of which each phase keeps its share."""
+        """Return the scenario with another total duration, of which each phase keeps its share."""
         factor = duration_s / self.duration_s
         phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
         return replace(self, phases=phases)
 
 
 def load_built_in_scenarios() -> dict[str, LoadScenario]:
-    """The built-in scenarios by name."""
+    """Load the built-in scenarios by name."""
     folder = resources.files("normload") / "scenarios"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {
@@ -116,7 +116,7 @@ def load_built_in_scenarios() -> dict[str, LoadScenario]:
 
 
 def load_scenario(name_or_path: str) -> LoadScenario:
-    """Return a built-in scenario by its name, or the one in a file.
+    """Load a built-in scenario by its name, or the one in a file.
 
     Raises:
         ScenarioError: there is no such scenario, or it is not valid.
@@ -140,7 +140,7 @@ def _read_file(path: Path) -> str:
 
 
 def parse_scenario(name: str, text: str) -> LoadScenario:
-    """Return the scenario that TOML describes.
+    """Parse a scenario in TOML.
 
     Raises:
         ScenarioError: it is not TOML, or not a valid scenario.
@@ -212,5 +212,5 @@ def _parse_rate(where: str, given: Any) -> tuple[float, bool]:
 
 
 def list_descriptions(scenarios: Mapping[str, LoadScenario]) -> list[tuple[str, str, float]]:
-    """Name, description and duration in seconds of each scenario."""
+    """List the name, description and duration in seconds of each scenario."""
     return [(name, each.description, each.duration_s) for name, each in scenarios.items()]

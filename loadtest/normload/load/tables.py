@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 2**32
 
 
 class ScenarioError(ValueError):
-    """A scenario is invalid; the message has the place and what was expected."""
+    """An error in a scenario; the message has its location and the expected value."""
 
 
 class TomlTable:
@@ -29,12 +29,12 @@ class TomlTable:
         self._requested_keys: list[str] = []
 
     def has_key(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Return whether the table has the key."""
         self._requested_keys.append(key)
         return key in self._entries
 
     def take_value(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of the TOML file.
+        """Take the value of a key.
 
         Raises:
             ScenarioError: it is missing, and there is no default.
@@ -47,40 +47,40 @@ class TomlTable:
         return default
 
     def take_text(self, key: str, default: str = _MISSING) -> str:
-        """A string."""
+        """Take a string."""
         return str(self._take_checked(key, default, lambda value: isinstance(value, str), "a string"))
 
     def take_one_of(self, key: str, allowed: Sequence[str], default: str = _MISSING) -> str:
-        """One of the allowed strings."""
+        """Take one of the allowed strings."""
         return str(self._take_checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
 
     def take_flag(self, key: str, default: bool = _MISSING) -> bool:
-        """True or false."""
+        """Take true or false."""
         return bool(self._take_checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
     def take_count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
-        """A whole number above 0."""
+        """Take a whole number above 0."""
         value = self._take_checked(
             key, default, lambda value: _is_integer(value) and value > 0, "a whole number above 0", most
         )
         return int(value)
 
     def take_amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
-        """A finite number above 0."""
+        """Take a finite number above 0."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value > 0, "a number above 0", most
         )
         return float(value)
 
     def take_seconds(self, key: str, default: float = _MISSING) -> float:
-        """A finite number of at least 0."""
+        """Take a finite number of at least 0."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value >= 0, "a number that is not negative", MOST
         )
         return float(value)
 
     def take_sizes(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers above 0."""
+        """Take a list of whole numbers above 0."""
         value = self.take_value(key)
         if not isinstance(value, list) or not value or not all(_is_integer(size) and size > 0 for size in value):
             raise ScenarioError(
@@ -93,12 +93,12 @@ class TomlTable:
         return tuple(value)
 
     def take_table(self, key: str) -> "TomlTable":
-        """A table within this one; an empty one if it is missing."""
+        """Take a table within this one; an empty one if it is missing."""
         value = self._take_checked(key, {}, lambda value: isinstance(value, dict), "a table")
         return TomlTable(f"{self.location}: [{key}]", value)
 
     def take_tables(self, key: str) -> list["TomlTable"]:
-        """An array of tables; empty if it is missing."""
+        """Take an array of tables; empty if it is missing."""
         value = self._take_checked(
             key,
             [],
@@ -113,7 +113,10 @@ class TomlTable:
         return left
 
     def check_no_unknown_keys(self) -> None:
-        """Raises: ScenarioError: a key was not taken."""
+        """Raise an error if a key was not taken.
+
+        Raises: ScenarioError: a key was not taken.
+        """
         for key in self._entries:
             close = difflib.get_close_matches(key, self._requested_keys, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -131,12 +134,12 @@ class TomlTable:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a TOML value is a number; not a boolean, not NaN."""
+    """Return whether a TOML value is a number; not a boolean, not NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def format_value(value: object) -> str:
-    """A value for a message, truncated if it is long."""
+    """Format a value for a message, truncated if it is long."""
     try:
         text = repr(value)
     # An integer with thousands of digits.

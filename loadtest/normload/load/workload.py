@@ -71,7 +71,7 @@ class Workload:
     pool: int = 64
 
     def draw_cases(self, seed: int) -> list[tuple[RequestCase, float]]:
-        """The requests and their relative frequencies."""
+        """Draw the requests, with their relative frequencies."""
         choices = random.Random(seed)
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
@@ -102,7 +102,7 @@ class Workload:
 
 
 def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
-    """The same rows, with other weights, residuals or heads, as some models have them."""
+    """Vary a case of rows by other weights, residuals or heads, as some models have them."""
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
         case = replace(case, weight_offset=1)
@@ -118,7 +118,7 @@ def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
 
 
 def _split_sometimes(case: RequestCase, choices: random.Random) -> RequestCase:
-    """The same case, sometimes split into several tensors."""
+    """Split a case into several tensors, with a low probability."""
     if choices.random() < 0.1 and case.shape[0] > 1:
         return replace(case, parts=choices.randint(2, min(MOST_PARTS, case.shape[0])))
     return case

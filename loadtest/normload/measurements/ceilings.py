@@ -40,7 +40,7 @@ class LoopbackEcho:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name is a loopback address."""
+    """Return whether a host name is a loopback address."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     # UnicodeError: the name cannot be encoded for resolution.
@@ -105,7 +105,7 @@ def _receive_in_time(
 
 
 def _echo_messages(end: socket.socket, nbytes: int) -> None:
-    """Return every message, until the other end is closed."""
+    """Send every received message back, until the other end is closed."""
     message = memoryview(bytearray(nbytes))
     while _receive_fully(end, message):
         end.sendall(message)

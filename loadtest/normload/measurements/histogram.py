@@ -23,7 +23,7 @@ _BUCKETS = _HALF * (38 - _LINEAR_BITS + 2)
 
 
 class LatencyHistogram:
-    """How many latencies fell into each bucket, with their exact sum and maximum."""
+    """The number of latencies in each bucket, with their exact sum and maximum."""
 
     def __init__(self) -> None:
         self._counts: NDArray[np.int64] = np.zeros(_BUCKETS, np.int64)
@@ -65,7 +65,9 @@ class LatencyHistogram:
         self.max_s = max(self.max_s, other.max_s)
 
     def compute_percentile_s(self, percent: float) -> float:
-        """Seconds that at least `percent` of all do not exceed, as the end of a bucket; NaN without latencies."""
+        """Compute the seconds that at least `percent` of all do not exceed, as the end of a bucket; NaN without
+        latencies.
+        """
         total = self.count
         if not total:
             return math.nan
@@ -75,7 +77,7 @@ class LatencyHistogram:
         return min(float(compute_upper_bounds_s(np.asarray([bucket]))[0]), self.max_s)
 
     def to_json(self) -> dict[str, Any]:
-        """The buckets that are not empty, by number, and their counts."""
+        """Convert to JSON: the buckets that are not empty, by number, and their counts."""
         (filled,) = np.nonzero(self._counts)
         counts = self._counts[filled]
         return {"buckets": filled.tolist(), "counts": counts.tolist(), "sum_s": self.sum_s, "max_s": self.max_s}
@@ -90,7 +92,7 @@ class LatencyHistogram:
 
 
 def compute_upper_bounds_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The largest value that rounds into each of these buckets."""
+    """Compute the largest value that rounds into each of these buckets."""
     shifts = np.maximum(0, buckets // _HALF - 1)
     uppers: NDArray[np.float64] = (((buckets - _HALF * shifts + 1) << shifts) - 0.5) * UNIT_S
     return uppers

@@ -1,4 +1,4 @@
-"""How busy the cores of the client's machine are: by all of its processes, and by those of the client."""
+"""The load of the cores of the client's machine, by all of its processes and by those of the client."""
 
 import os
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class CpuTimes:
     total: int
 
     def compute_busy_fraction(self, before: "CpuTimes") -> float:
-        """The fraction of the time since then that the cores were busy; 0 if no time has passed."""
+        """Compute the fraction of the time since `before` that the cores were busy; 0 if no time has passed."""
         total = self.total - before.total
         return (self.busy - before.busy) / total if total > 0 else 0.0
 
@@ -42,7 +42,7 @@ class MachineUse:
 
 
 def count_available_cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""What a reader should know before using the numbers of a run, above all whether the client limited them."""
+"""Warnings for readers of a run's numbers, above all whether the client limited them."""
 
 from normload.measurements.histogram import LatencyHistogram
 from normload.measurements.result import RunResult
@@ -13,7 +13,7 @@ _FEW = 1000
 
 
 def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
-    """Sentences, the most important one first; none if there is nothing to remark."""
+    """List the remarks on a run as sentences, the most important one first."""
     remarks = []
     if stopped:
         remarks.append("The run was ended early.")
@@ -32,7 +32,7 @@ def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
 
 
 def _list_client_remarks(result: RunResult) -> list[str]:
-    """Remarks on the CPU time of the client and of its machine."""
+    """List the remarks on the CPU time of the client and of its machine."""
     remarks = []
     busiest = max(result.cpu, default=0.0)
     if busiest > _BUSY:

@@ -44,7 +44,7 @@ class PhaseResult:
 
 @dataclass(slots=True)
 class PhaseSummary:
-    """Phases of one name together, or all of them.
+    """The summed results of the phases of one name, or of all phases.
 
     Attributes:
         name: of the phases; "all" for all phases.
@@ -88,7 +88,7 @@ class PhaseSummary:
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
     def sum_operation(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
-        """One operation's requests: all, and those that ended in time."""
+        """Sum one operation's requests: all, and those that ended in time."""
         total, in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
             total.merge(each.tally.sum_all(operation))
@@ -145,16 +145,16 @@ class RunResult:
         return PhaseSummary(_ALL, self.phases)
 
     def summarise_phases(self) -> list[PhaseSummary]:
-        """Phases by name, in the order of their first start."""
+        """Summarise phases by name, in the order of their first start."""
         names = dict.fromkeys(each.phase.name for each in self.phases)
         return [PhaseSummary(name, [each for each in self.phases if each.phase.name == name]) for name in names]
 
     def list_operations(self) -> list[str]:
-        """The operations of the workload, sorted."""
+        """List the operations of the workload, sorted."""
         return sorted({operation for each in self.phases for operation in each.tally.list_operations()})
 
     def count_by_status(self) -> Counter[int]:
-        """Counts of all requests that were sent, with the warm-up, by status; 0 without a response."""
+        """Count all requests that were sent, with the warm-up, by status; 0 without a response."""
         outcomes = self.apart + self.all_phases.total.outcomes
         counts: Counter[int] = Counter()
         for (status, code), count in outcomes.items():
@@ -181,12 +181,12 @@ class RunResult:
         return float(said) if is_number(said) and 0 < said < 1e18 else None
 
     def compute_kernel_bandwidth(self) -> float:
-        """Bytes per second on the device, as reported by the server; NaN if it reports none."""
+        """Compute bytes per second on the device, as reported by the server; NaN if it reports none."""
         total = self.all_phases.total
         return compute_rate(total.kernel_bytes, total.kernel_s)
 
     def find_sweep(self) -> LoadSweep | None:
-        """The knee and the sustained load, if the phases are a sweep of rates."""
+        """Find the knee and the sustained load; None if the phases are no sweep of rates."""
         parts = [part for part in self.summarise_phases() if not math.isnan(part.offered)]
         return find_knee(
             [
@@ -200,7 +200,7 @@ class RunResult:
         file.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON; `summary` is for readers and derived from the other fields."""
+        """Convert the result to JSON; `summary` is for readers and derived from the other fields."""
         sweep = self.find_sweep()
         return {
             "format": FORMAT,
@@ -294,5 +294,5 @@ def _make_summary(part: PhaseSummary) -> dict[str, Any]:
 
 
 def _make_json_number(value: float) -> float | None:
-    """None for NaN, which JSON does not have."""
+    """Convert NaN, which JSON does not have, to None."""
     return None if math.isnan(value) else value

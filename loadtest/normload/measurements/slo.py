@@ -33,7 +33,7 @@ class LoadObjective:
     bound: float
 
     def get_value(self, total: RequestTotals, rate: float) -> float:
-        """The metric's value; NaN if there were no responses."""
+        """Return the metric's value; NaN if there were no responses."""
         if self.metric == "errors":
             return total.errors / total.requests if total.requests else math.nan
         if self.metric == "rate":
@@ -43,13 +43,13 @@ class LoadObjective:
         return total.latency.compute_percentile_s(float(self.metric[1:]))
 
     def is_met(self, value: float) -> bool:
-        """Whether a value is within the bound; NaN is not."""
+        """Return whether a value is within the bound; NaN is not."""
         if value == self.bound:
             return self.inclusive
         return value < self.bound if self.at_most else value > self.bound
 
     def format_value(self, value: float) -> str:
-        """A value with the unit in which reports show the metric."""
+        """Format a value with the unit in which reports show the metric."""
         if self.metric == "errors":
             return f"{value:.3%}"
         return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"

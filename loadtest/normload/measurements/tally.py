@@ -23,7 +23,7 @@ FAULTS_KEPT = 5
 
 
 class RequestOutcome(NamedTuple):
-    """One request and how it ended; times in seconds since the phase's beginning.
+    """The outcome of one request; times in seconds since the phase's beginning.
 
     Attributes:
         operation: as in the API's path.
@@ -56,7 +56,7 @@ class RequestOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Requests of one operation that ended in one interval.
+    """Sums over the requests of one operation that ended in one interval.
 
     Attributes:
         outcomes: counts by status and code.
@@ -72,7 +72,7 @@ class RequestTotals:
     kernel_s: float = 0.0
 
     def merge(self, other: "RequestTotals") -> None:
-        """Add another cell."""
+        """Add the sums of another operation or interval."""
         self.outcomes.update(other.outcomes)
         self.latency.merge(other.latency)
         self.sent_bytes += other.sent_bytes
@@ -101,7 +101,7 @@ class RequestTotals:
         return self.sent_bytes + self.received_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The content as JSON."""
+        """Convert the content to JSON."""
         return {
             "outcomes": [[status, code, count] for (status, code), count in self.outcomes.items()],
             "latency": self.latency.to_json(),
@@ -177,7 +177,7 @@ class PhaseTally:
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
     def sum_all(self, operation: str | None = None) -> RequestTotals:
-        """The sum of all requests, or of those of one operation."""
+        """Sum all requests, or those of one operation."""
         total = RequestTotals()
         for (of, _), cell in self.cells.items():
             if operation in (None, of):
@@ -185,7 +185,7 @@ class PhaseTally:
         return total
 
     def sum_in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
-        """The requests that ended within a time, by default the phase's; rates are computed from these."""
+        """Sum the requests that ended within a time, by default the phase's; rates are computed from these."""
         intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
         total = RequestTotals()
         for (of, interval), cell in self.cells.items():
@@ -194,18 +194,18 @@ class PhaseTally:
         return total
 
     def list_operations(self) -> list[str]:
-        """The operations that occur."""
+        """List the operations that occur, sorted."""
         return sorted({operation for operation, _ in self.cells})
 
     def sum_by_interval(self) -> dict[int, RequestTotals]:
-        """All operations together, by interval."""
+        """Sum all operations by interval."""
         found: dict[int, RequestTotals] = {}
         for (_, interval), cell in sorted(self.cells.items()):
             found.setdefault(interval, RequestTotals()).merge(cell)
         return dict(sorted(found.items()))
 
     def to_json(self) -> dict[str, Any]:
-        """The content as JSON."""
+        """Convert the content to JSON."""
         return {
             "interval_s": self.interval_s,
             "cells": [[operation, interval, cell.to_json()] for (operation, interval), cell in self.cells.items()],
@@ -235,5 +235,5 @@ class PhaseTally:
 
 
 def compute_rate(amount: float, seconds: float) -> float:
-    """A rate; NaN if the time is 0."""
+    """Compute a rate; NaN if the time is 0."""
     return amount / seconds if seconds > 0 else math.nan

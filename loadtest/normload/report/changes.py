@@ -41,7 +41,7 @@ def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Se
 
 
 def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> str:
-    """Return a summary of the changes beyond noise, to paste into an issue or a pull request."""
+    """Render a summary of the changes beyond noise, to paste into an issue or a pull request."""
     changed = [change for change in changes if change.is_change]
     rows = [[*_format_row(change), "worse" if change.is_worse else "better"] for change in changed]
     blocks = [
@@ -53,7 +53,7 @@ def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequen
 
 
 def render_csv(changes: Sequence[MetricChange]) -> str:
-    """Return CSV with a line for every metric of every phase, changed or not.
+    """Render CSV with a line for every metric of every phase, changed or not.
 
     Rates are in requests or bytes per second, latencies in seconds, errors a fraction.  The interval is that of
     after/before, for errors of after - before.  A spread is a standard deviation between runs, relative to their

@@ -66,7 +66,7 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class _BootstrapMetric:
-    """Computes a number from drawn intervals.
+    """A number that is computed from drawn intervals.
 
     Attributes:
         name: in reports.
@@ -106,7 +106,7 @@ class _IntervalArrays:
         return len(self.seconds)
 
     def compute_percentiles(self, times: Floats, percent: float) -> Floats:
-        """The percentile of the latencies in the drawn intervals, each counted as often as it was drawn."""
+        """Compute the percentile of the latencies in the drawn intervals, each counted as often as it was drawn."""
         if not len(self.upper_s):
             return np.full(len(times), math.nan)
         cumulated = np.cumsum(times @ self.counts, axis=1)
@@ -190,7 +190,7 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
 
 
 def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
-    """Sentences about phases whose offered loads differ, so that their latencies are hardly comparable."""
+    """Describe phases whose offered loads differ, so that their latencies are hardly comparable."""
     sentences = []
     for number, part in enumerate(before[0].summarise_phases()):
         old, new = (
@@ -258,7 +258,7 @@ def _evaluate_change(
     spreads: tuple[float, float],
     least: float,
 ) -> MetricChange:
-    """A change if the whole interval is beyond `least`."""
+    """Evaluate a difference, which is a change if its whole interval is beyond `least`."""
     low, high = bounds
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
@@ -269,7 +269,7 @@ def _evaluate_change(
 
 
 def _draw_intervals(count: int, random: np.random.Generator) -> Floats:
-    """How often each interval is drawn, in blocks of neighbours: [draws, count]."""
+    """Draw intervals in blocks of neighbours; return how often each was drawn: [draws, count]."""
     blocks = math.ceil(count / _BLOCK)
     starts = random.integers(0, max(1, count - _BLOCK + 1), (_DRAWS, blocks))
     drawn = (starts[:, :, None] + np.arange(_BLOCK)).reshape(_DRAWS, -1)[:, :count]

@@ -7,7 +7,7 @@ from normload.report import tables
 
 
 def render_markdown(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> str:
-    """Return the summary; `outcomes` are the results of its objectives."""
+    """Render the summary; `outcomes` are the results of its objectives."""
     title = f"{result.scenario}: {result.description}" if result.description else result.scenario
     facts = [f"- {name}: {tables.escape_markdown(value)}" for name, value in tables.list_facts(result).items()]
     remarks = [

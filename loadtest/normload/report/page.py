@@ -22,7 +22,7 @@ _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
 def render_html(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> str:
-    """Return the page; `outcomes` are the run's objectives."""
+    """Render the page; `outcomes` are the run's objectives."""
     assets = resources.files("normload.report") / "assets"
 
     def read_asset(name: str) -> str:
@@ -44,7 +44,7 @@ def render_html(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> s
 
 
 def make_plot_data(result: RunResult) -> dict[str, Any]:
-    """The plotted numbers in uPlot's form: columns, of which the first is x; None is a gap."""
+    """Make the plotted numbers in uPlot's form: columns, of which the first is x; None is a gap."""
     return {
         "time": _make_time_series(result),
         "latency": _make_percentile_curves(result),
@@ -102,7 +102,7 @@ class _TimeBin:
 
 
 def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
-    """Equal parts of the run's time, without partial ones at its end and before pauses.
+    """Divide the run's time into equal parts, without partial ones at its end and before pauses.
 
     Consecutive phases share the bins in which both have responses.
     """
@@ -139,7 +139,9 @@ def _make_bin(number: int, width: float, cell: RequestTotals | None, covered: in
 
 
 def _make_percentile_curves(result: RunResult) -> dict[str, Any]:
-    """Latency by percentile of each phase; x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally spaced."""
+    """Make latency by percentile of each phase; x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally
+    spaced.
+    """
     return {
         "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
         "percents": list(_CURVE),
@@ -195,6 +197,6 @@ def _replace_nan(value: float) -> float | None:
 
 
 def _encode_script_json(data: Any) -> str:
-    """JSON that is safe within a script element: it cannot contain an end tag."""
+    """Encode JSON that is safe within a script element: it cannot contain an end tag."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -11,7 +11,7 @@ _POINTS = 100_001
 
 
 def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Bounds of the difference of means, after less before, of numbers with the same spread in both sets.
+    """Compute bounds of the difference of means, after less before, of numbers with equal spread in both sets.
 
     Args:
         before, after: a number for each run; three or more together, all finite.
@@ -27,7 +27,7 @@ def compute_interval(before: Sequence[float], after: Sequence[float], confidence
 
 @functools.cache
 def compute_student_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's distribution.
+    """Compute the quantile of Student's distribution.
 
     With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.
     """

@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def render_csv(result: RunResult) -> str:
-    """Return the text; phase or operation "all" is the total, and an unknown value is empty."""
+    """Render the text; phase or operation "all" is the total, and an unknown value is empty."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)

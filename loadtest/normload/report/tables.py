@@ -27,12 +27,12 @@ Outcome = tuple[LoadObjective, float, bool]
 
 
 def make_phase_rows(result: RunResult) -> list[list[str]]:
-    """A row for each phase, and a last one for the whole run."""
+    """Make a row for each phase, and a last one for the whole run."""
     return [_format_phase_row(part) for part in (*result.summarise_phases(), result.all_phases)]
 
 
 def make_operation_rows(result: RunResult) -> list[list[str]]:
-    """Return a row for each operation and a last row of totals."""
+    """Make a row for each operation, and a last row of totals."""
     whole = result.all_phases
     rows = [
         [name, *_make_total_cells(*whole.sum_operation(name), whole.duration_s)]
@@ -42,7 +42,7 @@ def make_operation_rows(result: RunResult) -> list[list[str]]:
 
 
 def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """A row for each objective."""
+    """Make a row for each objective."""
     return [
         [objective.text, objective.format_value(value), "passed" if passed else "failed"]
         for objective, value, passed in outcomes
@@ -50,20 +50,20 @@ def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def format_statuses(result: RunResult) -> str:
-    """Counts of all requests by HTTP status, with those of the warm-up."""
+    """Format the counts of all requests by HTTP status, with those of the warm-up."""
     counts = sorted(result.count_by_status().items())
     return ", ".join(f"{status or 'no response'}: {count}" for status, count in counts)
 
 
 def format_errors(result: RunResult) -> str:
-    """Counts of the errors of all phases by code, the most frequent first; "" if there are none."""
+    """Format the counts of the errors of all phases by code, the most frequent first; "" if there are none."""
     outcomes = result.all_phases.total.outcomes.most_common()
     failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
     return ", ".join(f"{what}: {count}" for what, count in failed)
 
 
 def list_facts(result: RunResult) -> dict[str, str]:
-    """What ran, and against which server."""
+    """List the facts about the run, its client and its server, by name."""
     known = {
         "server": result.server_name or "?",
         "URL": result.url,
@@ -87,7 +87,7 @@ def _format_cpu(result: RunResult) -> str:
 
 
 def list_sentences(result: RunResult) -> list[str]:
-    """Bandwidth relative to its upper bounds, and the results of a sweep."""
+    """Describe bandwidth relative to its upper bounds, and the results of a sweep."""
     return [*_list_bandwidth_sentences(result), *_list_sweep_sentences(result)]
 
 
@@ -151,12 +151,12 @@ def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: 
 
 
 def format_milliseconds(seconds: float) -> str:
-    """Milliseconds with two decimals; a dash for NaN."""
+    """Format seconds as milliseconds with two decimals; a dash for NaN."""
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"
 
 
 def make_markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table; none if there are no rows."""
+    """Make the lines of a Markdown table; none if there are no rows."""
     if not rows:
         return []
     lines = [
@@ -168,12 +168,12 @@ def make_markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def escape_markdown(text: str) -> str:
-    """Text as Markdown that shows it unchanged, in one line."""
+    """Escape text so that Markdown shows it unchanged, in one line."""
     return text.translate(_MARKUP)
 
 
 def escape_formula(name: str) -> str:
-    """Text that a spreadsheet does not take for a formula."""
+    """Escape text so that a spreadsheet does not take it for a formula."""
     return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 

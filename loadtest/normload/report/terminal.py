@@ -20,12 +20,12 @@ _UNATTENDED_WIDTH = 120
 
 
 def make_console() -> Console:
-    """The console that reports are printed to."""
+    """Make the console that reports are printed to."""
     return Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH, highlight=False)
 
 
 class ProgressBar(run.RunObserver):
-    """Shows the progress of a run."""
+    """A bar that shows the progress of a run."""
 
     def __init__(self, progress: Progress, on_control: Callable[[Callable[[], None]], None]) -> None:
         self._progress = progress
@@ -36,7 +36,7 @@ class ProgressBar(run.RunObserver):
         self._requests = self._errors = self._moved = 0
 
     def begin_stage(self, name: str, duration_s: float | None) -> None:
-        """A stage begins."""
+        """Show that a stage begins."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=duration_s, state="")
@@ -44,7 +44,7 @@ class ProgressBar(run.RunObserver):
         self._requests = self._errors = self._moved = 0
 
     def add_progress(self, progress: worker.LoadProgress) -> None:
-        """Requests have ended."""
+        """Show that requests have ended."""
         if self._task is None:
             return
         self._requests += progress.requests
@@ -107,7 +107,7 @@ def _format_server(result: RunResult) -> str:
 
 
 def _make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose last row is the total."""
+    """Make a table whose last row is the total."""
     # Narrow enough for 80 columns: the box separates columns with a blank, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(headings[0], no_wrap=True)

@@ -15,7 +15,7 @@ from normserve.memory.host_tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class LaunchDepth:
-    """How many batches a device may have at once: copied in, computed and copied out side by side.
+    """The number of batches that a device may have at once: copied in, computed and copied out side by side.
 
     Attributes:
         max_launches: of both lanes.
@@ -30,24 +30,27 @@ ONE_AT_A_TIME = LaunchDepth(1, dict.fromkeys(QueueLane, 1))
 
 
 class PendingLaunch(ABC):
-    """A batch that is on the device."""
+    """A batch that has been launched on the device."""
 
     @abstractmethod
     def poll(self, seconds: float) -> bool:
-        """Watch for its end for so long at most; whether `wait` would not block.  Raises the device's errors."""
+        """Poll for the end of the batch for at most `seconds`; return whether `wait` would not block.  Raises the
+        device's errors.
+        """
 
     @abstractmethod
     def wait(self) -> BatchResult:
-        """Block until it is done; called once, on any thread, with the errors of the device."""
+        """Block until the batch is done; called once, on any thread, and raises the device's errors."""
 
 
 class Backend(Protocol):
-    """One device.  Methods are called on the one thread that owns it, unless they say otherwise.
+    """The driver of one device.  Methods are called on the one thread that owns it, unless they say otherwise.
 
     Attributes:
-        launch_depth: how many batches it may have at once.
-        max_inline_bytes: an idle device runs batches of up to so many bytes on whatever thread they come from,
-            sooner than they could be handed to its own.
+        launch_depth: the number of batches that it may have at once.
+        max_inline_bytes: an idle device runs batches of up to so many bytes on the caller's thread, in less time
+            than
+            a handover to its own thread takes.
     """
 
     name: str
@@ -56,59 +59,67 @@ class Backend(Protocol):
 
     @property
     def compiled_classes(self) -> Collection[Hashable] | None:
-        """The classes of jobs (`NormJob.compute_kernel_class`) whose kernels `start` compiled; None: never any."""
+        """The classes of jobs (`NormJob.compute_kernel_class`) whose kernels `start` compiled; None if the backend
+        compiles none.
+        """
 
     def start(self) -> DeviceDescription:
-        """Claim the device, compile or load what requests will need, and measure the copy roof.
+        """Initialise the device, compile or load the kernels that requests will need, and measure the copy
+        bandwidth.
 
         Raises:
             NormserveError: the device cannot be used.
         """
 
     def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
-        """Keep a layer's parameters where kernels read them, for as long as the returned object lives.
+        """Store a layer's parameters where kernels read them, for as long as the returned object lives.
 
-        What inputs of the parameters' dtype will need may be compiled; called from the thread that compiles.
+        May compile the kernels for inputs of the parameters' dtype; called from the thread that compiles.
         """
 
     def run(self, batch: Batch) -> BatchResult | PendingLaunch:
-        """Run jobs of one class as one launch, or set it going."""
+        """Run jobs of one class as one launch; return the result, or a pending launch if the device has not
+        finished.
+        """
 
     def can_launch_without_waiting(self, batch: Batch) -> bool:
-        """Whether `run` would set a batch going without waiting for memory, a compiler or a copy on the host: then
-        it may be called on another thread, while the owner has nothing to do.
+        """Return whether `run` would launch a batch without waiting for memory, a compiler or a copy on the host.
+        If so, `run` may be called on another thread while the owner has nothing to do.
         """
 
     def compile_kernels(self, job: NormJob) -> None:
-        """Compile what jobs of this one's class will run; called from a thread of its own, beside `run`."""
+        """Compile the kernels of the job's class; called from a separate thread, in parallel with `run`."""
 
     def register_host_memory(self, memory: memoryview) -> object:
-        """Prepare memory that clients on this host share for copies, for as long as the returned object lives.
+        """Prepare memory shared with clients on this host for copies, for as long as the returned object lives.
 
-        Called from any thread; where it cannot be prepared, copies take longer.
+        Called from any thread; if the memory cannot be prepared, copies take longer.
         """
 
     def is_better_unbatched(self, job: NormJob) -> bool:
-        """Whether jobs that recur like this one are best computed each by itself, where their client has them.
+        """Return whether recurring jobs like this one are best computed one by one, in their client's memory.
 
-        Called from any thread, once it has started.
+        Called from any thread, after `start`.
         """
 
     def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
-        """The captured launch of such jobs, if there is one."""
+        """Return the captured launch of recurring jobs, or None if there is none."""
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """What launches captured launches again; None without one.  Called on the thread that it will serve on."""
+        """Make an object that replays captured launches; None if the backend has none.  Called on the thread that
+        will call its methods.
+        """
 
     @property
     def shareable_device(self) -> ShareableDevice | None:
-        """Whose memory clients on this host may have; None where none can be shared.  Asked once it has started.
+        """The device whose memory can be shared with clients on this host; None if there is none.  Read after
+        `start`.
 
-        Jobs that are on the device (`NormJob.is_on_device`) come only where there is one.
+        Jobs on the device (`NormJob.is_on_device`) are submitted only if there is one.
         """
 
     def translate_error(self, error: Exception) -> NormserveError | None:
-        """Say what an exception out of `run` or `load_parameters` means; None when it is not the device's doing."""
+        """Translate an exception from `run` or `load_parameters`; None if the device did not cause it."""
 
     def read_memory_bytes(self) -> Mapping[str, int]:
-        """Bytes of device memory by kind (`allocated`, `reserved`, …); called from any thread."""
+        """Return bytes of device memory by kind (`allocated`, `reserved`, …); called from any thread."""

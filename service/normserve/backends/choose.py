@@ -10,12 +10,12 @@ from normserve.memory.slabs import SlabPool
 def choose_backend(
     name: str, cpu_threads: int, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
 ) -> Backend:
-    """Make the backend of that name; "auto" is triton where there is a CUDA device, torch elsewhere.
+    """Make the backend of that name; "auto" is triton if there is a CUDA device, else torch.
 
-    Imports only what it chose, as each takes seconds to load.
+    Imports only the chosen backend, as each takes seconds to load.
 
     Raises:
-        ConfigurationError: triton was asked for by name and there is no CUDA device.
+        ConfigurationError: the name is triton and there is no CUDA device.
     """
     if name != "torch":
         from normserve.backends.cuda.ahead import BackgroundCompiler

@@ -19,7 +19,7 @@ from normserve.memory.host_tensors import DType
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentParameters:
-    """A registered layer's parameters where kernels read them; freed with the last that refers to it."""
+    """A registered layer's parameters in the memory that kernels read; freed with the last reference."""
 
     weight: Tensor
     bias: Tensor | None
@@ -31,7 +31,7 @@ class ResidentParameters:
 
 
 def collect_parameters(resident: object) -> Mapping[str, Tensor]:
-    """The parameters of a layer, or of a chain of them, by the names of the API."""
+    """Return the parameters of a layer, or of a chain of layers, by their names in the API."""
     if isinstance(resident, ChainParameters):
         return {
             f"{name}.{norm}": tensor
@@ -53,10 +53,10 @@ def run_operation(
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
-        of_library: further arguments that this library's function takes.
+        of_library: further arguments of this library's function.
 
     Returns:
-        What the operation gives back, by the names of the API.
+        The operation's results, by their names in the API.
     """
     if not tensors["x"].numel():
         return _make_zero_row_results(spec, tensors)
@@ -71,7 +71,7 @@ def run_operation(
 def bind_operation(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
-    """The call of the library's function that an operation is, on tensors that need no conversion."""
+    """Bind the library's function for an operation to tensors that need no conversion."""
     function, leading, options = _find_function(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
@@ -81,7 +81,9 @@ def bind_operation(
 
 
 def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
-    """As the library's other functions are called: with parameters by name, and with places for all results."""
+    """Call the library's chain function like the other functions: with parameters by name, and with output tensors
+    for all results.
+    """
     norms = range(count_norms(given))
     weights, biases = ([given.pop(f"{name}.{norm}", None) for norm in norms] for name in PARAMETERS)
     if "out" in given:
@@ -90,7 +92,7 @@ def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> For
 
 
 def make_output_argument(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
-    """Tensors in payload order as the library's functions take them, to write their results to."""
+    """Convert tensors in payload order to the library's `out` argument, to which it writes its results."""
     named = {name: move_channels_first(spec, name, tensor) for name, tensor in results.items()}
     return Forward(**named) if spec.direction is PassDirection.FORWARD else Backward(**named)
 
@@ -99,7 +101,7 @@ def make_output_argument(spec: NormSpec, results: Mapping[str, Tensor]) -> Forwa
 def _find_function(
     library: ModuleType, spec: NormSpec
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
-    """The library's function, its leading tensor arguments, and its options."""
+    """Find the library's function, its leading tensor arguments, and its options."""
     options = {option.name: getattr(spec, option.name) for option in list_options(spec.op, spec.direction)}
     # GroupNorm's first argument beside tensors, and the order of their axes.
     for name in ("num_groups", "layout"):
@@ -113,7 +115,7 @@ def _find_function(
 
 
 def _make_zero_row_results(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What comes of no rows at all: empty tensors, and sums of nothing."""
+    """Make the results of an input without rows: empty tensors, and zeros for sums over rows."""
     x, residual = tensors["x"], tensors.get("residual")
     # GroupNorm's sum has x's type.
     summed = x if residual is None or spec.op is Op.GROUP_NORM else residual

@@ -1,17 +1,17 @@
-"""What answers requests that recur, by launching again what was captured of their first launches."""
+"""The interface of a replayer: it answers recurring requests by replaying captured launches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 
 class CapturedLaunch(NamedTuple):
-    """The captured launch of jobs that recur: launched again, it computes the next of them.
+    """The captured launch of recurring jobs: each replay computes the next job.
 
     Attributes:
         graph, stream: the driver's handles.
-        stage_events: of each of its parts, the events at the end of its copy-in and of its computation; none where
-            nothing is copied.
-        retained: keeps the graph, and the memory that it reads and writes.
+        stage_events: for each part, the events at the end of its copy-in and of its computation; empty if nothing
+            is copied.
+        retained: keeps the graph alive, and the memory that it reads and writes.
     """
 
     graph: int
@@ -20,40 +20,44 @@ class CapturedLaunch(NamedTuple):
     retained: object
 
 
-#: Kinds of what a `LaunchReplayer` hands to its caller: bytes that have come, the rest of an answer, a launch that
-#: has failed, and a request whose client had gone before its answer was sent.
+#: Kinds of events that a `LaunchReplayer` returns to its caller: received bytes, the unsent part of a response, a
+#: failed launch, and a request whose client had disconnected before its response was sent.
 RECEIVED, UNSENT, FAILED, LEFT = range(4)
 
 Event = tuple[int, int, int, int, Any]
-"""Kind, descriptor, tag, the driver's code; and bytes of the first two kinds, else what `learn` was given."""
+"""Kind, descriptor, tag, the driver's error code, and data: bytes for the first two kinds, else the `held` of
+`add_replay`.
+"""
 
 Sample = tuple[float, float, float, float, float, float, float]
-"""When a request had come and was launched; seconds of its stages; when its answer was begun and had been sent.
+"""Times of arrival and launch; seconds of each stage; times at which the response was begun and had been sent.
 
-Moments are by `time.perf_counter`, and the stages are copy-in, kernel and copy-out.
+Times are by `time.perf_counter`, and the stages are copy-in, kernel and copy-out.
 """
 
 
 class LaunchReplayer(Protocol):
-    """Answers requests that recur on connections, by launching graphs, while Python's lock is free.
+    """A loop that answers recurring requests on connections by launching graphs, without Python's lock.
 
-    Connections go by their descriptors.  All methods are called on one thread.
+    Connections are identified by their file descriptors.  All methods are called on one thread.
     """
 
     def fileno(self) -> int:
-        """Readable when something has come on a connection that is read."""
+        """Return a descriptor that is readable when a connection that is read has data."""
 
     def add_connection(self, descriptor: int) -> None:
         """Take over a connection; nothing is read from it yet."""
 
     def remove_connection(self, descriptor: int) -> None:
-        """Forget a connection, before it is closed; what is in flight is not answered."""
+        """Forget a connection before it is closed; launches in flight are not answered."""
 
     def set_receiving(self, descriptor: int, wanted: bool) -> None:
-        """Whether anything is to be received from a connection."""
+        """Set whether data is received from a connection."""
 
     def set_caller_state(self, descriptor: int, is_within_frame: bool, is_behind: bool) -> None:
-        """Say what the caller has of a connection: the beginning of a frame, and answers that are not sent."""
+        """Set whether the caller has part of a frame from a connection, and whether it has unsent responses for
+        it.
+        """
 
     def add_replay(
         self,
@@ -67,40 +71,42 @@ class LaunchReplayer(Protocol):
         admitted_bytes: int,
         held: object,
     ) -> None:
-        """Answer a frame of this content from now on.
+        """Answer frames with this content from now on.
 
         Args:
             graph, stream, marks: as of `CapturedLaunch`.
             kernel_bytes: the fewest bytes that the launch must move.
-            results: of the answer, in JSON.
-            admitted_bytes: that such a request takes of the server's budget.
-            held: kept as long as it is known or in flight, and handed out with events and samples.
+            results: the results' description in the response, in JSON.
+            admitted_bytes: the share of the server's memory budget that such a request takes.
+            held: kept while the replay is registered or in flight, and returned with events and samples.
         """
 
     def remove_replays(self, descriptor: int) -> None:
-        """Answer none of a connection's frames any more."""
+        """Stop answering a connection's frames."""
 
     def remove_all_replays(self) -> None:
-        """Answer no frames any more."""
+        """Stop answering frames."""
 
     def serve(
         self, requests: int, nbytes: int, may_launch: bool, poll_s: float, others: int, most_s: float
     ) -> list[Event]:
-        """Receive, launch and answer, until there is something for the caller or nothing to do.
+        """Receive, launch and answer until there is an event for the caller or nothing to do.
 
         Args:
-            requests, nbytes: as many may be admitted.
-            may_launch: else everything is for the caller.
-            poll_s: for so long to poll for a request that follows an answer closely.
+            requests, nbytes: how many requests, and of how many bytes, may be admitted.
+            may_launch: else every request is returned to the caller.
+            poll_s: how long to poll for a request that closely follows a response.
             others: a descriptor that ends the call when it is readable and no connection is; -1 without one.
             most_s: the call takes hardly longer.
         """
 
     def take_samples(self) -> list[tuple[Any, list[Sample]]]:
-        """What was measured of each request since the last call, under what `add_replay` was given."""
+        """Return the measurements of each request since the last call, with the `held` of `add_replay`."""
 
     def count_launches(self, descriptor: int) -> int:
-        """Launches of a connection that have not ended."""
+        """Count a connection's launches in flight."""
 
     def count_all(self) -> tuple[int, int, int]:
-        """Launches that have not ended, the bytes that they were admitted with, and samples."""
+        """Return the number of launches in flight, the bytes that they were admitted with, and the number of
+        samples.
+        """

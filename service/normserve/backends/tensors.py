@@ -32,8 +32,8 @@ _LAID_OUT_AS_X = ("x", *COMPANIONS, "y", "residual_out", "dx", "dresidual")
 
 
 def view_as_torch(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor as torch sees it, in its own shape or another of as many elements: the same memory, unless its
-    column-major order must be turned round.
+    """View a tensor as a torch tensor, in its own shape or another with the same number of elements.  Copies only
+    to reorder a column-major tensor.
     """
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape if shape is None else shape
     if not len(tensor.data):
@@ -46,14 +46,14 @@ def view_as_torch(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> T
 
 
 def view_rows(batch: Batch, name: str) -> list[Tensor]:
-    """Each job's tensor of that name, shaped so that they can be stacked along the first axis."""
+    """View each job's tensor of that name, in a shape that can be stacked along the first axis."""
     return [view_as_torch(job.tensors[name], compute_launch_shape(job, name, job.rows)) for job in batch.jobs]
 
 
 def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
-    """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs.
+    """Compute the shape of a launch's tensor of that name, with `rows` rows or samples of such jobs.
 
-    Rows whose heads have parameters of their own come in all heads: [tokens, heads, N].
+    Rows whose heads have parameters of their own are grouped by token: [tokens, heads, N].
     """
     shape = job.tensors[name].shape
     if is_parameter(name):
@@ -65,35 +65,37 @@ def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
 
 
 def infer_batch_result_specs(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """Dtype and shape of what a launch over so many rows, or samples, of such jobs gives back, in payload order."""
+    """Infer dtype and shape of each result of a launch with `rows` rows or samples of such jobs, in
+    payload order.
+    """
     given = {name: (tensor.dtype, compute_launch_shape(job, name, rows)) for name, tensor in job.tensors.items()}
     return results.infer_result_specs(job.spec, given, job.layer)
 
 
 def move_channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
+    """View a tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
     return tensor.movedim(-1, 1) if spec.layout is ChannelLayout.NHWC and name in _LAID_OUT_AS_X else tensor
 
 
 def restore_payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    """The way back from `move_channels_first`, contiguous."""
+    """Invert `move_channels_first`; the result is contiguous."""
     if spec.layout is ChannelLayout.NHWC and name in _LAID_OUT_AS_X:
         tensor = tensor.movedim(1, -1)
     return tensor.contiguous()
 
 
 def to_host_tensor(tensor: Tensor) -> HostTensor:
-    """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
+    """Convert a contiguous torch tensor in host memory to a `HostTensor` that shares the memory."""
     if not tensor.numel():
         return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(b""))
-    # What numpy does not have it takes for whole numbers.
+    # Types that numpy lacks are passed to it as integers.
     stored = _STORED.get(tensor.dtype)
     array = (tensor if stored is None else tensor.view(stored)).numpy()
     return HostTensor(DTYPES[tensor.dtype], array.shape, array.data.cast("B"))
 
 
 def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
-    """Each job's share of a launch's outputs, which are in payload order; no copy."""
+    """Split a launch's outputs, which are in payload order, into each job's share; no copy."""
     if len(batch.jobs) == 1:
         return (_reshape_for_single_job(batch.jobs[0], outputs),)
     counts = [job.rows for job in batch.jobs]
@@ -110,7 +112,7 @@ def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict
 
 
 def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """A lone job's share: everything, in the shapes that came."""
+    """Reshape the outputs of a batch of one job to the job's shapes."""
     if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
         return dict(outputs)
     rows = job.rows
@@ -136,10 +138,11 @@ def _slice_result(job: NormJob, name: str, whole: HostTensor, start: int, stop: 
 def count_batch_kernel_bytes(
     batch: Batch, shares: Sequence[Mapping[str, HostTensor]], by_rows: dict[int, int] | None = None
 ) -> tuple[int, ...]:
-    """`count_kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference.
+    """Compute `count_kernel_bytes` of each job.  The jobs are of one class, so that only the number of rows
+    matters.
 
     Args:
-        by_rows: what is known of the class from before; what is learnt is added.
+        by_rows: counts of this class by number of rows, to which new ones are added.
     """
     by_rows = {} if by_rows is None else by_rows
     for job, share in zip(batch.jobs, shares, strict=True):
@@ -149,7 +152,7 @@ def count_batch_kernel_bytes(
 
 
 def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
-    """The fewest bytes that a job's share of a launch must move through the device's memory.
+    """Count the fewest bytes that a job's share of a launch must move through the device's memory.
 
     GroupNorm's scale and shift count, and their gradients: they grow with the samples, which a weight does not.
     """
@@ -161,7 +164,7 @@ def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
     numel = len(job.x.data) // job.x.dtype.itemsize
     came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in OF_SAMPLES])
     if job.spec.direction is PassDirection.BACKWARD:
-        # As many go as came: a gradient has its tensor's type.
+        # The gradients have as many bytes as the tensors: each has its tensor's type.
         return 2 * came + compute_backward_bytes(
             numel,
             width(job.x),

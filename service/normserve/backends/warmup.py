@@ -13,10 +13,10 @@ _MOST_GROUPS = 32
 
 
 def make_warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
-    """A small batch for each length, operation, direction and dtype, with float32 parameters and without.
+    """Yield a small batch for each length, operation, direction and dtype, with float32 parameters and without.
 
-    In the order of need: forward before backward, and with parameters before without.  Chains are of any number
-    of norms, each with kernels of its own: they are compiled when the first request comes.
+    In the order of need: forward before backward, and with parameters before without.  Chains are left out: they
+    have any number of norms, each number with its own kernels, which are compiled at the first request.
     """
     for size, has_parameters, direction, dtype, op in product(
         sizes, (True, False), PassDirection, FLOATS, LAYER_OPS

@@ -36,7 +36,7 @@ _ENVIRONMENT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code.
+    """Run a command; return the process's exit code.
 
     Raises:
         ModuleNotFoundError: torch, which the server needs, is not installed.
@@ -112,7 +112,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, field in Settings.model_fields.items():
         serve.add_argument(_format_option(name), dest=name, **_make_argument_options(name, field))
     for name in REMOVED:
-        # For `Settings` to refuse, with what to do instead.
+        # Refused by `Settings`, with a hint about the replacement.
         options = (_format_option(name), _format_option(f"no_{name}"))
         serve.add_argument(*options, dest=name, nargs="?", const="", help=argparse.SUPPRESS)
     make_key = commands.add_parser(
@@ -143,7 +143,7 @@ def _format_option(name: str) -> str:
 
 
 def _make_argument_options(name: str, field: FieldInfo) -> dict[str, Any]:
-    """The `add_argument` options of a setting; Settings itself checks the value."""
+    """Make the `add_argument` options of a setting; Settings itself checks the value."""
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": field.description, "default": None}
     default = "" if field.default is None else f" [default: {field.default}]"

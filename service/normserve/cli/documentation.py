@@ -1,4 +1,4 @@
-"""The pages of docs/ that come from the code: `python -m normserve.cli.documentation docs` writes them."""
+"""The pages of docs/ that are made from the code: `python -m normserve.cli.documentation docs` writes them."""
 
 import sys
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ operating system for the server's process.
 
 
 def make_settings_page() -> str:
-    """docs/settings.md"""
+    """Make docs/settings.md."""
     rows = [
         (
             f"`--{name.replace('_', '-')}`",
@@ -60,7 +60,7 @@ def make_settings_page() -> str:
 
 
 def make_metrics_page() -> str:
-    """docs/metrics.md"""
+    """Make docs/metrics.md."""
     families = (*Metrics().families, make_process_up_family())
     rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.help_text) for each in families]
     return _METRICS + _format_table(("metric", "kind", "labels", "meaning"), rows)

@@ -1,11 +1,11 @@
-"""The command `normserve`.  If a package is missing, it prints one line that says what to install."""
+"""The command `normserve`.  If a package is missing, it prints one line with the command that installs it."""
 
 import sys
 from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command; return the process's exit code."""
     try:
         from normserve.cli.commands import main as run
 

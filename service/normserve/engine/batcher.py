@@ -13,12 +13,15 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from normserve.jobs.job import Batch, NormJob, QueueLane
 
-# Of one job.  What is longer is copied to the device and back: several at once keep the bus busy both ways.
+# Limit of a small job.  Larger ones are copied to the device and back: several at once keep the bus busy in both
+# directions.
 _LARGE_BYTES = 256 * 2**10
 
 
 class Batcher:
-    """A queue for each lane, first come, first served; whose head takes its kin along."""
+    """A first-in, first-out queue for each lane, from which the oldest job is taken together with others of its
+    class.
+    """
 
     def __init__(self, *, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -42,7 +45,7 @@ class Batcher:
             yield from queue
 
     def choose_lane(self, job: NormJob) -> QueueLane:
-        """Where a job would wait."""
+        """Choose the lane in which a job would wait."""
         return QueueLane.SMALL if job.nbytes <= self._max_small_bytes else QueueLane.LARGE
 
     def add(self, job: NormJob) -> None:
@@ -55,14 +58,16 @@ class Batcher:
         self._job_count += 1
 
     def discard(self, job: NormJob) -> None:
-        """Forget a job that need not run any more; unknown ones are fine."""
+        """Remove a job from its queue, if it is in one."""
         for queue in self._lanes.values():
             if job in queue:
                 queue.remove(job)
                 self._job_count -= 1
 
     def take_batch(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
-        """Take out the next batch for a device with capacity in these lanes; None where nothing waits in them."""
+        """Remove and return the next batch for a device with capacity in these lanes; None if no job
+        waits there.
+        """
         waiting = [lane for lane in QueueLane if lane in lanes and self._lanes[lane]]
         if not waiting:
             return None
@@ -77,7 +82,7 @@ class Batcher:
         return batch
 
     def _limit_batch(self, members: Iterable[NormJob]) -> Iterator[NormJob]:
-        """The first members, as many as one launch takes, at least one."""
+        """Yield the first jobs, at least one and at most as many as one launch takes."""
         nbytes = 0
         for count, job in enumerate(members):
             nbytes += job.nbytes
@@ -87,7 +92,7 @@ class Batcher:
 
 
 class _LaneQueue:
-    """Jobs in order of arrival, and by class."""
+    """Jobs in order of arrival, indexed by class."""
 
     def __init__(self) -> None:
         self._batch_classes: dict[NormJob, Hashable] = {}
@@ -108,7 +113,7 @@ class _LaneQueue:
         self._jobs_by_class.setdefault(key, {})[job] = None
 
     def remove(self, job: NormJob) -> None:
-        """Forget a job that is there."""
+        """Remove a job, which must be in the queue."""
         key = self._batch_classes.pop(job)
         members = self._jobs_by_class[key]
         del members[job]
@@ -116,5 +121,5 @@ class _LaneQueue:
             del self._jobs_by_class[key]
 
     def list_next_jobs(self) -> Iterable[NormJob]:
-        """The oldest job and all that may share a launch with it, oldest first."""
+        """List the oldest job and all jobs that may share its launch, oldest first."""
         return self._jobs_by_class[self._batch_classes[next(iter(self._batch_classes))]]

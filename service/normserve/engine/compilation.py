@@ -12,7 +12,7 @@ from normserve.jobs.job import NormJob
 
 
 class CompilationQueue:
-    """The classes that are compiled, and the jobs of those that are not yet.
+    """The classes with compiled kernels, and the jobs of classes whose compilation has not ended.
 
     Not thread-safe: it belongs to the event loop's thread.
     """
@@ -31,21 +31,21 @@ class CompilationQueue:
         self._waiting_classes: dict[NormJob, Hashable] = {}
 
     def __len__(self) -> int:
-        """How many jobs wait."""
+        """Return the number of waiting jobs."""
         return len(self._waiting_classes)
 
     def __contains__(self, kind: Hashable) -> bool:
         return kind in self._compiled_classes
 
     def add_compiled(self, kinds: Iterable[Hashable]) -> None:
-        """These are compiled already."""
+        """Add classes that are already compiled."""
         self._compiled_classes.update(kinds)
 
     def add_job(self, kind: Hashable, job: NormJob) -> bool:
-        """Let a job wait for its class; whether the caller has to start its compilation.
+        """Let a job wait for its class; return whether the caller must start the compilation.
 
         Raises:
-            OverloadedError: as many classes are compiled as may be, or too many of late.
+            OverloadedError: the limit of compiled classes is reached, or the rate of compilations is too high.
         """
         is_new = kind not in self._waiting_jobs
         if is_new:
@@ -56,7 +56,7 @@ class CompilationQueue:
         return is_new
 
     def end_compilation(self, kind: Hashable, *, compiled: bool) -> Collection[NormJob]:
-        """The compiler is done with a class; the jobs that waited for it and still do."""
+        """Record the end of a class's compilation; return the jobs that still wait for it."""
         jobs = self._waiting_jobs.pop(kind)
         for job in jobs:
             del self._waiting_classes[job]
@@ -65,12 +65,12 @@ class CompilationQueue:
         return jobs
 
     def discard_job(self, job: NormJob) -> None:
-        """A job need not wait any more; unknown ones are fine."""
+        """Remove a job, if it waits."""
         if job in self._waiting_classes:
             del self._waiting_jobs[self._waiting_classes.pop(job)][job]
 
     def list_jobs(self) -> Iterable[NormJob]:
-        """Everybody who waits."""
+        """List all waiting jobs."""
         return tuple(self._waiting_classes)
 
     def _take_token(self) -> None:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """What the engine can do for a request."""
+    """The engine's ability to take requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -44,11 +44,11 @@ class EngineState(Enum):
 
 
 class Engine:
-    """Feeds one executor.
+    """The queueing, batching and computation of jobs, with one executor.
 
     Attributes:
-        launch_progress: what the executor's threads run and have run.
-        failed_launch: what the device failed with, where that was a launch.
+        launch_progress: of the batches that the dispatcher has in flight or had.
+        failed_launch: the description of the launch that failed with the device; None if it was no launch.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Engine:
 
     @property
     def backend_name(self) -> str:
-        """The backend that runs, or an empty string before it does."""
+        """The name of the backend; an empty string before its start."""
         return "" if self.device_description is None else self._executor.backend.name
 
     @property
     def last_error(self) -> str:
-        """The traceback of the last error that no request is to blame for; an empty string without one."""
+        """The traceback of the last error that no request caused; an empty string without one."""
         return self._executor.last_error
 
     async def start(self) -> DeviceDescription:
@@ -93,30 +93,30 @@ class Engine:
         return device
 
     def accept_jobs(self) -> None:
-        """Take jobs from now on."""
+        """Accept jobs from now on."""
         if self.state is EngineState.STARTING:
             self._set_state(EngineState.READY)
 
     def start_draining(self) -> None:
-        """Take no more jobs; those already admitted are finished."""
+        """Accept no more jobs; those already admitted are finished."""
         if self.state is not EngineState.FAILED:
             self._set_state(EngineState.DRAINING)
 
     def fail_pending_jobs(self) -> None:
-        """Tell everybody who still waits that the server ends first."""
+        """Fail all jobs whose callers still wait, because the server ends first."""
         self._pending_jobs.fail_all(DrainingError("the server ends before this request was finished"))
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread of the device has not ended: it computes, or waits for work."""
+        """Whether any thread of the executor is alive, computing or idle."""
         return self._executor.is_running
 
     def stop(self, timeout_s: float) -> None:
-        """End the device's thread; nothing may be submitted afterwards."""
+        """End the executor's threads; nothing may be submitted afterwards."""
         self._executor.stop(timeout_s)
 
     def require_ready(self) -> None:
-        """Refuse new work unless it can be done.
+        """Raise an error unless the engine accepts jobs.
 
         Raises:
             NotReadyError, DrainingError: by state.
@@ -132,7 +132,7 @@ class Engine:
                 raise _make_not_launched_error()
 
     async def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
-        """Bring a layer's parameters to where the device wants them.
+        """Load a layer's parameters into the memory that the backend needs.
 
         Raises:
             NormserveError: the device could not take them.
@@ -140,7 +140,7 @@ class Engine:
         return await self._run_on_executor(lambda reply: self._executor.load_parameters(op, weight, bias, reply))
 
     def register_host_memory(self, memory: memoryview) -> object:
-        """Prepare memory that clients on this host share for the device, for as long as the returned object lives.
+        """Prepare memory shared with clients on this host for the device, for as long as the returned object lives.
 
         Called from any thread, once the engine is ready.
         """
@@ -148,28 +148,32 @@ class Engine:
 
     @property
     def shareable_device(self) -> ShareableDevice | None:
-        """Whose memory clients on this host may have; None where none can be shared.  Asked once it is ready."""
+        """The device whose memory can be shared with clients on this host; None if there is none.  Read once the
+        engine is ready.
+        """
         return self._executor.backend.shareable_device
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """What answers recurring requests without `submit`; None where there is none.  Called once it is ready."""
+        """Make an object that answers recurring requests without `submit`; None if the backend has none.  Called
+        once the engine is ready.
+        """
         return self._executor.backend.make_replayer()
 
     def is_better_unbatched(self, job: NormJob) -> bool:
-        """Whether jobs that recur like this one are computed each by itself, where their client has them."""
+        """Return whether recurring jobs like this one are best computed one by one, in their client's memory."""
         return self._executor.backend.is_better_unbatched(job)
 
     def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
-        """The captured launch of jobs that recur, if there is one."""
+        """Return the captured launch of recurring jobs, or None if there is none."""
         return self._executor.backend.get_captured_launch(recurrence)
 
     @property
     def can_replay(self) -> bool:
-        """Whether captured launches may be launched now, on this thread."""
+        """Whether captured launches may be replayed now, on this thread."""
         return self.state is EngineState.READY and not self._dispatcher.is_launching
 
     def record_failed_replay(self, code: int) -> NormserveError:
-        """A captured launch has failed, and with it the device: what its caller is told.
+        """Record that a captured launch, and with it the device, has failed; return the error for the caller.
 
         Args: code: the driver's.
         """
@@ -178,15 +182,15 @@ class Engine:
         return error
 
     def submit(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Run a job; who began it calls `release` once told, or when it is not wanted any more.
+        """Run a job; its caller calls `release` after `on_end`, or when the result is not wanted any more.
 
         Args:
             deadline: when execution must have begun, by `time.perf_counter`.
-            on_end: told what became of it, later and not in this call.
+            on_end: called with the result or the error, after this call has returned.
 
         Raises:
             DeadlineExceededError: the deadline has passed.
-            NormserveError: the job cannot be run; there is nothing to end.
+            NormserveError: the job cannot be run; `release` must not be called.
         """
         if self.state is EngineState.FAILED:
             raise _make_not_launched_error()
@@ -197,24 +201,25 @@ class Engine:
             self.release(job)
             raise
         if not self._new_jobs:
-            # When this turn of the loop ends: what else came in it shares the launch, without a wait.
+            # At the end of this iteration of the loop: other jobs of the iteration share the launch, without a
+            # wait.
             asyncio.get_running_loop().call_soon(self._admit_new_jobs)
         self._new_jobs[job] = is_compiled
 
     def release(self, job: NormJob) -> None:
-        """The caller no longer waits for a job: it leaves the queue, if it is still there."""
+        """Forget a job's caller, and remove the job from the queue if it has not run."""
         if not self._pending_jobs.remove(job):
             self._remove_job(job)
 
     def cancel(self, job: NormJob) -> None:
-        """The client does not want a job any more: one that waits is refused, one that runs has its result."""
+        """Refuse a job whose client has left; a job that already runs gets its result."""
         if self._pending_jobs.is_running(job):
             return
         self._remove_job(job)
         self._pending_jobs.fail((job,), ClientLeftError("the client left before its result was ready"))
 
     def _ensure_compiled(self, job: NormJob) -> bool:
-        """Whether a job may run now; if not, it will be queued once its kernels are there.
+        """Return whether a job may run now; if not, it is queued after the compilation of its kernels.
 
         Raises:
             OverloadedError: too much is being compiled.
@@ -222,7 +227,7 @@ class Engine:
         if self._executor.backend.compiled_classes is None:
             return True
         if job.replay_slot is not None and job.replay_slot.prepared is not None:
-            # The like of it has run.
+            # An equal job has run.
             return True
         kind = job.compute_kernel_class()
         if kind in self._compilation_queue:
@@ -243,7 +248,7 @@ class Engine:
         self._launch_waiting()
 
     def _admit_new_jobs(self) -> None:
-        """Give the device what it can take, and let the clock run for what must wait."""
+        """Launch or queue the jobs of this iteration of the loop, and start the deadlines of those that wait."""
         if len(self._new_jobs) == 1 and self.state is not EngineState.FAILED:
             self._admit_single_job(*self._new_jobs.popitem())
             return
@@ -261,7 +266,9 @@ class Engine:
             self._pending_jobs.enforce_deadline(job)
 
     def _admit_single_job(self, job: NormJob, is_compiled: bool) -> None:
-        """`_admit_new_jobs` for what nothing else came with: it has no kin to look for if nothing waits either."""
+        """Do the work of `_admit_new_jobs` for a single job, without a search for others of its class if none
+        waits.
+        """
         if not self._pending_jobs.is_pending(job):
             return
         if is_compiled:
@@ -302,10 +309,10 @@ class Engine:
         self._metrics.observe_launch(batch, execution)
 
     def _record_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
-        """A failed device is of no more use: refuse the jobs that wait for it and tell the process.
+        """Refuse the jobs that wait and notify the process, if the error is a failure of the device.
 
-        Only jobs of a launch that failed are told of the failure: one of them may be its cause, and would make the
-        next server fail.  Those that no launch had may be sent again.
+        Only jobs of a launch that failed get the device's error: one of them may be its cause, and would make the
+        next server fail.  Jobs that were in no launch may be sent again.
         """
         if not isinstance(error, DeviceFailureError) or self.state is EngineState.FAILED:
             return
@@ -327,7 +334,7 @@ class Engine:
         self._metrics.set_ready(state is EngineState.READY)
 
     async def _run_on_executor(self, request: Callable[[Reply], None]) -> object:
-        """Hand something to the executor and wait for its reply."""
+        """Hand work to the executor and wait for its reply."""
         future: asyncio.Future[WorkOutcome] = asyncio.get_running_loop().create_future()
         request(wrap_for_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future
@@ -338,5 +345,5 @@ class Engine:
 
 
 def _make_not_launched_error() -> NotReadyError:
-    """The error of a job that a failed device has not been given."""
+    """Make the error of a job that was not given to the device before this failed."""
     return NotReadyError("the device has failed before it was given this request, and the server is about to exit")

@@ -19,20 +19,21 @@ from normserve.memory.host_tensors import HostTensor
 
 log = logging.getLogger(__name__)
 
-# Many times what small batches take, and short enough for the event loop.
+# Many times the duration of small batches, and short enough for the event loop.
 _SOON_S = 0.2e-3
-# What batches of some MiB take.
+# The duration of batches of some MiB.
 _WATCHED_S = 2e-3
 
-# What lies in a device's memory is computed at that memory's speed: as many in a fraction of that.
+# Limit of inline batches in the device's memory, which are computed at that memory's speed, in a fraction of a
+# millisecond.
 _INLINE_DEVICE_BYTES = 512 * 2**20
 
 
 class WorkOutcome(NamedTuple):
-    """What became of a piece of work: a value or an error, never both.
+    """The outcome of a piece of work: a value or an error, never both.
 
     Attributes:
-        started_at: when the device took it up, by `time.perf_counter`.
+        started_at: when the work began, by `time.perf_counter`.
     """
 
     started_at: float
@@ -44,7 +45,9 @@ Reply = Callable[[WorkOutcome], None]
 
 
 def wrap_for_loop(reply: Reply) -> Reply:
-    """A reply that any thread may call: it runs on the loop that runs now, or not at all once that is gone."""
+    """Wrap a reply so that any thread may call it: it runs on the current event loop, or not at all if that is
+    closed.
+    """
     loop = asyncio.get_running_loop()
 
     def schedule(outcome: WorkOutcome) -> None:
@@ -66,7 +69,7 @@ class _WorkItem:
 
 
 class _WorkerThread:
-    """Works off an inbox, one piece after another."""
+    """A thread that processes the items of its queue one after another."""
 
     def __init__(self, name: str, work: Callable[[_WorkItem], None]) -> None:
         self._inbox: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
@@ -100,13 +103,14 @@ class _WorkerThread:
 
 
 class Executor:
-    """Runs work on its own thread, one piece after another.
+    """The threads that run work on the device and wait for its batches.
 
-    What a backend leaves in flight is waited for by a thread for each lane, so that the owner is free to set the
-    next batch going, and a small batch need not wait for a large one.  Replies are called on any of these threads.
+    The owner's thread launches batches one after another.  For each lane, another thread waits for the batches in
+    flight, so that the owner is free to launch the next batch, and a small batch need not wait for a large one.
+    Replies are called on any of these threads.
 
     Attributes:
-        last_error: the traceback of the last error that no request is to blame for.
+        last_error: the traceback of the last error that no request caused.
     """
 
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
@@ -121,13 +125,13 @@ class Executor:
         self._threads = (self._owner, *self._waiting_threads.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
-        """Start the thread and the device; the reply's value is a `DeviceDescription`."""
+        """Start the threads and the device; the reply's value is a `DeviceDescription`."""
         for thread in self._threads:
             thread.start()
         self._owner.enqueue(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
 
     def run_batch(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
-        """Run a batch; the reply's value is a `BatchResult`.
+        """Run a batch on the owner's thread; the reply's value is a `BatchResult`.
 
         Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
         """
@@ -136,17 +140,17 @@ class Executor:
         )
 
     def is_inline_size(self, batch: Batch) -> bool:
-        """Whether a batch is over sooner than it could be handed to a thread."""
+        """Return whether a batch takes less time than handing it to a thread."""
         if batch.nbytes <= self.backend.max_inline_bytes:
             return True
         return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
 
     def can_launch_inline(self, batch: Batch) -> bool:
-        """Whether `launch_inline` takes less time than handing a batch over."""
+        """Return whether `launch_inline` takes less time than handing a batch to a thread."""
         return self.backend.can_launch_without_waiting(batch)
 
     def launch_inline(self, batch: Batch) -> WorkOutcome:
-        """Set a batch going on the caller's thread; the outcome's value is a `PendingLaunch`, or a `BatchResult`.
+        """Launch a batch on the caller's thread; the outcome's value is a `PendingLaunch`, or a `BatchResult`.
 
         No batch may be between `run_batch` and its `on_launched`: a backend launches one at a time.
         """
@@ -155,8 +159,8 @@ class Executor:
     def run_inline(self, batch: Batch) -> WorkOutcome:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.max_inline_bytes`).
 
-        Nothing that `run_batch` was given may be unfinished: a backend runs one batch at a time.  Where it takes
-        long, the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
+        All batches of `run_batch` must have ended: a backend runs one batch at a time.  If the batch takes long,
+        the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
         """
         started = time.perf_counter()
         try:
@@ -166,11 +170,11 @@ class Executor:
 
     @property
     def poll_s(self) -> float:
-        """How long to ask `poll_launch` for a batch before a thread waits for it."""
+        """Seconds for which to call `poll_launch` for a batch before a thread waits for it."""
         return _WATCHED_S
 
     def poll_launch(self, outcome: WorkOutcome) -> WorkOutcome | None:
-        """What became of a batch in flight; None where that is not known yet.  Does not block."""
+        """Return the outcome of a batch in flight, or None if it has not ended.  Does not block."""
         flight = outcome.value
         assert isinstance(flight, PendingLaunch)
         try:
@@ -187,35 +191,37 @@ class Executor:
         )
 
     def translate_error(self, error: Exception) -> NormserveError:
-        """What an error that a launch has ended with means for its caller."""
+        """Translate the exception of a launch into the error for its caller."""
         meaning = self._make_failed_outcome(0.0, error).error
         assert meaning is not None
         return meaning
 
     def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
-        """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
+        """Load parameters on the compiler's thread, in parallel with batches; the reply's value is the backend's
+        handle for them.
+        """
         self._compiler.enqueue(
             _WorkItem(lambda: self.backend.load_parameters(op, weight, bias), reply, QueueLane.SMALL)
         )
 
     def compile_kernels(self, job: NormJob, reply: Reply) -> None:
-        """Compile what the job's class runs, beside the owner's work."""
+        """Compile the kernels of the job's class, in parallel with batches."""
         self._compiler.enqueue(_WorkItem(lambda: self.backend.compile_kernels(job), reply, QueueLane.SMALL))
 
     def stop(self, timeout_s: float) -> None:
-        """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
+        """End the threads once their queues are empty; leave those behind that still run after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.stop(max(0.0, give_up - time.monotonic()))
 
     @property
     def is_running(self) -> bool:
-        """Whether one of the threads has not ended."""
+        """Whether any of the threads is alive."""
         return any(thread.is_running for thread in self._threads)
 
     @property
     def backend(self) -> Backend:
-        """The device's driver, once it has started."""
+        """The device's backend, once it has started."""
         if self._backend is None:
             raise RuntimeError("the backend has not started")
         return self._backend
@@ -269,7 +275,9 @@ _PAUSE_S = 0.05
 
 
 def _report_no_memory(work: _WorkItem) -> None:
-    """Answer what there was no memory to answer, as soon as there is some: a caller waits for it."""
+    """Reply to work that failed for lack of memory, as soon as there is enough for the reply: a caller waits for
+    it.
+    """
     while True:
         try:
             work.on_done(WorkOutcome(time.perf_counter(), error=_WORDLESS))
@@ -279,6 +287,6 @@ def _report_no_memory(work: _WorkItem) -> None:
 
 
 def _run_and_poll(backend: Backend, batch: Batch) -> BatchResult | PendingLaunch:
-    """What came of a batch, if that is known soon."""
+    """Run a batch, and poll it for a short time; return its result, or the pending launch."""
     value = fill_result_buffers(batch, backend.run(batch))
     return value.wait() if isinstance(value, PendingLaunch) and value.poll(_SOON_S) else value

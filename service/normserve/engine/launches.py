@@ -20,7 +20,7 @@ from normserve.jobs.job import Batch, QueueLane
 
 
 class _PolledLaunch(NamedTuple):
-    """A batch in flight, and until when the event loop watches it, by `time.perf_counter`."""
+    """A batch in flight, and the time by `time.perf_counter` until which the event loop polls it."""
 
     batch: Batch
     outcome: WorkOutcome
@@ -28,24 +28,24 @@ class _PolledLaunch(NamedTuple):
 
 
 class LaunchDispatcher:
-    """Gives batches to an executor and counts those that it has.
+    """A dispatcher that gives batches to an executor and counts those in flight.
 
     Attributes:
-        progress: of those that its threads run and have run.
+        progress: of all batches that did not end within `launch`.
     """
 
     def __init__(
         self, executor: Executor, on_end: Callable[[Batch, WorkOutcome], None], on_room: Callable[[], None]
     ) -> None:
         """Args:
-        on_end: is told what became of a batch that `launch` did not wait for.
+        on_end: called with the outcome of a batch, unless `launch` returned it.
         on_room: called when another batch may be launched although none has ended.
         """
         self._executor = executor
         self._on_end, self._on_room = on_end, on_room
-        # What the executor's own thread has not launched yet.  It gets no other batch before that: a queue there
-        # would keep all later batches from being launched on this thread, and two threads that launch and answer
-        # by turns wait for Python's lock at every call that releases it.
+        # The batch that the executor's own thread has not launched yet.  The thread gets no other batch before
+        # that: a queue there would keep all later batches from being launched on this thread, and two threads that
+        # alternately launch and answer wait for Python's lock at every call that releases it.
         self._batch_to_launch: Batch | None = None
         self._polled: list[_PolledLaunch] = []
         self._is_poll_scheduled = False
@@ -59,7 +59,7 @@ class LaunchDispatcher:
         return self._batch_to_launch is not None
 
     def has_capacity(self, lane: QueueLane) -> bool:
-        """Whether the device would take another batch of that lane now."""
+        """Return whether the device would take another batch of that lane now."""
         if self._batch_to_launch is not None:
             return False
         depth = self._executor.backend.launch_depth
@@ -68,21 +68,21 @@ class LaunchDispatcher:
         )
 
     def list_free_lanes(self) -> list[QueueLane]:
-        """Of which lanes the device would take another batch now."""
+        """List the lanes of which the device would take another batch now."""
         return [lane for lane in QueueLane if self.has_capacity(lane)]
 
     def launch(self, batch: Batch) -> WorkOutcome | None:
-        """Run a batch; what became of it, or None where `on_end` will be told."""
+        """Launch a batch; return its outcome, or None if `on_end` will be called with it."""
         executor = self._executor
         outcome: WorkOutcome | None = None
-        # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
+        # The executor's threads have no batch, so that none of them uses the device now.
         if not self._launch_count and executor.is_inline_size(batch):
             if batch.lane is QueueLane.LARGE and batch.nbytes <= executor.backend.max_inline_bytes:
-                # Nothing is there that its copies could overlap with: one stream starts sooner than three.
+                # Its copies can overlap with no other batch: one stream starts sooner than three.
                 batch = Batch(batch.jobs, QueueLane.SMALL)
             outcome = executor.run_inline(batch)
         elif executor.can_launch_inline(batch):
-            # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
+            # Another thread would launch the batch later, as both need Python's lock, and would delay this one.
             outcome = executor.launch_inline(batch)
         if outcome is None:
             self._batch_to_launch = batch
@@ -110,7 +110,9 @@ class LaunchDispatcher:
             asyncio.get_running_loop().call_soon(self._poll_all)
 
     def _poll_all(self) -> None:
-        """Conclude what has landed; what has not is looked at in the next turn of the loop, or left to a thread."""
+        """End the batches that have completed; poll others again in the next iteration of the loop, or leave them
+        to a thread.
+        """
         self._is_poll_scheduled = False
         watched, self._polled = self._polled, []
         for flight in watched:
@@ -140,7 +142,7 @@ class LaunchDispatcher:
 
 
 def describe_batch(batch: Batch) -> str:
-    """What a launch was to compute, for people."""
+    """Describe the jobs of a launch, for the crash report."""
     job = batch.jobs[0]
     tensors = {name: f"{tensor.dtype.label}{list(tensor.shape)}" for name, tensor in job.tensors.items()}
     return f"{len(batch.jobs)} requests of {job.spec}, the first with {tensors}"

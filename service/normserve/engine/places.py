@@ -1,4 +1,4 @@
-"""Copies results to the memory that their caller has chosen."""
+"""Copies of results to the memory that their callers have chosen."""
 
 import time
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from normserve.backends.base import PendingLaunch
 from normserve.jobs.job import Batch, BatchResult
 from normserve.memory.host_tensors import HostTensor
 
-# Copied sooner than it is found out that they lie there already.
+# Below this size, a copy takes less time than to find out that the result is already in its buffer.
 _SHORT_BYTES = 32 * 1024
 
 
 def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> BatchResult | PendingLaunch:
-    """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
+    """Copy results into the result buffers of jobs that have them, now or when the pending launch has ended."""
     if isinstance(value, BatchResult) and value.has_filled_buffers:
         return value
     for job in batch.jobs:

@@ -7,33 +7,35 @@ import time
 from normserve.engine.progress import CompletionTracker
 
 SOON_S = 200e-6
-"""From a message that was sent to the one that it leads to: the other process must be woken, and does its part."""
+"""The longest time in seconds from a sent message to the next one that still counts as prompt.  The other process
+must be woken and do its part.
+"""
 
 # On one core the other process would wait until the polling ends.
 _LEAST_CORES = 2
 
 
 class BusyPoller:
-    """Keeps the event loop from sleeping while such a message is due.
+    """A poller that keeps the event loop from sleeping while a prompt next message is expected.
 
     To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The loop polls
     its sockets in each iteration as always; nothing that is ready waits for this.
     """
 
     def __init__(self, progress: CompletionTracker | None = None) -> None:
-        """Args: progress: of all requests; while there are any, other threads need Python's lock.  None where there
-        are no such threads.
+        """Args: progress: of all requests; the poller stops while any is open, as other threads then need Python's
+        lock.  None if there are no such threads.
         """
         self._request_progress = progress
         self._sent_at = self._poll_until = 0.0
         self._is_prompt = self._is_polling = False
 
     def record_received(self) -> None:
-        """A message has come; if it came soon after the last one was sent, so may the next one."""
+        """Record a received message; if it was prompt, the next one may be prompt too."""
         self._is_prompt = time.perf_counter() - self._sent_at <= SOON_S
 
     def record_sent(self) -> None:
-        """A message has been sent: poll from now on, if those before it were followed by others soon."""
+        """Record a sent message, and poll from now on if the last received message was prompt."""
         self._sent_at = time.perf_counter()
         if not self._is_prompt:
             return
@@ -51,7 +53,7 @@ class BusyPoller:
 
 
 def make_busy_poller(progress: CompletionTracker | None = None) -> BusyPoller | None:
-    """For this process; None where it may run on too few cores.
+    """Make a poller for this process; None if the process may run on too few cores.
 
     Args: progress: as of `BusyPoller`.
     """

@@ -12,7 +12,7 @@ _RETRY_AFTER_S = 5.0
 
 
 class CompletionTracker:
-    """Pieces of work that are begun and ended, and for how long none has been ended."""
+    """The number of pieces of work in progress, and the time since one was completed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -20,52 +20,55 @@ class CompletionTracker:
         self._last_change_at = 0.0
 
     def begin_work(self) -> None:
-        """One more is to be finished."""
+        """Count the begin of a piece of work."""
         if not self._open_count:
             self._last_change_at = self._clock()
         self._open_count += 1
 
     def end_work(self) -> None:
-        """One is finished, whatever came of it."""
+        """Count the end of a piece of work, successful or not."""
         self._open_count -= 1
         self._last_change_at = self._clock()
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was begun has ended."""
+        """Whether no work is in progress."""
         return not self._open_count
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since anything was finished, or since there was anything to finish; 0 while there is nothing."""
+        """Seconds since any work ended, or since the first began; 0 while none is in progress."""
         return self._clock() - self._last_change_at if self._open_count else 0.0
 
 
 class StallDetector:
-    """Notices that nothing is finished any more, of requests or on the device.
+    """A detector of requests, or launches, of which none ends any more.
 
     Attributes:
-        request_progress: those received whole and not answered yet.
+        request_progress: of requests that have been received completely and not answered yet.
     """
 
     def __init__(self, stall_s: float, launches: CompletionTracker) -> None:
-        """Args: launches: what the device's threads were given and have not returned."""
+        """Args: launches: progress of the batches that the device's threads have not returned."""
         self._stall_s = stall_s
         self._launch_progress = launches
         self.request_progress = CompletionTracker()
 
     @property
     def stalled_s(self) -> float:
-        """For how long nothing has been finished that could be."""
+        """Seconds for which no request, or no launch, has ended while some were in progress."""
         return max(self.request_progress.stalled_s, self._launch_progress.stalled_s)
 
     @property
     def is_stalled(self) -> bool:
-        """It has been too long."""
+        """Whether nothing has ended for longer than the limit."""
         return self.stalled_s > self._stall_s
 
     def require_progress(self) -> None:
-        """Raises: StalledError: nothing has been finished for too long."""
+        """Raise an error if nothing has ended for longer than the limit.
+
+        Raises: StalledError: nothing has been finished for too long.
+        """
         if self.is_stalled:
             raise StalledError(
                 f"requests wait, and none has been finished for {self.stalled_s:.0f} s", _RETRY_AFTER_S

@@ -14,12 +14,12 @@ from normserve.errors import DeadlineExceededError, NormserveError
 from normserve.jobs.job import Batch, BatchResult, NormJob, NormResult
 
 OnEnd = Callable[[NormResult | NormserveError], None]
-"""Told once what became of a job: its result, or why there is none.  It raises nothing."""
+"""A callback that is called once, with a job's result or the error that replaces it.  It raises nothing."""
 
 
 @dataclass(eq=False, slots=True)
 class _PendingJob:
-    """A job's way back, and what may end its wait."""
+    """The callback and the deadline of a job whose caller waits."""
 
     on_end: OnEnd
     submitted_at: float
@@ -29,7 +29,7 @@ class _PendingJob:
 
     @property
     def can_expire(self) -> bool:
-        """Whether its deadline still counts."""
+        """Whether its deadline still applies."""
         return not self.is_running and not self.is_resolved
 
 
@@ -37,7 +37,9 @@ class PendingJobs:
     """The jobs whose callers wait."""
 
     def __init__(self, on_late: Callable[[NormJob], None]) -> None:
-        """Args: on_late: called with a job that has not run by its deadline, before its caller is told."""
+        """Args: on_late: called with a job that has not begun to run by its deadline, before its caller gets the
+        error.
+        """
         self._on_expired = on_late
         self._pending: dict[NormJob, _PendingJob] = {}
         # One timer for all: on a busy device most jobs wait for a moment, and hardly one until its deadline.
@@ -45,7 +47,7 @@ class PendingJobs:
         self._next_expiry_at = math.inf
 
     def add(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Have a caller wait for a job, until `deadline` by `time.perf_counter` if it does not run before.
+        """Add a job, which must begin to run by `deadline` (`time.perf_counter`).
 
         Raises:
             DeadlineExceededError: that has passed.
@@ -56,33 +58,33 @@ class PendingJobs:
         self._pending[job] = _PendingJob(on_end, submitted, deadline)
 
     def remove(self, job: NormJob) -> bool:
-        """The caller does not wait any more; whether the job had begun to run."""
+        """Forget a job whose caller does not wait any more; return whether the job had begun to run."""
         return self._pending.pop(job).is_running
 
     def is_pending(self, job: NormJob) -> bool:
-        """Whether a caller still waits for its result."""
+        """Return whether a caller still waits for the job's result."""
         waiting = self._pending.get(job)
         return waiting is not None and not waiting.is_resolved
 
     def is_running(self, job: NormJob) -> bool:
-        """Whether a caller waits for a job that runs."""
+        """Return whether a job that a caller has not removed has begun to run."""
         waiting = self._pending.get(job)
         return waiting is not None and waiting.is_running
 
     def enforce_deadline(self, job: NormJob) -> None:
-        """Let the clock run for a job that does not run yet."""
+        """Start the timer for the deadline of a job that does not run yet."""
         waiting = self._pending.get(job)
         # The caller of one that has run may no longer wait.
         if waiting is not None and not waiting.is_running:
             self._schedule_expiry(waiting.start_deadline)
 
     def record_start(self, batch: Batch) -> None:
-        """These run now, and are late no more."""
+        """Record that a batch's jobs run; their deadlines no longer apply."""
         for job in batch.jobs:
             self._pending[job].is_running = True
 
     def resolve(self, batch: Batch, execution: BatchResult, started: float) -> None:
-        """Tell everybody of a batch that began at `started`, by `time.perf_counter`, what came of it."""
+        """Give each caller of a batch its result; `started` is when the batch began, by `time.perf_counter`."""
         launch_bytes = sum(execution.kernel_bytes)
         for job, tensors, kernel_bytes in zip(batch.jobs, execution.results, execution.kernel_bytes, strict=True):
             waiting = self._pending.get(job)
@@ -104,7 +106,7 @@ class PendingJobs:
             )
 
     def fail(self, jobs: Iterable[NormJob], error: NormserveError) -> None:
-        """Tell those that still wait that it comes to nothing."""
+        """Give the error to the callers of these jobs that still wait."""
         for job in jobs:
             waiting = self._pending.get(job)
             if waiting is not None and not waiting.is_resolved:
@@ -113,11 +115,11 @@ class PendingJobs:
                 waiting.on_end(copy.copy(error))
 
     def fail_all(self, error: NormserveError) -> None:
-        """Tell everybody."""
+        """Give the error to all callers that still wait."""
         self.fail(tuple(self._pending), error)
 
     def _schedule_expiry(self, deadline: float) -> None:
-        """Look for late jobs at a time by `time.perf_counter`, unless that is done before."""
+        """Set the timer to a deadline (`time.perf_counter`), unless it is already set to an earlier one."""
         if deadline >= self._next_expiry_at:
             return
         if self._timer is not None:
@@ -129,7 +131,7 @@ class PendingJobs:
         )
 
     def _fail_expired(self) -> None:
-        """Refuse what is late; look again when the next one will be."""
+        """Fail the jobs whose deadlines have passed, and set the timer to the next deadline."""
         self._timer, self._next_expiry_at = None, math.inf
         now = time.perf_counter()
         may_be_late = [(job, waiting) for job, waiting in self._pending.items() if waiting.can_expire]

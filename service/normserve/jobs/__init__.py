@@ -1,1 +1,1 @@
-"""Jobs: what is to be computed, its validation, results and memory cost; without device and HTTP."""
+"""Jobs: their description, validation, results and memory cost; without device and HTTP."""

@@ -17,13 +17,13 @@ _OF_LAYERS_ALONE = [
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ChainParameters:
-    """Of layers in a row: what the backend keeps of each."""
+    """The backend's parameters of each layer of a chain."""
 
     layer_parameters: tuple[object, ...]
 
 
 def make_chain_layer(layers: Sequence[RegisteredLayer]) -> RegisteredLayer:
-    """One layer whose norms are those of these layers, in their order.
+    """Make one layer of the norms of several layers, in their order.
 
     Args: layers: 1 to `MAX_NORMS`.
 

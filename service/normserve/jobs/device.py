@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
-    """What a device is and what it can do at best.
+    """A device's hardware, software and peak bandwidth.
 
     Attributes:
-        name: of the hardware, for people.
+        name: of the hardware, for display.
         kind: "cuda" or "cpu".
-        copy_bandwidth: bytes a second, read plus written, of a copy on the device: the roof of every kernel.
+        copy_bandwidth: bytes per second, read plus written, of a copy on the device: the peak for every kernel.
         versions: of the software that drives it.
     """
 

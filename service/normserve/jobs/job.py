@@ -24,7 +24,9 @@ from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
-"""Longer parameters would take longer to compare than the launch takes that jobs with the same ones share."""
+"""The largest parameters, in bytes, that are compared for batching: for larger ones a shared launch saves less time
+than the comparison takes.
+"""
 
 
 class Op(Enum):
@@ -36,7 +38,7 @@ class Op(Enum):
     LAYER_NORM_CHAIN = "layer_norm_chain"
 
     label: str
-    """The value; as quick to read as any attribute, which `value` is not."""
+    """The value, in an attribute that is quicker to read than `value`."""
 
     __hash__ = object.__hash__
 
@@ -45,22 +47,22 @@ class Op(Enum):
 
     @property
     def passes(self) -> "tuple[PassDirection, ...]":
-        """The ways through it: a chain has no gradients."""
+        """The directions that the operation has: a chain has no gradients."""
         return (PassDirection.FORWARD,) if self is Op.LAYER_NORM_CHAIN else tuple(PassDirection)
 
 
 LAYER_OPS = (Op.LAYER_NORM, Op.RMS_NORM, Op.GROUP_NORM)
-"""Those of which a layer can be registered; a chain is of such layers."""
+"""The operations of which a layer can be registered; a chain consists of such layers."""
 
 
 class PassDirection(Enum):
-    """Which way through the operation."""
+    """The direction of an operation: forward to its results, or backward to gradients."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
     label: str
-    """The value; as quick to read as any attribute, which `value` is not."""
+    """The value, in an attribute that is quicker to read than `value`."""
 
     __hash__ = object.__hash__
 
@@ -69,7 +71,7 @@ class PassDirection(Enum):
 
 
 class ChannelLayout(Enum):
-    """Where GroupNorm's channels lie: [B, C, *spatial] or [B, *spatial, C]."""
+    """The position of GroupNorm's channel axis: [B, C, *spatial] or [B, *spatial, C]."""
 
     NCHW = "nchw"
     NHWC = "nhwc"
@@ -78,12 +80,12 @@ class ChannelLayout(Enum):
 
 
 ROW_OPS = (Op.LAYER_NORM, Op.RMS_NORM)
-"""Those that normalise rows by one norm."""
+"""The operations that normalise rows with a single norm."""
 
 OUT_DTYPE_OF_FLOATS = make_choice_parameter(
     "Element type of y; x's by default.", [dtype.value for dtype in FLOATS], DType
 )
-"""The parameter where y cannot be of eight bits."""
+"""The parameter of operations whose y cannot have an 8-bit type."""
 
 _OUT_DTYPE = make_choice_parameter(
     "Element type of y; x's by default. float8_e4m3fn comes with a scale for each row.",
@@ -93,15 +95,14 @@ _OUT_DTYPE = make_choice_parameter(
 
 
 class NormOption(NamedTuple):
-    """One option of a call, which `NormSpec` has as an attribute.
+    """One option of a call, which is a field of `NormSpec`.
 
     Attributes:
         name: in the API, in the spec and in the kernel library.
-        request_parameters: how requests give it, by the operations that take it.
-        passes: that take it.
+        request_parameters: the request's parameter for it, by the operations that take it.
+        passes: the directions that take it.
         is_layer_option: whether a registered layer has it, so that requests with the layer do not give it.
-        get_kernel_key: from its value to what decides which kernels run; None where they are the same for all
-            values.
+        get_kernel_key: from its value to the part that decides which kernels run; None if its value never does.
     """
 
     name: str
@@ -122,7 +123,7 @@ def _declare_option(
     is_layer_option: bool = False,
     get_kernel_key: Callable[[Any], Hashable] | None = _make_identity_key,
 ) -> dict[str, Any]:
-    """Declare a field of `NormSpec` as an `NormOption`."""
+    """Declare a field of `NormSpec` as a `NormOption`."""
     return {
         "request_parameters": request_parameters,
         "passes": passes,
@@ -136,10 +137,10 @@ class NormSpec:
     """One operation with all its options, each declared here and nowhere else.
 
     Attributes:
-        num_groups: of GroupNorm, 0 elsewhere.
+        num_groups: of GroupNorm, 0 for other operations.
         seed: of the dropout mask; None without dropout.
         out_dtype: of y; None means x's.
-        kernel_key: what of it decides which kernels run.
+        kernel_key: the parts of the spec that decide which kernels run.
     """
 
     op: Op
@@ -253,27 +254,28 @@ OPTIONS = tuple([NormOption(each.name, **each.metadata) for each in fields(NormS
 """Every option, in the order in which the API's description has them."""
 
 LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_layer_option])
-"""Those that a registered layer has, in the request's stead."""
+"""The options that a registered layer has, and requests with the layer do not give."""
 
 
 @functools.cache
 def list_options(op: Op, direction: PassDirection) -> tuple[NormOption, ...]:
-    """The options that one operation takes."""
+    """List the options that one operation takes in one direction."""
     return tuple([option for option in OPTIONS if op in option.request_parameters and direction in option.passes])
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RegisteredLayer:
-    """Parameters registered under a name, and what else a request that names it no longer says.
+    """Parameters registered under a name, with the options that apply to requests with that name.
 
     Attributes:
         spec: its operation, with the options that it has; the others have their defaults.
         size: N, or C of GroupNorm.
         nbytes: of the parameters.
-        backend_parameters: the parameters where the backend wants them; opaque here, freed with the last job of it.
+        backend_parameters: the backend's own form of the parameters; opaque here, freed with the last job of the
+            layer.
         heads: H where the parameters are [H, N], 0 where they are [N].
-        parameter_types: what of the parameters decides which kernels run.
-        prepared_plans: of requests that name it, by request: freed with the request, and with the layer.
+        parameter_types: the properties of the parameters that decide which kernels run.
+        prepared_plans: of requests that name the layer, by request: freed with the request, and with the layer.
     """
 
     name: str
@@ -300,16 +302,16 @@ class RegisteredLayer:
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """The shape of its parameters, and of what they are for: [N], or [H, N] of heads."""
+        """The shape of its parameters, and of the units of x that they apply to: [N], or [H, N] with heads."""
         return (self.heads, self.size) if self.heads else (self.size,)
 
 
 class ReplaySlot:
-    """Jobs that follow one another in the same memory: equal in all but what that memory holds.
+    """The state shared by successive jobs in unchanged memory: these differ only in the memory's content.
 
     Attributes:
-        prepared: what the backend has made of the first for those that follow; its own, and opaque elsewhere.
-        is_unbatched: each of them is computed by itself, in the memory that its client has.
+        prepared: the backend's own object, made of the first job for later ones; opaque elsewhere.
+        is_unbatched: each job is computed by itself, in its client's memory.
     """
 
     __slots__ = ("__weakref__", "is_unbatched", "prepared")
@@ -321,18 +323,18 @@ class ReplaySlot:
 
 @dataclass(slots=True, eq=False)
 class NormJob:
-    """One request's work, checked: the tensors fit the spec and one another; never changed.
+    """The validated computation of one request, whose tensors fit the spec and one another; never changed.
 
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
-            all of them `DeviceTensor`s: such a job runs alone, and its places are `DeviceBytes`.
+            all of them `DeviceTensor`s: such a job runs alone, and its result buffers are `DeviceBytes`.
         layer: the registered parameters, if the request named some.
         may_overwrite: the tensors are not read after the job; results may be written over them.
-        result_buffers: where the caller wants results, by their names in the API, each of at least their bytes;
-            None where the backend's own memory will do.
-        replay_slot: shared with the jobs before and after it that are its like; None where nothing is known of any.
-        nbytes: of all tensors that came with the request.
-        rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
+        result_buffers: the caller's buffers for results, by their names in the API, each of at least their bytes;
+            None if the backend chooses the memory.
+        replay_slot: shared with the equal jobs before and after it; None if the job is not known to recur.
+        nbytes: of all tensors of the request.
+        rows: the number of independent units of x along its outermost axis: rows, or samples of GroupNorm.
         heads: H where each head of x [..., H, N] has parameters of its own, else 0.
     """
 
@@ -360,14 +362,14 @@ class NormJob:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its tensors, and the places of its results, lie in the device's memory."""
+        """Whether its tensors and its result buffers are in the device's memory."""
         return isinstance(self.tensors["x"], DeviceTensor)
 
     def compute_batch_class(self) -> Hashable | None:
-        """Jobs of equal class may be rows of one launch; None: this job runs alone.
+        """Compute the key of jobs that may share a launch as its rows; None if this job runs alone.
 
-        Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
-        is the same in a shared launch.  GroupNorm's scale and shift are batched with their samples.
+        Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either would
+        differ in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
@@ -390,7 +392,7 @@ class NormJob:
         return (spec, self._unit_shape, self.layer, *members)
 
     def compute_kernel_class(self) -> Hashable:
-        """Jobs of equal class run the same compiled kernels, however many rows they bring."""
+        """Compute the key of jobs that run the same compiled kernels, for any number of rows."""
         layer = self.layer
         of_layer = None if layer is None else layer.parameter_types
         tensors = self.tensors
@@ -401,7 +403,9 @@ class NormJob:
 
     @property
     def _unit_shape(self) -> tuple[int, ...]:
-        """The shape of what may go along with others: a row, all heads of one, or a sample of GroupNorm."""
+        """The shape of the units that a launch may have any number of: a row, all heads of a row, or a sample of
+        GroupNorm.
+        """
         if self.spec.op is Op.GROUP_NORM:
             return self.x.shape[1:]
         return self.x.shape[-2:] if self.heads else self.x.shape[-1:]
@@ -417,7 +421,7 @@ class NormJob:
 
 
 class QueueLane(Enum):
-    """The two queues before a device: what is small overtakes what is large, and neither starves."""
+    """The two queues before a device: small jobs overtake large ones, and neither queue starves."""
 
     SMALL = "small"
     LARGE = "large"
@@ -430,7 +434,7 @@ class Batch:
     """Jobs of one class, run as one launch; never changed.
 
     Attributes:
-        nbytes: of all tensors that came with it.
+        nbytes: of all tensors of its requests.
     """
 
     jobs: tuple[NormJob, ...]
@@ -438,20 +442,20 @@ class Batch:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Not frozen: each attribute of what is takes longer to set than this sum.
+        # Not frozen: to set an attribute of a frozen class takes longer than this sum.
         self.nbytes = sum([job.nbytes for job in self.jobs])
 
 
 class BatchResult(NamedTuple):
-    """What a backend gives back for a batch: for each job its outputs, and where the launch's time went.
+    """A backend's results for a batch, with the duration of each stage of the launch.
 
     Attributes:
-        results: one mapping a job, in the batch's order, by the names of the API.
-        copy_in_s: from the request's memory to where the kernel reads.
+        results: one mapping per job, in the batch's order, by the names of the API.
+        copy_in_s: from the request's memory to the memory that the kernel reads.
         kernel_s: device time of the kernels.
         copy_out_s: back into host memory.
         kernel_bytes: for each job, the fewest bytes that its share of the launch must move on the device.
-        has_filled_buffers: whether results for which a job has places lie there already.
+        has_filled_buffers: whether the results of jobs with result buffers are already in these.
     """
 
     results: tuple[Mapping[str, HostTensor], ...]
@@ -463,16 +467,16 @@ class BatchResult(NamedTuple):
 
 
 class NormResult(NamedTuple):
-    """What one request gets back.
+    """The result of one request.
 
     Attributes:
         tensors: the outputs, by their names in the API.
         queue_s: from submission to the start of execution.
         copy_in_s, kernel_s, copy_out_s: of the whole launch.
         kernel_bytes: the fewest bytes that this request's share must move.
-        launch_bytes: the same for the whole launch.
+        launch_bytes: the fewest bytes that the whole launch must move.
         batch_size: requests in the launch.
-        started_at: when the launch began, by `time.perf_counter`; with `launch_bytes` it names the launch.
+        started_at: when the launch began, by `time.perf_counter`; with `launch_bytes` it identifies the launch.
     """
 
     tensors: Mapping[str, HostTensor]
@@ -487,5 +491,5 @@ class NormResult(NamedTuple):
 
     @property
     def kernel_bandwidth(self) -> float:
-        """Bytes a second of the launch; 0 when nothing was launched."""
+        """Bytes per second of the launch; 0 if nothing was launched."""
         return self.launch_bytes / self.kernel_s if self.kernel_s > 0 else 0.0

@@ -14,25 +14,30 @@ from normserve.jobs.results import Described, LayerParameterSpec, infer_result_s
 from normserve.memory.host_tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024
-"""Elements that the CPU backend computes at once: `fusednorm.cpu.pieces.PIECE_ELEMENTS`, as a test states."""
+"""Elements that the CPU backend computes at once; a test checks that `fusednorm.cpu.pieces.PIECE_ELEMENTS` is
+equal.
+"""
 
 REUSED_ELEMENTS = 256 * 1024
-"""A y of more elements is written over x on the CPU, where it is as large and x is not read again.
+"""The number of elements above which the CPU backend writes y over x, if their sizes are equal and x is not read
+again.
 
-`fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS`, as a test states.
+A test checks that `fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS` is equal.
 """
 
 SCRATCH_BYTES = 64 * 2**20
-"""Of the CPU backend, which computes one batch at a time: pieces, small results, and what malloc keeps of them."""
+"""Scratch memory of the CPU backend, which computes one batch at a time: pieces, small results, and memory that
+malloc keeps.
+"""
 
 
 class MemoryCost(NamedTuple):
-    """Bytes of the host's memory.
+    """Bytes of host memory that an operation needs.
 
     Attributes:
-        result_bytes: what goes back to the client.
-        temporary_bytes: what the CPU backend needs meanwhile, beyond `SCRATCH_BYTES`.
-        reusable_bytes: of the results, what the CPU backend may write over the tensors that came.
+        result_bytes: of the results, which are sent to the client.
+        temporary_bytes: that the CPU backend needs temporarily, beyond `SCRATCH_BYTES`.
+        reusable_bytes: of the results that the CPU backend may write over the input tensors.
     """
 
     result_bytes: int = 0
@@ -40,15 +45,15 @@ class MemoryCost(NamedTuple):
     reusable_bytes: int = 0
 
     def count_cpu_bytes(self, *, may_overwrite: bool) -> int:
-        """What the CPU backend takes beside the tensors that came."""
+        """Count the bytes that the CPU backend needs in addition to the input tensors."""
         return self.result_bytes + self.temporary_bytes - (self.reusable_bytes if may_overwrite else 0)
 
 
 def estimate_memory_cost(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> MemoryCost:
-    """What an operation takes beside the tensors that came.
+    """Estimate the memory that an operation needs in addition to its input tensors.
 
     Args:
-        given: the tensors that came, in shapes that fit the spec and one another.
+        given: the input tensors, in shapes that fit the spec and one another.
         layer: whose parameters are used, if any.
     """
     results = infer_result_specs(spec, given, layer)
@@ -68,7 +73,7 @@ def _count_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
 
 
 def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Temporaries of LayerNorm and RMSNorm."""
+    """Count the bytes of temporaries of LayerNorm and RMSNorm."""
     dtype, shape = given["x"]
     cols = shape[-1]
     of_heads = 0
@@ -78,23 +83,23 @@ def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParamet
     if cols <= PIECE_ELEMENTS or not prod(shape):
         return of_heads
     if spec.op is Op.LAYER_NORM_CHAIN:
-        # What one norm takes and what it gives, and both of its parameters.
+        # The input and the output of one norm, and both of its parameters.
         return 4 * cols * (2 + len(PARAMETERS))
     narrow = _count_narrow_parameters(given, layer)
     if spec.weight_offset and _get_weight_dtype(given, layer) is DType.FLOAT32:
         narrow += 1
     if spec.direction is PassDirection.FORWARD:
-        # The sum in float32, and what is normalised of it.
+        # The sum in float32, and its normalised values.
         floats = 1 + _has_float32_sum(dtype, given) + narrow
     else:
-        # The sum, dz and dx, and what RMSNorm's mean of a row takes; parameters and their gradients once more.
+        # The sum, dz and dx, and temporaries of RMSNorm's mean of a row; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given
         floats = (3 if spec.op is Op.LAYER_NORM else 4 + has_weight) + 2 * narrow
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 
 def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Temporaries of GroupNorm."""
+    """Count the bytes of temporaries of GroupNorm."""
     dtype, shape = given["x"]
     is_last = spec.layout is ChannelLayout.NHWC
     channels = shape[-1] if is_last else shape[1]
@@ -105,7 +110,7 @@ def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParam
     group = sample // spec.num_groups
     # Dropout's mask of channels that lie side by side is made for a whole sample.
     mask = sample if spec.dropout and is_last else 0
-    # Those of one value a channel, which are many where there are few positions.
+    # Temporaries with one value per channel, which are large if there are few positions.
     of_channels = 4 * channels * _count_narrow_parameters(given, layer)
     if spec.direction is PassDirection.BACKWARD:
         of_channels += 4 * channels * (2 + 4 * (layer is not None or any(name in given for name in PARAMETERS)))
@@ -115,19 +120,19 @@ def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParam
     if spec.direction is PassDirection.FORWARD:
         floats = 1 + (is_last or _has_float32_sum(dtype, given))
     else:
-        # The sum, z, dy and dz; z once more where it is modulated, and what its sums over positions take.
+        # The sum, z, dy and dz; with modulation z once more, and temporaries of its sums over positions.
         floats = 4 + (0 if not modulations else 2 if positions > PIECE_ELEMENTS else 1)
     mask += group if spec.dropout else 0
     return 4 * group * floats + mask + of_channels + 8 * modulations * (group // positions)
 
 
 def _has_float32_sum(dtype: DType, given: Described) -> bool:
-    """Whether the float32 sum of x and residual is not x itself."""
+    """Return whether the float32 sum of x and residual is a tensor other than x."""
     return dtype is not DType.FLOAT32 or "residual" in given
 
 
 def _count_heads(given: Described, layer: LayerParameterSpec | None) -> int:
-    """How many have parameters of their own."""
+    """Count the heads that have parameters of their own."""
     if layer is not None:
         return layer.heads
     return next((given[name][1][0] for name in PARAMETERS if name in given and len(given[name][1]) > 1), 0)
@@ -138,7 +143,7 @@ def _get_weight_dtype(given: Described, layer: LayerParameterSpec | None) -> DTy
 
 
 def _count_narrow_parameters(given: Described, layer: LayerParameterSpec | None) -> int:
-    """How many parameters are widened to float32."""
+    """Count the parameters that are widened to float32."""
     dtypes = [given[name][0] for name in PARAMETERS if name in given]
     if layer is not None:
         dtypes = [layer.dtype] * (1 + layer.has_bias)

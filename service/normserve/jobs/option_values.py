@@ -13,7 +13,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestParameter:
-    """The meaning of a request's parameter, and how it is read.
+    """The description of a request's parameter, and its parser.
 
     Attributes:
         parse: from text to value; a ValueError's message ends the sentence "name must be …".

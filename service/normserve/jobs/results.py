@@ -8,11 +8,11 @@ from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 Described = Mapping[str, tuple[DType, tuple[int, ...]]]
-"""Tensors by their names in the API."""
+"""Dtypes and shapes of tensors, by the tensors' names in the API."""
 
 
 class LayerParameterSpec(Protocol):
-    """What is asked here of a registered layer."""
+    """The properties of a registered layer on which results depend."""
 
     @property
     def size(self) -> int: ...
@@ -25,17 +25,17 @@ class LayerParameterSpec(Protocol):
 
 
 def has_residual_dtype(op: Op, given: Described) -> bool:
-    """Whether a residual came whose sum, and whose gradient, have another type than x: never of GroupNorm."""
+    """Return whether the sum with a residual, and its gradient, have a type other than x's: never for GroupNorm."""
     return op is not Op.GROUP_NORM and "residual" in given and given["residual"][0] is not given["x"][0]
 
 
 def infer_result_specs(
     spec: NormSpec, given: Described, layer: LayerParameterSpec | None
 ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """What comes of these tensors, in payload order.
+    """Infer dtype and shape of each result of these tensors, in payload order.
 
     Args:
-        given: x as [..., N], or GroupNorm's in either layout, and what else came.
+        given: x as [..., N], or GroupNorm's in either layout, and the other input tensors.
         layer: whose parameters are used, if any.
     """
     like_x = given["x"]

@@ -25,10 +25,10 @@ from normserve.jobs.results import Described
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_HEADS = 65535
-"""With parameters of their own, as the kernels take them."""
+"""The largest number of heads with parameters of their own that the kernels take."""
 
 MAX_COLS_OF_HEADS = 8192
-"""Of x in a backward pass whose parameters are of each head: its kernels hold a row at once."""
+"""The longest rows of x in a backward pass with parameters for each head: its kernels hold a row at once."""
 
 
 def make_validated_job(
@@ -38,12 +38,12 @@ def make_validated_job(
     *,
     may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
-    """Check that tensors, spec and layer fit one another; return their job and the host memory that it takes.
+    """Check that tensors, spec and layer fit one another; return their job and the host memory that it needs.
 
     Args: may_overwrite: the tensors' memory is the job's own.
 
     Raises:
-        InvalidRequestError: by what does not fit; the detail says what was expected and what came.
+        InvalidRequestError: by the mismatch; the detail has the expected and the received value.
     """
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     spec, cost = _validate(spec, layer, described)
@@ -51,7 +51,7 @@ def make_validated_job(
 
 
 def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
-    """The spec with what the layer says, once all fits, and the cost."""
+    """Check that spec, layer and tensors fit; return the spec with the layer's options, and the memory cost."""
     if layer is not None:
         spec = _merge_layer_options(spec, layer)
     _check_tensor_names(spec, tensors, with_layer=layer is not None)
@@ -76,7 +76,7 @@ def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described)
 
 
 def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = False) -> tuple[str, ...]:
-    """The tensors that an operation takes, without those that a registered layer has in their place."""
+    """List the tensors that an operation takes, without those that a registered layer replaces."""
     if op is Op.LAYER_NORM_CHAIN:
         return ("x",) if with_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
@@ -89,10 +89,10 @@ def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = Fa
 
 
 def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
-    """The weight and the bias of a layer to be registered.
+    """Check the weight and the bias of a layer to be registered, and return both.
 
     Raises:
-        InvalidRequestError: they are not what a layer of this operation has.
+        InvalidRequestError: they do not fit a layer of this operation.
     """
     known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
     _check_accepted(tensors, known, f"a layer of {op.value}")
@@ -111,7 +111,7 @@ def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[H
 
 
 def check_group_count(num_groups: int, channels: int) -> None:
-    """Refuse groups that do not come out even.
+    """Refuse a number of groups that does not divide the channels.
 
     Raises:
         InvalidParameterError: num_groups does not divide the channels.
@@ -147,7 +147,7 @@ def _check_accepted(tensors: Collection[str], known: tuple[str, ...], what: str)
 
 
 def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
-    """The length of a parameter vector, once x has the rank and the sizes that the operation needs."""
+    """Check rank and sizes of x; return the length of a parameter vector."""
     if spec.op is not Op.GROUP_NORM:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
@@ -162,7 +162,7 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
 
 
 def _count_heads(op: Op, tensors: Described) -> int:
-    """H where weight or bias comes as [H, N], 0 where neither does."""
+    """Return H if weight or bias is [H, N], else 0."""
     if op is not Op.GROUP_NORM:
         for name in ("weight", "bias"):
             if name in tensors and len(tensors[name][1]) == 2:
@@ -171,7 +171,7 @@ def _count_heads(op: Op, tensors: Described) -> int:
 
 
 def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
-    """See that x has the heads that parameters are for."""
+    """Check that x has as many heads as the parameters."""
     if len(x_shape) < 2 or x_shape[-2] != heads:
         raise InvalidShapeError(f"x must be [..., {heads}, N], as parameters of each head are, got {list(x_shape)}")
     _check_head_count(heads)
@@ -194,7 +194,7 @@ def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:
 
 
 def _check_parameter(name: str, got: tuple[int, ...], x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Which of the two has the wrong length the client knows: both are named."""
+    """Check a parameter's shape; the error names both tensors, as only the client knows which one is wrong."""
     if got != shape:
         raise InvalidShapeError(f"x {list(x_shape)} needs {name} {list(shape)}, got {list(got)}")
 

@@ -1,1 +1,1 @@
-"""Registered layers: parameters that stay on the device, the same in every process."""
+"""Registered layers: parameters that stay on the device, with equal content in all processes."""

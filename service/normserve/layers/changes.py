@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Makes a layer of its name, the query that it was registered with, and its parameters as safetensors.
+#: Makes a layer from its name, the query of its registration, and its parameters as safetensors.
 MakeLayer = Callable[[str, bytes, memoryview], Awaitable[RegisteredLayer]]
 
-# A change waits so long for those before it.
+# Longest wait of a change for earlier ones.
 _TURN_S = 10.0
 # A layer's kernels may have to be compiled before it is registered.
 _PREPARE_S = 30.0
-# There is nothing left to do but to note it.
+# The layer is already made: a process only has to register it.
 _APPLY_S = 5.0
 _READS, _READ_AGAIN_S = 100, 0.1
 
 
 class LayerChanges:
-    """Changes the layers of a process that has no siblings."""
+    """Registration and removal of layers in a process without siblings."""
 
     def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer) -> None:
         self._registry = layers
@@ -41,37 +41,37 @@ class LayerChanges:
         self._make_layer = make
 
     async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        """Make and register a layer; with it, whether it replaced one.
+        """Make and register a layer; return it, and whether it replaced one.
 
         Raises:
-            NormserveError: by what is wrong with it, or with the moment; nothing has changed.
+            NormserveError: the layer is invalid, or layers cannot be changed now; nothing has changed.
         """
         self._siblings.require_changeable_layers()
         layer = await self._make_layer(name, query, body)
         return layer, self._registry.put(layer)
 
     async def remove(self, name: str) -> None:
-        """Forget a layer.
+        """Remove a layer.
 
         Raises:
             UnknownLayerError: there is none of that name.
-            NormserveError: the moment is wrong; nothing has changed.
+            NormserveError: layers cannot be changed now; nothing has changed.
         """
         self._siblings.require_changeable_layers()
         self._registry.remove(name)
 
     async def synchronise(self) -> None:
-        """Have the layers that the others have."""
+        """Load the layers of the other processes; without siblings there are none."""
 
 
 class FleetLayerChanges(LayerChanges):
-    """Changes the layers of all processes of a fleet, one change at a time.
+    """Registration and removal of layers in all processes of a fleet, one change at a time.
 
-    The journal says what the layers are.  A change writes its layer beside the journal, has every sibling make it
-    as well, and only then moves it into the journal: from then on it holds, and each process registers what it has
-    made.  What goes wrong before leaves everything as it was.  A sibling also reads the journal when the connection
-    ends over which it was told, and so learns what became of a change whose process died, or during which it was
-    stopped itself; one that starts reads all of it under the lock.
+    The journal defines the layers.  A change writes its layer beside the journal, has every sibling make the layer
+    as well, and only then moves it into the journal: from then on it is in effect, and each process registers the
+    layer that it has made.  An error before that leaves everything unchanged.  A sibling also reads the journal
+    when the connection of a change ends: so it learns the outcome of a change whose process died, or during which
+    it was stopped itself.  A process that starts reads the whole journal under the lock.
     """
 
     def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer, folder: Path) -> None:
@@ -80,9 +80,9 @@ class FleetLayerChanges(LayerChanges):
         self._lock = ProcessLock(folder)
         self._running_changes: set[asyncio.Task[Any]] = set()
         self._checkpoint_names: frozenset[str] = frozenset()
-        # By which change each layer is what it is, of those that the journal knows.
+        # The id of the last change of each layer that has an entry in the journal.
         self._change_ids: dict[str, str] = {}
-        # What a sibling is about to register, by its change.
+        # The layer that a sibling is about to register, and the id of its change.
         self._prepared_layer: tuple[str, RegisteredLayer] | None = None
         self._apply_lock = asyncio.Lock()
         self._is_synchronised = False
@@ -112,7 +112,7 @@ class FleetLayerChanges(LayerChanges):
         async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
             layer = await self._make_layer_in_time(name, query, body)
             change = secrets.token_hex(8)
-            # Without what else the client's header said: the journal is as large as the layers are.
+            # Without other content of the client's header: the journal is as large as the layers are.
             async with self._stage_change(name, change, query, safetensors.encode(safetensors.decode(body))):
                 await self._request_all(links, {"do": "prepare", "name": name, "change": change}, _PREPARE_S)
                 await self._journal.commit_staged(name)
@@ -137,7 +137,7 @@ class FleetLayerChanges(LayerChanges):
             await self._request_apply(links, name)
 
     async def _run_to_completion(self, change: Coroutine[Any, Any, _T]) -> _T:
-        """What has begun is finished even if the client leaves."""
+        """Run a change to its end, even if the client leaves."""
         task = asyncio.get_running_loop().create_task(change)
         self._running_changes.add(task)
         task.add_done_callback(self._discard_task)
@@ -151,11 +151,11 @@ class FleetLayerChanges(LayerChanges):
 
     @contextlib.asynccontextmanager
     async def _hold_fleet_lock(self) -> AsyncIterator[None]:
-        """No other process changes layers meanwhile.
+        """Hold the lock, so that no other process changes layers.
 
         Raises:
-            ChangeFailedError: others did all the time.
-            StorageError: the lock cannot be had.
+            ChangeFailedError: other processes held it all the time.
+            StorageError: the lock's files cannot be opened.
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -168,7 +168,7 @@ class FleetLayerChanges(LayerChanges):
 
     @contextlib.asynccontextmanager
     async def _connect_siblings(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
-        """Connections to those that have to agree."""
+        """Connect to all siblings, which must agree to a change."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 links = await stack.enter_async_context(self._siblings.connect_all())
@@ -180,7 +180,7 @@ class FleetLayerChanges(LayerChanges):
     async def _stage_change(
         self, name: str, change: str, query: bytes | None, body: Sequence[bytes | memoryview]
     ) -> AsyncIterator[None]:
-        """Written beside the journal; gone again if what is to be done with it fails."""
+        """Write a change beside the journal; discard it if the block fails."""
         await self._journal.stage(name, change, query, body)
         try:
             yield
@@ -190,10 +190,10 @@ class FleetLayerChanges(LayerChanges):
             raise
 
     async def _request_all(self, links: list[SiblingConnection], question: Question, timeout_s: float) -> None:
-        """Ask all who are there, and go on without those that are gone: they read the journal when they start.
+        """Send a request to all siblings, and drop those that have ended: they read the journal when they start.
 
         Raises:
-            ChangeFailedError: one cannot, or does not answer.
+            ChangeFailedError: one refuses, or does not answer.
         """
 
         async def request(link: SiblingConnection) -> str | None:
@@ -212,14 +212,17 @@ class FleetLayerChanges(LayerChanges):
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
     async def _request_apply(self, links: list[SiblingConnection], name: str) -> None:
-        """Have all processes register what they made; those that do not confirm now do so as soon as they can."""
+        """Have all processes register the layer that they made; one that does not confirm now does so as soon as it
+        can.
+        """
         try:
             await self._request_all(links, {"do": "apply", "name": name}, _APPLY_S)
         except ChangeFailedError as error:
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
     async def _make_layer_in_time(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
-        """A layer that can be registered: within a time, so that no request waits for a device that hangs.
+        """Make a layer within a time limit, so that no request waits for a device that hangs; check that it can be
+        registered.
 
         Raises:
             NormserveError: it cannot.
@@ -233,7 +236,7 @@ class FleetLayerChanges(LayerChanges):
         return layer
 
     async def _handle_prepare(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
-        """Make what a sibling is about to register; when it is gone, see what became of it."""
+        """Make the layer that a sibling is about to register; read the journal when the connection ends."""
         if not self._is_synchronised:
             return b""
         name, change = question["name"], question["change"]
@@ -253,7 +256,9 @@ class FleetLayerChanges(LayerChanges):
         return b""
 
     async def _follow_journal(self, name: str, ended: str | None = None) -> None:
-        """Make a layer what the journal says; after a change that has ended, what was made for it may go."""
+        """Change a layer to its state in the journal, and release the layer that was made for a change that has
+        ended.
+        """
         try:
             async with self._apply_lock:
                 while (change := await self._read_change_id(name)) != self._change_ids.get(name):
@@ -265,7 +270,7 @@ class FleetLayerChanges(LayerChanges):
             self.on_divergence()
 
     async def _read_change_id(self, name: str) -> str | None:
-        """By which change a layer is what it is; descriptors may be exhausted for a while."""
+        """Read the id of a layer's last change; try again for a while, as descriptors may be exhausted."""
         for _ in range(_READS):
             with contextlib.suppress(StorageError):
                 return await self._journal.read_change_id(name)

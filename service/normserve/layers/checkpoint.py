@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 # `ln` as a word of its own: ln_1, ln_f, attn.ln, ln2; not the middle of another word.
 _NAMES_A_NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._\d])", re.IGNORECASE)
 _DEFAULT_EPS = 1e-5
-# What the configurations beside published checkpoints call it.
+# Names of the eps in the configurations of published checkpoints.
 _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry) -> None:
-    """Register every pair NAME.weight, NAME.bias of rank 1 whose name says norm or ln, as LayerNorm NAME.
+    """Register every pair NAME.weight, NAME.bias of rank 1 whose name contains norm or ln, as LayerNorm NAME.
 
-    Their eps is the one that a `config.json` beside the file names, 1e-5 where none does.
+    Their eps is that of a `config.json` beside the file, 1e-5 without one.
 
     Raises:
-        ConfigurationError: the file cannot be read, its parameters are of no use or more than may be kept.
+        ConfigurationError: the file cannot be read, its parameters are invalid, or they exceed a limit.
         NormserveError: the device could not take them.
     """
     try:
@@ -67,10 +67,10 @@ def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]
 
 
 def read_config_eps(path: Path) -> float:
-    """The eps that a `config.json` beside the checkpoint names, 1e-5 where there is none or it does not say.
+    """Read the eps in a `config.json` beside the checkpoint; 1e-5 if there is no such file or no eps in it.
 
     Raises:
-        MalformedPayloadError: it names no number in (0, 1).
+        MalformedPayloadError: the eps is no number in (0, 1).
     """
     try:
         with open_regular_file(path.parent / "config.json") as file:

@@ -1,4 +1,4 @@
-"""The registered layers of a server with several processes, on disk: the state that every process must have."""
+"""The registered layers of a server with several processes, on disk: the state common to all processes."""
 
 import asyncio
 import base64
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """What one change made of a layer.
+    """The state of a layer after a change.
 
     Attributes:
-        change_id: names the change.
-        query: what the layer was registered with; None where it was removed.
+        change_id: identifies the change.
+        query: the query of the registration; None for a removal.
         body: its parameters as safetensors.
     """
 
@@ -32,10 +32,10 @@ class JournalEntry:
 
 
 class LayerJournal:
-    """One file for each layer, and one for a layer that is about to be.
+    """One file for each layer, and one for the change in preparation.
 
-    The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every failure
-    of the disk is a `StorageError`.
+    The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every failure of
+    the disk is a `StorageError`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,51 +44,53 @@ class LayerJournal:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def stage(self, name: str, change: str, query: bytes | None, body: Iterable[bytes | memoryview]) -> None:
-        """Write what a change is to make of a layer; no process's layers are changed by that.
+        """Write a change to the staging file; no process's layers change yet.
 
         Raises:
-            StorageError: it could not be written; nothing is left of it.
+            StorageError: it could not be written; no file is left.
         """
         said = None if query is None else query.decode("latin-1")
         head = json.dumps({"name": name, "change": change, "query": said}).encode() + b"\n"
         await self._run_on_thread(lambda: self._write_staged([head, *body]))
 
     async def read_staged(self) -> JournalEntry | None:
-        """What is about to be."""
+        """Read the staged change."""
         return await self._run_on_thread(lambda: _read_entry(self._staged_path))
 
     async def commit_staged(self, name: str) -> None:
-        """What is staged is what holds, from now on."""
+        """Replace the layer's entry by the staged one."""
         await self._run_on_thread(lambda: self._staged_path.rename(self._get_entry_path(name)))
 
     async def discard_staged(self) -> None:
-        """Forget what is staged."""
+        """Delete the staged change."""
         await self._run_on_thread(lambda: self._staged_path.unlink(missing_ok=True))
 
     async def remove(self, name: str) -> None:
-        """There is no such layer any more."""
+        """Delete a layer's entry."""
         await self._run_on_thread(lambda: self._get_entry_path(name).unlink(missing_ok=True))
 
     async def read_entry(self, name: str) -> JournalEntry | None:
-        """What holds of a layer; None where nothing was written of it."""
+        """Read a layer's entry; None if there is none."""
         return await self._run_on_thread(lambda: _read_entry(self._get_entry_path(name)))
 
     async def read_change_id(self, name: str) -> str | None:
-        """By which change a layer is what it is; None where nothing was written of it."""
+        """Read the id of a layer's last change; None without an entry."""
         return await self._run_on_thread(lambda: _read_change_id(self._get_entry_path(name)))
 
     async def list_entry_files(self) -> list[Path]:
-        """The files of everything that holds, for `read_entry_file`."""
+        """List the files of all entries, for `read_entry_file`."""
         return await self._run_on_thread(lambda: sorted(self._folder.glob("*.layer")))
 
     async def read_entry_file(self, file: Path) -> JournalEntry:
-        """What one of `list_entry_files` says."""
+        """Read an entry from one of the files of `list_entry_files`."""
         entry = await self._run_on_thread(lambda: _read_entry(file))
         assert entry is not None
         return entry
 
     def _get_entry_path(self, name: str) -> Path:
-        """Where a layer's entry is: another for each name, on file systems that take A for a as well."""
+        """Return the path of a layer's entry, which is unique for each name even on case-insensitive file
+        systems.
+        """
         return self._folder / (base64.b32encode(name.encode()).decode().rstrip("=").lower() + ".layer")
 
     def _write_staged(self, pieces: list[bytes | memoryview]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO
 
-# What a change of the layers takes, about.
+# About the duration of a change of the layers.
 _POLL_S = 0.005
 
 

@@ -16,16 +16,16 @@ _MOST_CHAINS = 256
 
 
 def is_layer_name(text: str) -> bool:
-    """Whether a layer may be called so; `LAYER_NAMES` says which names may be."""
+    """Return whether a layer may have this name; `LAYER_NAMES` describes valid names."""
     return _NAME.fullmatch(text) is not None
 
 
 class LayerRegistry:
-    """Layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
+    """The registered layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
 
     def __init__(self, *, max_layers: int, max_bytes: int) -> None:
-        """Args: max_bytes: of all layers' parameters, wherever the backend keeps them."""
-        #: Whether layers are still to come that were there before this process.
+        """Args: max_bytes: limit for all layers' parameters, in host or device memory."""
+        #: Whether layers that existed before this process are still being loaded.
         self.is_loading = False
         self._max_layers = max_layers
         self._max_bytes = max_bytes
@@ -33,7 +33,7 @@ class LayerRegistry:
         self._nbytes = 0
         self._reservations: dict[object, tuple[str, int]] = {}
         self._chain_cache: dict[str, RegisteredLayer] = {}
-        #: Another number after each change.
+        #: Increases with each change.
         self.version = 0
 
     def __len__(self) -> int:
@@ -44,15 +44,15 @@ class LayerRegistry:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers' parameters."""
+        """Bytes of all layers' parameters."""
         return self._nbytes
 
     @contextlib.contextmanager
     def reserve(self, name: str, nbytes: int) -> Iterator[None]:
-        """Reserve memory for a layer of so many bytes while its parameters are brought to the device.
+        """Reserve memory for a layer of `nbytes` while its parameters are loaded onto the device.
 
         Raises:
-            TooLargeError: there are as many layers, or bytes, as may be.
+            TooLargeError: the limit of layers, or of bytes, is reached.
         """
         self.require_capacity(name, nbytes)
         coming = object()
@@ -63,10 +63,10 @@ class LayerRegistry:
             del self._reservations[coming]
 
     def put(self, layer: RegisteredLayer) -> bool:
-        """Register a layer; whether it replaced one, whose bytes it takes over.
+        """Register a layer; return whether it replaced one, whose bytes are then free.
 
         Raises:
-            TooLargeError: there are as many layers, or bytes, as may be.
+            TooLargeError: the limit of layers, or of bytes, is reached.
         """
         name = layer.name
         self.require_capacity(name, layer.nbytes)
@@ -77,10 +77,10 @@ class LayerRegistry:
         return replaced
 
     def require_capacity(self, name: str, nbytes: int) -> None:
-        """Refuse a layer of so many bytes that could not be registered now.
+        """Raise an error if a layer of `nbytes` could not be registered now.
 
         Raises:
-            TooLargeError: there are as many layers, or bytes, as may be.
+            TooLargeError: the limit of layers, or of bytes, is reached.
         """
         coming = dict(self._reservations.values())
         names = self._layers.keys() | coming.keys()
@@ -95,11 +95,11 @@ class LayerRegistry:
             )
 
     def get(self, name: str) -> RegisteredLayer:
-        """The layer of that name.
+        """Return the layer of that name.
 
         Raises:
             UnknownLayerError: there is none.
-            NotReadyError: there is none yet.
+            NotReadyError: layers are still being loaded, and there is none of that name yet.
         """
         try:
             return self._layers[name]
@@ -109,13 +109,13 @@ class LayerRegistry:
             raise UnknownLayerError("no layer of that name is registered") from None
 
     def resolve(self, op: Op, text: str) -> RegisteredLayer:
-        """What a request of an operation names: a layer, or of a chain layers, joined by commas, as one.
+        """Return the layer that a request names; for a chain, one layer of those whose names are joined by commas.
 
-        The same layers are the same chain each time.
+        Equal texts give the same chain until layers change.
 
         Raises:
-            UnknownLayerError: there is none of such a name.
-            InvalidParameterError: they make no chain.
+            UnknownLayerError: there is no layer of such a name.
+            InvalidParameterError: the layers cannot form a chain.
         """
         if op is not Op.LAYER_NORM_CHAIN:
             return self.get(text)
@@ -128,7 +128,7 @@ class LayerRegistry:
         return chain
 
     def remove(self, name: str) -> None:
-        """Forget a layer.
+        """Remove a layer.
 
         Raises:
             UnknownLayerError: there is none.
@@ -138,7 +138,7 @@ class LayerRegistry:
         self._record_change()
 
     def list_layers(self) -> list[RegisteredLayer]:
-        """Every layer, by name."""
+        """List all layers, sorted by name."""
         return [self._layers[name] for name in sorted(self._layers)]
 
     def _record_change(self) -> None:
@@ -146,5 +146,5 @@ class LayerRegistry:
         self.version += 1
 
     def _get_layer_bytes(self, name: str) -> int:
-        """What a layer of that name would replace."""
+        """Return the bytes of the registered layer of that name; 0 without one."""
         return self._layers[name].nbytes if name in self._layers else 0

@@ -17,32 +17,34 @@ _LONGEST_PATH = 200
 
 
 def log_start(version: str, settings: Mapping[str, object]) -> None:
-    """The process serves from now on; `settings` without secrets."""
+    """Log that the process begins to serve; `settings` without secrets."""
     _log_event("start", version=version, settings=dict(settings))
 
 
 def log_drain() -> None:
-    """The process was told to end: it finishes what it has admitted."""
+    """Log that the process drains: it finishes admitted requests, then ends."""
     _log_event("drain")
 
 
 def log_end(exit_code: int) -> None:
-    """The process has served its last request."""
+    """Log that the process has served its last request."""
     _log_event("end", exit_code=exit_code)
 
 
 def log_keys_loaded(names: Sequence[str]) -> None:
-    """These keys are known from now on, and no others."""
+    """Log the names of the API keys that are valid from now on."""
     _log_event("keys_loaded", count=len(names), names=list(names))
 
 
 def log_layer_change(method: str, path: str, result: str, **who: str | None) -> None:
-    """A client requested to register or to remove a layer; `result` says with what outcome."""
+    """Log a client's request to register or to remove a layer; `result` is its outcome."""
     _log_event("layer_change", method=method, path=path[:_LONGEST_PATH], result=result, **who)
 
 
 class KeyRefusalLog:
-    """Tells of requests that were refused for want of a key: so many a second, and of the others how many."""
+    """The log of requests that were refused for lack of a valid key: a limited number per second, and the count of
+    the others.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +54,7 @@ class KeyRefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def log_refusal(self, reason: str, method: str, path: str, **who: str | None) -> None:
-        """A request was refused."""
+        """Log a refused request, or count it beyond the limit."""
         now = self._clock()
         if now - self._second_began_at >= 1:
             self.log_omitted_count()
@@ -66,7 +68,7 @@ class KeyRefusalLog:
             self._timer = asyncio.get_running_loop().call_later(1, self.log_omitted_count)
 
     def log_omitted_count(self) -> None:
-        """How many were left out since it was told last, if any were."""
+        """Log how many refusals were omitted since the last time, if any were."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -19,25 +19,27 @@ from typing import Any
 from pythonjsonlogger.json import JsonFormatter
 
 _FORMAT = "%(asctime)s %(levelname)-8s %(name)s: %(message)s"
-# What ends a line for some reader of it, what controls a terminal, and what reorders the letters around it.
+# Characters that some readers take for the end of a line, that control a terminal, or that reorder letters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MEMBERS = frozenset(["time", "level", "logger", "message", "exception", "stack", "process"])
 _PLAIN = re.compile(r"[A-Za-z0-9._:/{}@%+-]+")
 
-# These are wanted whatever the level of the rest: the first always, the second once it is asked for.
+# Loggers that do not depend on the level: the first always writes, the second if it is enabled.
 _ALWAYS_SHOWN = ("normserve.audit", "normserve.access")
 
 
 class TextFormatter(logging.Formatter):
-    """For a reader."""
+    """A formatter of lines for people."""
 
     def __init__(self, process: str | None = None) -> None:
-        """Args: process: which process of a fleet this is."""
+        """Args: process: this process's name in a fleet."""
         super().__init__(_FORMAT)
         self._static_fields = {} if process is None else {"process": process}
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line; a traceback follows it, indented, so that none of its lines looks like another event's."""
+        """Format the line; a traceback follows it, indented, so that none of its lines looks like another
+        event's.
+        """
         record.message = _CONTROL.sub(_escape_character, record.message)
         line, fields = super().formatMessage(record), {**self._static_fields, **_get_fields(record)}
         if getattr(record, "is_block", False):
@@ -47,15 +49,15 @@ class TextFormatter(logging.Formatter):
         return line + "".join(f" {name}={_format_value(value)}" for name, value in fields.items())
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """The traceback."""
+        """Format the traceback."""
         return "\n".join(_indent_lines(super().formatException(ei), "    "))
 
 
 class JsonLinesFormatter(JsonFormatter):
-    """For a program: an object with `time`, `level`, `logger`, `message` and the record's fields."""
+    """A formatter of JSON objects with `time`, `level`, `logger`, `message` and the record's fields."""
 
     def __init__(self, process: str | None = None) -> None:
-        """Args: process: which process of a fleet this is."""
+        """Args: process: this process's name in a fleet."""
         super().__init__(
             ["levelname", "name", "message"],
             rename_fields={
@@ -69,7 +71,7 @@ class JsonLinesFormatter(JsonFormatter):
         )
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-        """Of what a record carries beside the usual, only its fields: libraries add what is for terminals."""
+        """Add the record's fields, and none of the attributes that libraries add for terminals."""
         super().add_fields(log_data, record, message_dict)
         for name in log_data.keys() - _MEMBERS:
             del log_data[name]
@@ -78,13 +80,14 @@ class JsonLinesFormatter(JsonFormatter):
 
 
 def configure_logging(level: str, form: str = "text", process: str | None = None) -> None:
-    """Log the server's own words from `level` on; of the HTTP library's only errors, of others' from warnings on.
+    """Configure the server's own loggers from `level` on, the HTTP library's for errors, and others from warnings
+    on.
 
-    That one warns of each malformed request, and others tell of each call: strangers shall not fill the log.
+    The HTTP library warns of each malformed request, and others log each call: strangers must not fill the log.
 
     Args:
         form: `text` or `json`.
-        process: which process of a fleet this is.
+        process: this process's name in a fleet.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLinesFormatter(process) if form == "json" else TextFormatter(process))
@@ -94,19 +97,19 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
     for name in ("normserve", "fusednorm"):
         logging.getLogger(name).setLevel(own)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    # It warns of each batch of spans that a collector does not take; `normserve.traces` says that once.
+    # It warns of each batch of spans that a collector does not accept; `normserve.traces` logs that once.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for name in _ALWAYS_SHOWN:
         logging.getLogger(name).setLevel(logging.INFO)
     if form == "json":
-        # What Python itself would write to stderr as text.
+        # Messages that Python itself would write to stderr as text.
         logging.captureWarnings(True)
         sys.excepthook = _log_exception
         threading.excepthook = _log_thread_exception
 
 
 def make_block_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """What makes a record of fields that are too long for one line, as its `extra`."""
+    """Make the `extra` of a record whose fields are too long for one line."""
     return {"fields": fields, "is_block": True}
 
 
@@ -129,7 +132,7 @@ def _get_fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def _format_block_field(name: str, value: object) -> list[str]:
-    """A field of a block: a text as it is, anything else as JSON."""
+    """Format a field of a block: a text unchanged, anything else as JSON."""
     if isinstance(value, str) and "\n" not in value:
         return [f"    {name}: {_CONTROL.sub(_escape_character, value)}"]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -150,7 +153,7 @@ def _escape_character(found: re.Match[str]) -> str:
 
 
 class ThrottledLogger:
-    """Logs at most once a second what any client can cause any number of times."""
+    """A logger with at most one line per second, for events that any client can cause any number of times."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

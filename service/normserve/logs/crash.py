@@ -26,13 +26,13 @@ def log_crash_report(
     work: str | None,
     trace: str | None,
 ) -> None:
-    """The process ends because of an error of its own.
+    """Log that the process ends because of its own error.
 
     Args:
-        what: went wrong, in a few words.
-        settings: without secrets; of their defaults none need be there.
+        what: the error, in a few words.
+        settings: without secrets; defaults may be left out.
         device: its name, if it had started.
-        work: what the device was given last, if it failed with that.
+        work: the device's last work, if it failed with that.
         trace: the error's traceback.
     """
     facts = {
@@ -51,7 +51,7 @@ def log_crash_report(
 
 
 def _read_package_versions() -> dict[str, str]:
-    """Their versions, without importing any: what has failed may be one of them."""
+    """Read the versions of packages without importing any: the failure may be in one of them."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -62,7 +62,7 @@ def _read_package_versions() -> dict[str, str]:
 
 
 def _read_driver_version() -> dict[str, str]:
-    """The version of NVIDIA's driver, where there is one."""
+    """Read the version of NVIDIA's driver; empty if there is none."""
     try:
         return {"nvidia_driver": _DRIVER.read_text(encoding="ascii").strip()}
     except OSError:

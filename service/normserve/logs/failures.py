@@ -7,10 +7,10 @@ _log = logging.getLogger("normserve.failures")
 
 
 def log_failure(detail: str, fields: Mapping[str, object]) -> None:
-    """A request was answered with an internal error.
+    """Log that a request was answered with an internal error.
 
     Args:
-        detail: what the client is told.
-        fields: which request it was.
+        detail: the text that the client gets.
+        fields: identify the request.
     """
     _log.error("a request failed: %s", detail, extra={"fields": fields})

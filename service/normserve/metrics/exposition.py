@@ -24,16 +24,16 @@ AnyFamily = MetricFamily[Counter | Gauge | Histogram]
 
 
 class TextExposition:
-    """Writes families as text; what comes before a series' value is put together once."""
+    """The Prometheus text of metric families; the text before each series' value is formatted once."""
 
     def __init__(self, families: Sequence[AnyFamily], constant: Mapping[str, str]) -> None:
-        """Args: constant: labels that every series carries before its own."""
+        """Args: constant: labels that precede every series' own."""
         self._families = families
         self._constant_labels = constant
         self._series_names: dict[tuple[str, tuple[str, ...]], list[str]] = {}
 
     def render(self) -> bytes:
-        """The text of all that the families hold now."""
+        """Render the current values of all families."""
         return "".join(part for family in self._families for part in self._render_family(family)).encode()
 
     def _render_family(self, family: AnyFamily) -> Iterator[str]:
@@ -73,25 +73,29 @@ class TextExposition:
 
 
 def strip_exemplars(text: bytes) -> bytes:
-    """A rendered text as Prometheus' text format has it: without exemplars."""
+    """Convert a rendered text to Prometheus' text format, which has no exemplars."""
     return _EXEMPLAR.sub(b"", text)
 
 
 def convert_to_open_metrics(text: bytes) -> bytes:
-    """A rendered text as OpenMetrics has it: counters' families are named without `_total`, and an end is said."""
+    """Convert a rendered text to OpenMetrics, which names counters' families without `_total` and has an end
+    marker.
+    """
     return _COUNTER.sub(rb"# HELP \1 \2# TYPE \1 counter\n", text) + b"# EOF\n"
 
 
 def make_process_up_family() -> MetricFamily[Gauge]:
-    """What only a fleet as a whole can say."""
+    """Make the metric of which processes of a fleet respond."""
     doc = "1 for each process of --devices that responds."
     return MetricFamily("normserve_process_up", doc, ("process",), Gauge)
 
 
 def merge_expositions(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
-    """The text of all processes from those that answered, by name, each with its own label.
+    """Merge the texts of several processes, each of which has a label with its process.
 
-    Args: expected: the names of those that are to be there.
+    Args:
+        texts: by the names of the processes that answered.
+        expected: the names of all processes of the fleet.
     """
     families: dict[bytes, list[bytes]] = {}
     for _, text in sorted(texts.items()):

@@ -8,10 +8,12 @@ from normserve.metrics.registrar import MetricRegistry
 
 
 class FrontEndMetrics:
-    """Read at each scrape, by the process that owns the device: the others answer none."""
+    """Metrics of front ends, read at each scrape by the process that owns the device: front ends answer
+    no scrapes.
+    """
 
     def __init__(self, make: MetricRegistry) -> None:
-        # Not "process", which says of each series of a fleet whose it is.
+        # Not "process", the label with the process of each series in a fleet.
         label = ("frontend",)
         self._cpu_seconds = make.add_counter(
             "frontend_cpu_seconds_total",
@@ -24,11 +26,11 @@ class FrontEndMetrics:
             label,
         )
         self._open_fds = make.add_gauge("frontend_open_fds", "Open file descriptors of each front end.", label)
-        # By index: whose CPU time was read last, and what it was.
+        # By index: the process id and the CPU time of the last reading.
         self._last_cpu_seconds: dict[int, tuple[int, float]] = {}
 
     def refresh(self, there: Iterable[tuple[int, int]]) -> None:
-        """Args: there: each front end that is there, its index and its process."""
+        """Args: there: index and process id of each running front end."""
         pids = dict(there)
         for index, pid in pids.items():
             read = _read_process_metrics(pid)
@@ -47,6 +49,6 @@ class FrontEndMetrics:
 
 
 def _read_process_metrics(pid: int) -> dict[str, float]:
-    """What there is to read; nothing of a process that has ended."""
+    """Read a process's metrics; none if the process has ended."""
     collected = ProcessCollector(registry=None, pid=lambda: pid).collect()
     return {metric.samples[0].name: metric.samples[0].value for metric in collected if metric.samples}

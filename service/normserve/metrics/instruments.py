@@ -24,12 +24,12 @@ class Counter:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add."""
+        """Add to the sum."""
         self.value += amount
 
 
 class Gauge:
-    """What holds now."""
+    """A current value."""
 
     __slots__ = ("value",)
     kind: ClassVar = "gauge"
@@ -38,12 +38,12 @@ class Gauge:
         self.value = 0.0
 
     def set(self, value: float) -> None:
-        """Replace."""
+        """Replace the value."""
         self.value = float(value)
 
 
 class Exemplar(NamedTuple):
-    """One of the values that a histogram has counted, and the trace that it is of.
+    """One of the values that a histogram has counted, and the trace of its request.
 
     Attributes:
         trace_id: 32 hexadecimal digits.
@@ -56,11 +56,11 @@ class Exemplar(NamedTuple):
 
 
 class Histogram:
-    """How many values were at most each bound, and their sum.
+    """Counts of values by bucket, and their sum.
 
     Attributes:
         counts: of each bucket by itself, the last one beyond every bound.
-        exemplars: the last of each bucket that has one, by the bucket's place.
+        exemplars: the last of each bucket that has one, by the bucket's index.
     """
 
     __slots__ = ("bounds", "counts", "exemplars", "sum")
@@ -78,7 +78,7 @@ class Histogram:
         self.sum += value
 
     def observe_many(self, values: Sequence[float]) -> None:
-        """Count many values, in a fraction of the time that they take one by one."""
+        """Count many values, in a fraction of the time of as many calls of `observe`."""
         if len(values) < _FEW:
             for value in values:
                 self.observe(value)
@@ -92,7 +92,7 @@ class Histogram:
         self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar
 
     def iterate_cumulative(self) -> Iterator[tuple[float, int]]:
-        """Each bound, infinity the last, with how many values were at most that."""
+        """Yield each bound, infinity the last, with the number of values up to it."""
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
@@ -103,7 +103,7 @@ _I = TypeVar("_I", bound=Counter | Gauge | Histogram, covariant=True)
 
 
 class MetricFamily(Generic[_I]):
-    """Instruments of one name by the values of their labels; those without labels are there from the start."""
+    """The instruments of one name, by label values; a family without labels has its instrument from the start."""
 
     def __init__(self, name: str, doc: str, labels: Sequence[str], make: Callable[[], _I]) -> None:
         self.name, self.help_text, self.label_names = name, doc, tuple(labels)
@@ -112,7 +112,7 @@ class MetricFamily(Generic[_I]):
         self.instruments: dict[tuple[str, ...], _I] = {} if labels else {(): make()}
 
     def __call__(self, *values: str) -> _I:
-        """The instrument of those values."""
+        """Return the instrument of these label values, which is created at the first call."""
         member = self.instruments.get(values)
         if member is None:
             if len(values) != len(self.label_names):

@@ -14,7 +14,7 @@ _BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
 
 @dataclass(slots=True)
 class _LaunchRecord:
-    """What is counted of a launch: no more of it, so that its memory may go."""
+    """The numbers of a launch that are counted, without references to its memory."""
 
     request_count: int
     input_bytes: int
@@ -26,7 +26,7 @@ class _LaunchRecord:
 
 
 class LaunchMetrics:
-    """What is known of a launch."""
+    """The metrics of launches, compilations and copies."""
 
     def __init__(self, make: MetricRegistry) -> None:
         self._bytes = make.add_counter(
@@ -80,10 +80,10 @@ class LaunchMetrics:
     def observe_replays(
         self, job: NormJob, went: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
     ) -> None:
-        """Count launches of one job each that differ only in their times.
+        """Count launches of one job each that differ only in their durations.
 
         Args:
-            job: any of theirs.
+            job: any of their jobs.
             went: bytes of the results of each.
             kernel_bytes: the fewest bytes that each must move.
             stages: seconds of each in "copy_in", "kernel" and "copy_out".
@@ -94,7 +94,7 @@ class LaunchMetrics:
         self._count_launches((op.value, direction.value, dtype.value), launches)
 
     def flush(self) -> None:
-        """Count what has ended since the last time."""
+        """Count the launches that were recorded since the last call."""
         alike: dict[tuple[Op, PassDirection, DType], list[_LaunchRecord]] = {}
         for kind, launch in self._recorded:
             alike.setdefault(kind, []).append(launch)
@@ -103,7 +103,7 @@ class LaunchMetrics:
             self._count_launches((op.value, direction.value, dtype.value), launches)
 
     def _count_launches(self, labels: tuple[str, str, str], launches: Sequence[_LaunchRecord]) -> None:
-        """Count launches of the same labels."""
+        """Count launches that have equal labels."""
         self._bytes(*labels).inc(sum([launch.kernel_bytes for launch in launches]))
         self._seconds(*labels).inc(sum([launch.kernel_s for launch in launches]))
         timed = [launch for launch in launches if launch.kernel_bytes and launch.kernel_s > 0]
@@ -111,7 +111,7 @@ class LaunchMetrics:
             self._bandwidth(*labels).observe_many([launch.kernel_bytes / launch.kernel_s for launch in timed])
         self._batch_requests.observe_many([launch.request_count for launch in launches])
         self._batch_bytes.observe_many([launch.input_bytes for launch in launches])
-        # What kernels read or write in the host's memory is not copied, and its time is the kernel's.
+        # Data that kernels read or write in the host's memory is not copied, and its time is the kernel's.
         self._count_copies("in", [(each.input_bytes, each.copy_in_s) for each in launches if each.copy_in_s > 0])
         self._count_copies(
             "out", [(each.result_bytes, each.copy_out_s) for each in launches if each.copy_out_s > 0]

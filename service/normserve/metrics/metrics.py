@@ -23,7 +23,9 @@ class Metrics:
     """The server's metrics."""
 
     def __init__(self, process: str | None = None) -> None:
-        """Args: process: its name, where there are several; a label of every series."""
+        """Args: process: this process's name in a fleet, which becomes a label of every series; None for a single
+        process.
+        """
         make = MetricRegistry()
         self._collect_replays: Callable[[], None] = lambda: None
         self._request_metrics = RequestMetrics(make)
@@ -39,68 +41,68 @@ class Metrics:
         self._exposition = TextExposition(self.families, {} if process is None else {"process": process})
 
     def get_prepared_call_counters(self, owner: str) -> PreparedCallCounters:
-        """Return the counters of prepared calls with owners of a kind, one of `prepared_calls.OWNERS`."""
+        """Return the counters of prepared calls for one of `prepared_calls.OWNERS`."""
         return self._prepared_calls.get_counters(owner)
 
     def track_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report what has been admitted; asked at each scrape."""
+        """Report the requests in progress and their memory; read at each scrape."""
         self._state_gauges.sources += [
             (self._state_gauges.inflight_requests(), requests),
             (self._state_gauges.inflight_bytes(), nbytes),
         ]
 
     def track_connections(self, count: Callable[[], int]) -> None:
-        """Report how many connections are open; asked at each scrape."""
+        """Report how many connections are open; read at each scrape."""
         self._state_gauges.sources.append((self._state_gauges.connections(), count))
 
     def track_local_clients(
         self, connections: Callable[[], int], nbytes: Callable[[], int], device_bytes: Callable[[], int]
     ) -> None:
-        """Report the clients on the same host and the memory shared with them; asked at each scrape."""
+        """Report the clients on the same host and the memory shared with them; read at each scrape."""
         state = self._state_gauges
         state.sources += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
         state.sources.append((state.local_device_bytes(), device_bytes))
 
     def track_front_ends(self, there: Callable[[], Iterable[tuple[int, int]]]) -> None:
-        """Report the processes that speak HTTP for this one, by index and process; asked at each scrape."""
+        """Report the front ends, by index and process id; read at each scrape."""
         self._state_gauges.list_front_ends = there
 
     def track_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
-        """Report the memory of the slabs; asked at each scrape."""
+        """Report the memory of the slabs; read at each scrape."""
         slabs = self._state_gauges.slab_bytes
         self._state_gauges.sources += [(slabs("used"), used_bytes), (slabs("idle"), idle_bytes)]
 
     def track_layers(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report the registered layers; asked at each scrape."""
+        """Report the registered layers; read at each scrape."""
         self._state_gauges.sources.append((self._state_gauges.layers(), count))
         self._state_gauges.read_layer_bytes = nbytes
 
     def track_regions(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report the regions that clients have registered; asked at each scrape."""
+        """Report the regions that clients have registered; read at each scrape."""
         self._state_gauges.sources += [
             (self._state_gauges.oip_regions(), count),
             (self._state_gauges.oip_region_bytes(), nbytes),
         ]
 
     def track_queue(self, length: Callable[[], int]) -> None:
-        """Report how many jobs wait; asked at each scrape."""
+        """Report how many jobs wait; read at each scrape."""
         self._state_gauges.sources.append((self._state_gauges.queue_requests(), length))
 
     def track_stall(self, seconds: Callable[[], float]) -> None:
-        """Report for how long nothing has been finished; asked at each scrape."""
+        """Report for how long nothing has been finished; read at each scrape."""
         self._state_gauges.sources.append((self._state_gauges.stall_seconds(), seconds))
 
     def track_device(
         self, backend: str, device: DeviceDescription, memory_bytes: Callable[[], Mapping[str, int]]
     ) -> None:
-        """Report what runs, its roof and its memory."""
+        """Report the backend and the device, its peak bandwidth and its memory."""
         self._state_gauges.build_info(__version__, backend, device.name).set(1)
         self._state_gauges.copy_bandwidth(device.name).set(device.copy_bandwidth)
         self._state_gauges.read_device_memory = memory_bytes
         self._state_gauges.layer_memory_kind = "host" if device.kind == "cpu" else "device"
 
     def set_ready(self, ready: bool) -> None:
-        """Report whether the server takes work."""
+        """Report whether the server accepts work."""
         self._state_gauges.ready().set(ready)
 
     def add_key_series(self, names: Iterable[str]) -> None:
@@ -112,7 +114,7 @@ class Metrics:
         self._launch_metrics.observe_launch(batch, execution)
 
     def observe_compile(self, seconds: float) -> None:
-        """Count a class whose kernels were compiled beside the work."""
+        """Count a compilation of a class's kernels after the start."""
         self._launch_metrics.observe_compile(seconds)
 
     def observe_refused_connection(self, reason: str) -> None:
@@ -120,11 +122,13 @@ class Metrics:
         self._request_metrics.refused_connections(reason).inc()
 
     def observe_late_disconnect(self) -> None:
-        """Count a client that left after the kernel had its whole response, and before it had read that."""
+        """Count a client that disconnected when the operating system had its complete response, but the client had
+        not read it.
+        """
         self._request_metrics.disconnects("send").inc()
 
     def observe_revocation(self, reason: str) -> None:
-        """Count a body that was cut off so that others could come in, by one of `revocation.REASONS`."""
+        """Count a body that was aborted in favour of other requests, by one of `revocation.REASONS`."""
         self._request_metrics.revoked_bodies(reason).inc()
 
     def observe_dropped_spans(self, reason: str, count: int) -> None:
@@ -136,7 +140,7 @@ class Metrics:
         self._request_metrics.observe_request(record)
 
     def observe_replays(self, record: RequestRecord, times: RequestTimes, job: NormJob) -> None:
-        """Count requests that were answered by a captured launch each.
+        """Count requests that were each answered by a captured launch.
 
         Args:
             record: of any of them.
@@ -147,11 +151,13 @@ class Metrics:
         self._launch_metrics.observe_replays(job, record.sent_bytes, record.kernel_bytes, times.stage_seconds)
 
     def set_replay_collector(self, collect: Callable[[], None]) -> None:
-        """Have what is counted elsewhere counted here before a scrape: `collect` calls `observe_replays`."""
+        """Set a function to call before each scrape, which counts replayed requests with `observe_replays`."""
         self._collect_replays = collect
 
     def render(self) -> bytes:
-        """The text of everything; `exposition.plain` and `exposition.open_metrics` make an answer of it."""
+        """Render all metrics, as input for `exposition.strip_exemplars` and
+        `exposition.convert_to_open_metrics`.
+        """
         self._collect_replays()
         self._request_metrics.flush()
         self._launch_metrics.flush()

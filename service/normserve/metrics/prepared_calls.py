@@ -5,7 +5,7 @@ from typing import NamedTuple
 from normserve.metrics.instruments import Counter
 from normserve.metrics.registrar import MetricRegistry
 
-#: What prepared calls belong to.
+#: The kinds of owners of prepared calls.
 OWNERS = ("process", "connection")
 
 

@@ -14,11 +14,13 @@ _I = TypeVar("_I", Counter, Gauge, Histogram)
 KERNEL_LABELS = ("op", "pass", "dtype")
 
 COUNTED_AT_ONCE = 64
-"""What has ended is counted by so many: they are alike, and many values take a histogram little longer than one."""
+"""The number of ended requests or launches that are counted together: most are alike, and for a histogram many
+values take little longer than one.
+"""
 
 
 class MetricRegistry:
-    """Makes metrics and keeps them in order."""
+    """The metric families, in the order of their creation."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
@@ -35,7 +37,7 @@ class MetricRegistry:
         return self._add(MetricFamily(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
 
     def add_process_metric(self, metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge]:
-        """One that prometheus_client reads, under the name that it has there."""
+        """Add a metric that prometheus_client reads, under its name there."""
         name, doc = metric.samples[0].name, metric.documentation
         if metric.type == "counter":
             return self._add(MetricFamily(name, doc, (), Counter))

@@ -14,7 +14,7 @@ from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRe
 UNMATCHED = "__unmatched__"
 NONE = "none"
 
-#: The status under which a request is counted whose client was gone before its answer.
+#: The status of requests whose client disconnected before the response.
 CLIENT_LEFT = 499
 
 REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address", "local_connections")
@@ -26,22 +26,23 @@ _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request turned out to be; filled in while it is processed, observed once at its end.
+    """The facts about one request for metrics, spans and logs; filled in while it is processed, observed once at
+    its end.
 
     Attributes:
         op: an operation, the name of another route, or `UNMATCHED`.
         direction: "forward", "backward" or "none".
-        status: of the response; 499 when the client left before it was complete.
-        error_code: code of the error that answered it.
-        key_name: the name of the API key that it came with, None without one that is known.
-        stage_seconds: seconds by stage, of those it went through.
-        current_stage: the stage that it is in, should it be cut off.
+        status: of the response; 499 if the client left before it was complete.
+        error_code: of the error that answered it.
+        key_name: the name of the request's API key, None without a valid key.
+        stage_seconds: seconds by stage, of the stages that have ended.
+        current_stage: the stage that the request is in, in case it is aborted.
         received_bytes, sent_bytes: bytes of bodies.
-        began_at: its header was complete, by `time.perf_counter`.
+        began_at: when its header was complete, by `time.perf_counter`.
         duration_s: from then to its end.
         rows: of x, of an operation that was admitted.
-        launched_at, launch_bytes, kernel_bytes, batch_size: of its result, as `NormResult` has them.
-        response_began_at: its answer began to be written, by `time.perf_counter`.
+        launched_at, launch_bytes, kernel_bytes, batch_size: of its result, as in `NormResult`.
+        response_began_at: when the writing of its response began, by `time.perf_counter`.
         span: of its trace; opaque here.  None until it is decided whether it is traced.
         trace_id: of its trace, if it is traced.
     """
@@ -69,7 +70,9 @@ class RequestRecord:
     trace_id: str | None = None
 
     def record_result(self, result: NormResult, answering: float) -> None:
-        """Its result is there; `response_began_at` is when the answer began to be written."""
+        """Record the result of its job; `answering` is when the writing of the response began, by
+        `time.perf_counter`.
+        """
         self.stage_seconds["queue"] = result.queue_s
         self.stage_seconds["copy_in"] = result.copy_in_s
         self.stage_seconds["kernel"] = result.kernel_s
@@ -80,10 +83,10 @@ class RequestRecord:
 
 
 class RequestTimes(NamedTuple):
-    """What requests took that are otherwise alike.
+    """The durations of requests that are otherwise alike.
 
     Attributes:
-        stage_seconds: by stage the seconds of each request.
+        stage_seconds: seconds of each request, by stage.
         durations_s: of each, from its header to its end.
     """
 
@@ -92,7 +95,7 @@ class RequestTimes(NamedTuple):
 
 
 class RequestMetrics:
-    """What is known of a request at its end."""
+    """The metrics of requests, connections and API keys."""
 
     def __init__(self, make: MetricRegistry) -> None:
         labels = ("op", "pass", "transport")
@@ -149,7 +152,7 @@ class RequestMetrics:
             self.disconnects(stage)
 
     def add_key_series(self, names: Iterable[str]) -> None:
-        """Show these keys' series before their first request; those of keys that are gone stay."""
+        """Add these keys' series before their first request; series of removed keys stay."""
         for name in names:
             self._key_requests(name, "200")
             self._key_bytes(name, "in")
@@ -162,12 +165,12 @@ class RequestMetrics:
             self.flush()
 
     def observe_replays(self, record: RequestRecord, times: RequestTimes) -> None:
-        """Count requests that are like this one but for their times."""
+        """Count requests that differ from this one only in their durations."""
         count = len(times.durations_s)
         self._count_requests(record, times, [record.received_bytes] * count, [record.sent_bytes] * count)
 
     def flush(self) -> None:
-        """Count what has ended since the last time."""
+        """Count the requests that were recorded since the last call."""
         alike: dict[Hashable, list[RequestRecord]] = {}
         for record in self._recorded:
             labels = (record.op, record.direction, record.dtype, record.transport, record.status)
@@ -190,7 +193,7 @@ class RequestMetrics:
     def _count_requests(
         self, record: RequestRecord, times: RequestTimes, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Count requests of the same labels, that went through the same stages."""
+        """Count requests that have equal labels and stages."""
         count = len(times.durations_s)
         labels = (record.op, record.direction, record.transport)
         self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc(count)
@@ -212,7 +215,7 @@ class RequestMetrics:
             self._bandwidth(*labels).observe_many([(came + went) / seconds for came, went, seconds in bodies])
 
     def _attach_exemplars(self, record: RequestRecord) -> None:
-        """Attach a traced request to the buckets that it was counted in."""
+        """Attach a traced request to the buckets in which it was counted."""
         assert record.trace_id is not None
         observed = time.time() - (time.perf_counter() - record.began_at - record.duration_s)
         duration = self._duration(record.op, record.direction, record.transport)
@@ -222,5 +225,5 @@ class RequestMetrics:
 
 
 def _list_error_codes(error: type[NormserveError]) -> set[str]:
-    """The codes of an error and of everything below it."""
+    """List the codes of an error and of all its subclasses."""
     return {error.code}.union(*(_list_error_codes(each) for each in error.__subclasses__()))

@@ -10,7 +10,7 @@ from normserve.metrics.registrar import MetricRegistry
 
 
 class StateGauges:
-    """What holds at the moment of a scrape."""
+    """The gauges of the server's state at a scrape."""
 
     def __init__(self, make: MetricRegistry) -> None:
         self.inflight_requests = make.add_gauge(
@@ -71,7 +71,7 @@ class StateGauges:
         self.layer_memory_kind = ""
 
     def refresh(self) -> None:
-        """Read everything that is not reported."""
+        """Read the gauges that are not set when their value changes."""
         for gauge, read in self.sources:
             gauge.set(read())
         if self.layer_memory_kind:

@@ -1,1 +1,1 @@
-"""Processes: how one starts, listens, serves and ends, and the supervision of several."""
+"""Processes: their start, connections, service and end, and the supervision of several."""

@@ -5,7 +5,7 @@ from normserve.settings import Settings
 
 
 def print_announcement(settings: Settings, url: str) -> None:
-    """Print where to POST, with an example command; print nothing if the log format is JSON."""
+    """Print the URL for operations, with an example command; print nothing if the log format is JSON."""
     if settings.log_format == "json":
         return
     with_key = settings.api_key is not None or settings.api_keys_file is not None

@@ -25,7 +25,9 @@ _REASONS = {number: reason for reason, number in REFUSED.items()}
 
 
 class SupervisorChannel:
-    """Receives connections that another process accepted, and reports to it whether this process can take more."""
+    """A channel over which this process receives connections that another process accepted, and reports its
+    readiness.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class HandedConnection:
 
 
 class ChildProcess:
-    """One position of the fleet, and the process that has it now."""
+    """One position of the fleet, and its current process."""
 
     def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
         """Args:
@@ -80,7 +80,7 @@ class ChildProcess:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Log fields of the process that is in this position now, or was the last."""
+        """Log fields of the current or last process in this position."""
         pid = None if self._subprocess is None else self._subprocess.pid
         return {"child": self.name, "device": self._device or "all", "pid": pid}
 
@@ -95,7 +95,7 @@ class ChildProcess:
         return self._is_reported_ready and self.is_reachable
 
     async def run_process(self) -> int:
-        """Start the process and wait for its end; its exit code."""
+        """Start the process and wait for its end; return its exit code."""
         here, there = socket.socketpair()
         here.setblocking(False)
         with there:
@@ -131,7 +131,7 @@ class ChildProcess:
                     each.on_not_received(each.connection)
 
     def hand_over_connection(self, number: int, connection: HandedConnection) -> bool:
-        """Hand over a connection, which belongs to it from then on; return whether it could be sent."""
+        """Hand over a connection, which belongs to the process from then on; return whether it could be sent."""
         message = encode_connection(number, connection.exceeded_limit)
         if self._channel is None or not send_with_socket(self._channel, message, connection.connection):
             return False
@@ -202,7 +202,7 @@ class ChildProcess:
         return True
 
     def _on_connection_report(self, number: int) -> None:
-        """The process has received a connection; or, the second time, the connection has ended."""
+        """Record that the process has received a connection; or, the second time, that the connection has ended."""
         handed = self._connections[number]
         if handed.connection is not None:
             handed.connection.close()
@@ -213,7 +213,7 @@ class ChildProcess:
 
 
 def describe_exit(code: int) -> dict[str, object]:
-    """Log fields that say how a process ended, from its exit code in asyncio's form."""
+    """Make the log fields of a process's end from its exit code in asyncio's form."""
     if code >= 0:
         return {"exit_code": code}
     try:

@@ -37,7 +37,7 @@ class AdmittedConnection(NamedTuple):
     """An accepted connection.
 
     Attributes:
-        address: for `release`.
+        address: for `release_address`.
         exceeded_limit: the limit that it exceeds.
     """
 
@@ -49,7 +49,7 @@ Take = Callable[[socket.socket, AdmittedConnection], Awaitable[None]]
 
 
 class ConnectionLimits:
-    """Counts connections and refuses those beyond the limits.
+    """The counts and limits of open connections.
 
     Attributes:
         open_count: number of connections that were admitted and have not ended.
@@ -87,7 +87,7 @@ class ConnectionLimits:
         )
 
     def admit_connection(self, connection: socket.socket) -> AdmittedConnection | None:
-        """Count an accepted connection; None if it was refused and closed."""
+        """Count an accepted connection; return None if it was refused and closed."""
         address = identify_client(connection)
         of_address = self._counts_by_address.get(address, 0)
         beyond: Reason | None = None
@@ -158,7 +158,9 @@ def _close_refused(connection: socket.socket) -> None:
 
 
 def identify_client(connection: socket.socket) -> str:
-    """The client: an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix socket."""
+    """Identify the client by an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix
+    socket.
+    """
     try:
         if connection.family == socket.AF_UNIX:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -174,7 +176,7 @@ def identify_client(connection: socket.socket) -> str:
 
 
 def limit_to_descriptors(wanted: int) -> int:
-    """How many connections the process may hold: `wanted`, or fewer if the system's hard limit is lower.
+    """Return how many connections the process may hold: `wanted`, or fewer if the system's hard limit is lower.
 
     Raises the soft limit of descriptors as far as needed.
     """

@@ -4,11 +4,11 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a server ended."""
+    """The ways in which a server ends."""
 
     STOPPED = 0
-    """It was told to stop, and did."""
+    """A stop by a signal."""
     FAILED = 1
-    """Its device failed, or something that nobody expected happened: a new start may mend it."""
+    """A failure of the device, or an unexpected error: a new start may succeed."""
     MISCONFIGURED = 2
-    """It cannot start with its settings: a new start mends nothing."""
+    """Settings with which the server cannot start: a new start fails as well."""

@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 class FrontEndServer(HttpServer):
-    """Serves the connections that arrive over a channel."""
+    """An HTTP server of the connections that arrive over a channel."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class FrontEndServer(HttpServer):
         front_end.on_link_lost = self._channel.request_link
 
     def report_refused_connection(self, limit: str) -> None:
-        """Have a connection counted that was accepted beyond this limit, and refused."""
+        """Report that a connection beyond this limit was accepted and then refused, so that it is counted."""
         self._channel.report_refused_connection(limit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

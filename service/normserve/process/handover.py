@@ -14,7 +14,7 @@ import struct
 MESSAGE = struct.Struct("<Q")
 
 READY, NOT_READY = 2**64 - 1, 2**64 - 2
-"""A serving process can take connections, or cannot: sent at each change and every `BEAT_S`."""
+"""Messages that a serving process can, or cannot, take connections: sent at each change and every `BEAT_S`."""
 
 BEAT_S = 0.5
 
@@ -23,23 +23,27 @@ REFUSED = {
     "max_connections_per_address": 2**64 - 4,
     "local_connections": 2**64 - 5,
 }
-"""A connection was refused: a process that owns a device counts it, since it has the metrics."""
+"""Messages that a connection was refused, by the exceeded limit: a process that owns a device counts it, since it
+has the metrics.
+"""
 
 _BEYOND = {"max_connections": 2**62, "max_connections_per_address": 2**61}
 # Numbers that are no connection's begin here.
 _SPECIAL = 2**63
 
 LINK = 2**64 - 6
-"""The socket in this message is a link between a front end and a process that owns a device, not a client's."""
+"""The message whose socket is a link between a front end and a process that owns a device, not a client's
+connection.
+"""
 
 
 def encode_connection(number: int, beyond: str | None) -> int:
-    """The message about a connection with this number, and with the limit that it exceeds, if there is one."""
+    """Encode a connection's number, with the limit that it exceeds, as a message."""
     return number if beyond is None else number | _BEYOND[beyond]
 
 
 def decode_connection(message: int) -> tuple[int, str | None]:
-    """The number of a connection, and the limit that it exceeds, from the message of `numbered`."""
+    """Decode a message of `encode_connection`: the connection's number, and the limit that it exceeds."""
     for beyond, flag in _BEYOND.items():
         if message < _SPECIAL and message & flag:
             return message ^ flag, beyond
@@ -47,7 +51,7 @@ def decode_connection(message: int) -> tuple[int, str | None]:
 
 
 class ReportWriter:
-    """Messages of a serving process, sent in order; none is lost while the other side is busy."""
+    """A queue of messages from a serving process, sent in order; none is lost while the other side is busy."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -82,7 +86,7 @@ class ReportWriter:
 
 
 class ReportReader:
-    """Splits a stream into messages."""
+    """A parser that splits a stream into messages."""
 
     def __init__(self) -> None:
         self._incomplete = b""
@@ -104,7 +108,7 @@ def send_with_socket(channel: socket.socket, number: int, connection: socket.soc
 
 
 def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
-    """The next message and its descriptors; None if the other process has ended.
+    """Receive the next message and its descriptors; None if the other process has ended.
 
     Raises:
         BlockingIOError: there is no message now.

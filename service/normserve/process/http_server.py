@@ -58,10 +58,10 @@ class HttpServer(uvicorn.Server):
 
     @abstractmethod
     async def _finish_requests(self) -> None:
-        """Finish the admitted requests, then make the server end."""
+        """Finish the admitted requests, then end the server."""
 
     def _announce_drain(self) -> None:
-        """The first step of a drain, which must happen at once."""
+        """Do the first step of a drain, which must happen at once."""
 
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("%s came%s", number.name, ", again: the server ends at once" if self._is_draining else "")
@@ -110,7 +110,7 @@ class HttpServer(uvicorn.Server):
             on_end()
 
     def _make_tls_options(self, timeout_s: float) -> dict[str, Any]:
-        """The event loop's TLS options; none without TLS."""
+        """Make the event loop's TLS options; empty without TLS."""
         if self._tls is None:
             return {}
         return {
@@ -134,7 +134,7 @@ def make_uvicorn_config(
     refuse: Callable[[NormserveError, str], bytes],
     on_late_departure: Callable[[], None],
 ) -> uvicorn.Config:
-    """The configuration of uvicorn.
+    """Make the configuration of uvicorn.
 
     Args:
         entrance: the ASGI application.

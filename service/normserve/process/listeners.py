@@ -13,7 +13,7 @@ _BACKLOG = 2048
 
 
 class ListenError(OSError):
-    """The server cannot listen at an address or a path; the message names the setting."""
+    """An error of listening at an address or a path; the message names the setting."""
 
 
 @contextlib.contextmanager
@@ -49,12 +49,12 @@ def open_local_listener(settings: Settings) -> Iterator[socket.socket]:
 
 
 def is_local_connection(connection: socket.socket, settings: Settings) -> bool:
-    """Whether an accepted connection was made to the socket for clients that share memory."""
+    """Return whether an accepted connection was made to the socket for clients that share memory."""
     return connection.family == socket.AF_UNIX and connection.getsockname() == str(settings.local)
 
 
 def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
-    """A listener at each address of the host, all at the same port."""
+    """Yield a listener at each address of the host, all at the same port."""
     port = settings.port
     # All addresses of IPv6 are taken to mean all of IPv4 too, which has a socket of its own: through one of IPv6,
     # clients would have other addresses in logs, limits and shares.
@@ -96,10 +96,10 @@ def _open_unix_listener(option: str, path: Path, mode: int = 0o777) -> Iterator[
 
 
 def _is_stale_socket(path: Path) -> bool:
-    """Whether a path is a socket at which nobody listens.
+    """Return whether a path is a socket at which no process listens.
 
     Raises:
-        OSError: somebody does, or that cannot be found out.
+        OSError: a process listens there, or that cannot be found out.
     """
     if not path.is_socket():
         return False
@@ -117,7 +117,7 @@ def _is_stale_socket(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _raise_listen_error(option: str, value: object) -> Iterator[None]:
-    """Put the setting that an error is about into its message."""
+    """Raise errors in the block as a `ListenError` that names the setting."""
     try:
         yield
     except UnicodeError as error:
@@ -127,7 +127,7 @@ def _raise_listen_error(option: str, value: object) -> Iterator[None]:
 
 
 def make_url(listener: socket.socket, *, encrypted: bool) -> str:
-    """The URL at which clients on this host reach a listener."""
+    """Make the URL at which clients on this host reach a listener."""
     host, port = listener.getsockname()[:2]
     # A server that listens on all addresses is reached from this host by the loopback address.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -19,7 +19,7 @@ from normserve.settings import Settings
 
 
 def make_local_limits(settings: Settings, on_refused: Callable[[str], None]) -> ConnectionLimits:
-    """The limits on connections of such clients."""
+    """Make the limits on connections of clients on the same host."""
     return ConnectionLimits(
         max_all=settings.max_connections,
         max_per_address=settings.local_connections,
@@ -33,7 +33,7 @@ def make_local_limits(settings: Settings, on_refused: Callable[[str], None]) -> 
 def make_local_server(
     service: ApplicationServices, describe: Callable[[], Awaitable[dict[str, Any]]]
 ) -> LocalServer:
-    """A server for such clients, which uses the same objects as the HTTP routes.
+    """Make a server for clients on the same host, which uses the same objects as the HTTP routes.
 
     Args: describe: makes the response of `/v1/info`.
     """
@@ -66,7 +66,7 @@ def make_local_server(
 
 
 def _make_request_replays(service: ApplicationServices, poll_s: float) -> RequestReplays | None:
-    """What answers recurring requests; None where each request is logged or may be traced."""
+    """Make the object that answers recurring requests; None if each request is logged or may be traced."""
     services = service.request_services
     if services.is_logged or services.tracer is not None:
         return None

@@ -33,11 +33,14 @@ class RayReplica:
         self._app = create_app(settings, siblings=self._siblings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Ray Serve on the event loop that will serve requests."""
+        """Build the application; called by Ray Serve on the event loop that will serve requests."""
         return _WarmupApplication(self._app, self._siblings)
 
     def check_health(self) -> None:
-        """Raises: RuntimeError: the device has failed, and another process must replace this one."""
+        """Raise an error if the device has failed.
+
+        Raises: RuntimeError: the device has failed, and another process must replace this one.
+        """
         service: ApplicationServices = self._app.state.service
         if service.engine.state is EngineState.FAILED:
             raise RuntimeError("the device has failed")
@@ -51,7 +54,9 @@ class RayReplica:
 
 
 class _WarmupApplication:
-    """Completes its startup only once it is warm, because Ray Serve sends requests from then on."""
+    """An ASGI application that completes its startup only once it is warm, because Ray Serve sends requests from
+    then on.
+    """
 
     def __init__(self, app: FastAPI, replicas: ReplicaSiblings) -> None:
         self._app, self._replicas = app, replicas
@@ -93,7 +98,7 @@ async def _send_without_request_id(send: Send, message: Message) -> None:
 
 
 def build(scale: ReplicaScaling) -> serve.Application:
-    """The Serve application, with the settings of the environment in which it is built.
+    """Build the Serve application, with the settings of this environment.
 
     Args:
         scale: Serve's `args`.

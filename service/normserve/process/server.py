@@ -33,7 +33,7 @@ _FAREWELL_S = 0.3
 
 
 class OwnerServer(HttpServer):
-    """The process that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
+    """The server that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
 
     def __init__(
         self,
@@ -126,7 +126,9 @@ class OwnerServer(HttpServer):
         )
 
     def _make_channel(self, channel: socket.socket) -> SupervisorChannel:
-        """A channel for connections that another process accepts; when that process ends, this one ends as well."""
+        """Make a channel for connections that another process accepts; when that process ends, this one ends as
+        well.
+        """
         service = self._services
         return SupervisorChannel(
             channel,

@@ -1,4 +1,4 @@
-"""Runs a server with given settings until it ends."""
+"""A server with given settings, run until it ends."""
 
 import contextlib
 import logging

@@ -121,7 +121,7 @@ class FleetSupervisor:
                 await asyncio.wait_for(self._stop_event.wait(), pause)
 
     def _is_fatal_exit(self, process: ChildProcess, code: int) -> bool:
-        """Whether the whole fleet ends with a process: it could not even start.
+        """Return whether the end of a process ends the fleet, because the process could not even start.
 
         One that has been ready and can start no more, such as one whose device is gone, is tried again as long as
         another one serves.
@@ -168,7 +168,7 @@ class FleetSupervisor:
     def _make_hand_over(
         self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
     ) -> Callable[[socket.socket, AdmittedConnection], Coroutine[None, None, None]]:
-        """The function that takes the connections that these limits admit."""
+        """Make the function that takes the connections that these limits admit."""
 
         async def hand_over(connection: socket.socket, admission: AdmittedConnection) -> None:
             on_end = functools.partial(limits.release_address, admission.address)
@@ -220,7 +220,7 @@ class FleetSupervisor:
 
 
 def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
-    """A position for each device."""
+    """Make a position for each device."""
     # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
     devices = settings.devices.split(",") if settings.devices else [""]
 
@@ -239,7 +239,7 @@ def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
 
 
 def _make_front_ends(settings: Settings) -> list[ChildProcess]:
-    """A position for each process that serves HTTP for those that own a device."""
+    """Make a position for each front end."""
     return [
         ChildProcess(
             f"front end {index}",
@@ -257,7 +257,7 @@ def _make_front_end_arguments(settings: Settings, index: int, restarts: int) -> 
 
 
 def _make_owner_settings(settings: Settings, device: str, count: int) -> Settings:
-    """The settings of one process that owns a device."""
+    """Make the settings of one process that owns a device."""
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
     own: dict[str, Any] = {"uds": None, "devices": ""}
     if device:

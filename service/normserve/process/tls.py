@@ -14,7 +14,7 @@ class TlsFileError(Exception):
 
     Attributes:
         setting: the name of the setting that names the file.
-        detail: what is wrong with it.
+        detail: the reason.
     """
 
     def __init__(self, setting: str, detail: str) -> None:
@@ -42,13 +42,13 @@ class TlsFiles:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """The files of the settings; None if the server uses plain HTTP."""
+        """Return the files of the settings; None if the server uses plain HTTP."""
         if settings.tls_cert is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def load_context(self) -> ssl.SSLContext:
-        """A context for TLS 1.2 or newer, with the current content of the files.
+        """Load a context for TLS 1.2 or newer, with the current content of the files.
 
         Raises:
             TlsFileError: a file cannot be used.
@@ -80,13 +80,16 @@ class TlsFiles:
 
 
 class TlsContext(ssl.SSLContext):
-    """Begins each handshake with the files as last read; earlier handshakes keep the files they began with."""
+    """A context that begins each handshake with the files as last read; earlier handshakes keep their files."""
 
     def __new__(cls, files: TlsFiles) -> Self:
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises: TlsFileError: one of the files cannot be used."""
+        """Read the files.
+
+        Raises: TlsFileError: one of the files cannot be used.
+        """
         self._files = files
         self._current = files.load_context()
 
@@ -99,7 +102,7 @@ class TlsContext(ssl.SSLContext):
         self._current = self._files.load_context()
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        """Called by event loops to begin a handshake."""
+        """Begin a handshake; called by event loops."""
         return self._current.wrap_bio(*arguments, **options)
 
 

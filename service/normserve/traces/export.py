@@ -20,28 +20,30 @@ from normserve.traces.traces import RequestTracer
 
 log = logging.getLogger(__name__)
 
-# Of one batch, with what is tried again; those that end meanwhile wait, up to the processor's 2048.
+# Timeout of the export of one batch, with retries; spans that end during it wait, up to the processor's 2048.
 _EXPORT_S = 5.0
 _PATH = "/v1/traces"
 _SCOPE = "normserve"
 
 OnDropped = Callable[[str, int], None]
-"""Told why spans are dropped, one of `metrics.SPANS_DROPPED`, and how many; each reason by a thread of its own."""
+"""A callback with the reason for dropped spans, one of `metrics.SPANS_DROPPED`, and their number; one thread for
+each reason.
+"""
 
 
 def make_exporting_tracer(
     endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None
 ) -> RequestTracer:
-    """Traces that a collector is sent.
+    """Make a tracer that exports spans to a collector.
 
-    What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
+    The environment variables of the OpenTelemetry SDK also apply: headers of its requests, certificates, the
     service's name and attributes.
 
     Args:
-        endpoint: a URL; without a path, OTLP's own is meant.
+        endpoint: a URL; without a path, OTLP's own is added.
         ratio: share of requests that are traced of those whose parent is not sampled.
-        on_dropped: told of spans that the collector does not get.
-        process: its name, where there are several.
+        on_dropped: called for spans that the collector does not get.
+        process: this process's name in a fleet.
     """
     exporter = _MonitoredExporter(
         OTLPSpanExporter(complete_endpoint(endpoint), timeout=_EXPORT_S), endpoint, on_dropped
@@ -77,7 +79,7 @@ def make_exporting_tracer(
 
 
 def complete_endpoint(endpoint: str) -> str:
-    """Where traces are posted to."""
+    """Add OTLP's path to a collector's URL that has none."""
     has_path = urlsplit(endpoint).path not in ("", "/")
     return endpoint if has_path else endpoint.rstrip("/") + _PATH
 
@@ -91,7 +93,7 @@ def _make_resource(process: str | None) -> Resource:
     }
     if process is not None:
         own["normserve.process"] = process
-    # What the environment says comes last: operators name services there.
+    # The environment has precedence: operators name services there.
     merged = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
     return _HashedResource(merged.attributes, merged.schema_url)
 
@@ -108,7 +110,7 @@ class _HashedResource(Resource):
 
 
 class _DropCountingProcessor(BatchSpanProcessor):
-    """Tells of each span that is dropped because the queue is full, which the SDK only logs."""
+    """A processor that reports each span that is dropped because the queue is full, which the SDK only logs."""
 
     def __init__(self, exporter: "_MonitoredExporter", on_dropped: OnDropped) -> None:
         self._exporter_monitor = exporter
@@ -120,14 +122,14 @@ class _DropCountingProcessor(BatchSpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         self._ended_count += 1
         if self._ended_count - self._dropped_count - self._exporter_monitor.taken_count > self._max_queue_size:
-            # What is added now pushes the oldest span out.
+            # The added span replaces the oldest one.
             self._dropped_count += 1
             self._on_dropped("queue_full", 1)
         super().on_end(span)
 
 
 class _MonitoredExporter(SpanExporter):
-    """Exports by another, counts what that fails to, and logs when it begins to fail and when it works again.
+    """An exporter that wraps another, counts failed exports, and logs when failures begin and end.
 
     Attributes:
         taken_count: spans that it was given so far.

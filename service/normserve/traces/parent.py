@@ -4,14 +4,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# The version, trace id, span id and flags; what later versions append is behind another hyphen.
+# The version, trace id, span id and flags; later versions append fields after another hyphen.
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _SAMPLED = 0x01
 _LONGEST_STATE = 512
 
 
 class ParentSpan(NamedTuple):
-    """The span that a request was sent in.
+    """The client's span to which a request belongs.
 
     Attributes:
         trace_id: 32 hexadecimal digits.
@@ -27,9 +27,9 @@ class ParentSpan(NamedTuple):
 
 
 def make_log_fields(request_id: str, trace_id: str | None, headers: Mapping[bytes, bytes]) -> dict[str, str]:
-    """What names a request in a line of the log: its id and, if there is one, the trace that it belongs to.
+    """Make the log fields that identify a request: its id and, if there is one, its trace.
 
-    Args: trace_id: where it is traced here; else its client may say one.
+    Args: trace_id: if the request is traced here; else that of its headers is used.
     """
     if trace_id is None and (parent := parse_parent(headers)) is not None:
         trace_id = parent.trace_id
@@ -37,7 +37,7 @@ def make_log_fields(request_id: str, trace_id: str | None, headers: Mapping[byte
 
 
 def parse_parent(headers: Mapping[bytes, bytes]) -> ParentSpan | None:
-    """What a request's headers, by their lower-case names, say of its parent; None where that is nothing valid."""
+    """Parse the parent span from a request's headers, by their lower-case names; None if there is no valid one."""
     given = headers.get(b"traceparent")
     found = None if given is None else _TRACEPARENT.fullmatch(given.strip())
     if found is None:

@@ -10,7 +10,7 @@ SHORTEST_S = 20e-6
 
 
 class StageInterval(NamedTuple):
-    """One stage; `began_at` and `ended_at` by `time.perf_counter`."""
+    """One stage, with begin and end by `time.perf_counter`."""
 
     name: str
     began_at: float
@@ -18,11 +18,11 @@ class StageInterval(NamedTuple):
 
 
 def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageInterval]:
-    """Those that a request went through until `ended`, in their order.
+    """Compute the stages of a request until `ended`, in their order.
 
-    Of a launch that several requests share, each has the whole.  Of a request that succeeded, stages shorter than
-    `SHORTEST_S` are left out, except for `kernel`.  An operation that was refused or given up has all of them, and
-    the stage that it was in then.
+    Requests that share a launch each have its full duration.  Stages of a successful request that are shorter than
+    `SHORTEST_S` are left out, except for `kernel`.  A refused or aborted operation has all its stages, with the one
+    that it was in at its end.
     """
     queue = record.stage_seconds.get("queue", 0.0)
     stages = [
@@ -41,7 +41,7 @@ def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageIn
 
 
 def _place_consecutively(record: RequestRecord, began: float, *names: str) -> Iterator[StageInterval]:
-    """Stages that follow one another from `began` on, without those that there were not."""
+    """Yield consecutive intervals from `began` on, for those of the stages that the request has."""
     for name in names:
         seconds = record.stage_seconds.get(name)
         if seconds is not None:

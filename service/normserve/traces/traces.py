@@ -37,42 +37,46 @@ _LAUNCH_OPEN_S = 1.0
 _NOT_TRACED, _CHOSEN = object(), object()
 
 MakeStage = Callable[[SpanContext, str, int, int], None]
-"""Makes a span that is over: its parent, its name, and its begin and end in nanoseconds since 1970."""
+"""A function that makes an ended span from its parent, its name, and its begin and end in nanoseconds
+since 1970.
+"""
 
 
 class _RequestSpan(NamedTuple):
-    """The span of a request that is traced, and when it began by the clock: nanoseconds since 1970."""
+    """The span of a traced request, and its begin in nanoseconds since 1970."""
 
     span: Span
     began_ns: int
 
 
 class RequestTracer:
-    """Decides which requests are traced, and makes their spans."""
+    """The sampling of requests, and the creation of their spans."""
 
     def __init__(
         self, tracer: Tracer, make_stage: MakeStage, ratio: float, shut_down: Callable[[float], None]
     ) -> None:
         """Args:
-        make_stage: makes the spans of stages; at eight of them for each request, a tracer takes too long for it.
+        make_stage: makes the spans of stages, in less time than the tracer: a request has eight of them.
         ratio: share of requests that are traced of those whose parent is not sampled.
-        shut_down: has the spans that have ended exported, within so many seconds, and no more after them.
+        shut_down: exports the spans that have ended, within the given seconds; later ones are not exported.
         """
         self._tracer = tracer
         self._make_stage = make_stage
         self._ratio = ratio
         self._shut_down = shut_down
-        # Spans by what names their launches, each with its end.
+        # Spans by the key of their launch, each with its end.
         self._launch_spans: dict[tuple[float, int], tuple[Span, int]] = {}
 
     def sample_early(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a request is not traced, as far as that is known without its parent: quick, for most are not."""
+        """Return whether a request is certainly not traced, without parsing its parent: quick, as most are not
+        traced.
+        """
         if record.span is None and b"traceparent" not in headers:
             record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN
         return record.span is _NOT_TRACED
 
     def begin_span(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
-        """Begin the span of a request that is to be traced, unless that was decided before.
+        """Begin a request's span if it is sampled; do nothing if that was decided before.
 
         Args: headers: the request's, by their lower-case names.
         """
@@ -83,7 +87,7 @@ class RequestTracer:
         if not is_chosen and random.random() >= self._ratio:
             record.span = _NOT_TRACED
             return
-        # Of the clock only this is read: however it is set meanwhile, no stage begins before its request.
+        # The clock is read only here: even if it is set later, no stage begins before its request.
         began_ns = time.time_ns() - _to_nanoseconds(time.perf_counter() - record.began_at)
         context = Context() if parent is None else _make_context(parent)
         span = self._tracer.start_span("request", context, SpanKind.SERVER, start_time=began_ns)
@@ -99,9 +103,9 @@ class RequestTracer:
     def end_span(
         self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
     ) -> None:
-        """A request is over: end its span, if it is traced.
+        """End the span of a request that has ended, if it is traced.
 
-        Args: describe: what its transport calls it and says of it.
+        Args: describe: returns the span's name and the transport's attributes.
         """
         self.begin_span(record, headers)
         traced = record.span
@@ -126,7 +130,7 @@ class RequestTracer:
         span.end(at(ended))
 
     async def close(self, within_s: float) -> None:
-        """Have everything exported, in so many seconds at most; of requests that end afterwards nothing is."""
+        """Export all ended spans within `within_s` seconds; those of later requests are not exported."""
         for key in tuple(self._launch_spans):
             self._end_launch_span(key)
         await asyncio.to_thread(self._shut_down, within_s)
@@ -137,7 +141,7 @@ class RequestTracer:
             launch.add_link(request.get_span_context())
 
     def _get_launch_span(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
-        """The span of the launch that a request shared, which is the root of a trace of its own."""
+        """Return the span of the launch that a request shared, which is the root of its own trace."""
         key = (record.launched_at, record.launch_bytes)
         if key not in self._launch_spans:
             seconds = sum([record.stage_seconds[stage] for stage in ("copy_in", "kernel", "copy_out")])
@@ -162,7 +166,7 @@ class RequestTracer:
 
 
 def _make_attributes(record: RequestRecord) -> Attributes:
-    """What the server says of a request; nothing that a client chose but by its API key."""
+    """Make a request's attributes, of which the client chooses none except its API key."""
     attributes: Attributes = {
         "normserve.op": record.op,
         "normserve.pass": record.direction,

@@ -46,7 +46,7 @@ _SCRATCH_BYTES = 512 * 1024
 
 
 class CpuBackend:
-    """Runs batches on the CPU, in the memory that the requests came in."""
+    """The CPU backend, which computes batches in the memory into which requests were received."""
 
     name = "torch"
     launch_depth = ONE_AT_A_TIME
@@ -56,12 +56,12 @@ class CpuBackend:
     def __init__(
         self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
     ) -> None:
-        """Make it.
+        """Store the settings.
 
         Args:
             threads: of each operation; 0 leaves one core to the event loop.
             slabs: where large results are written.
-            warm_sizes: lengths of rows that `start` runs everything on.
+            warm_sizes: lengths of rows with which `start` runs every operation.
         """
         self._warm_sizes = warm_sizes
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
@@ -118,10 +118,10 @@ class CpuBackend:
         return False
 
     def compile_kernels(self, job: NormJob) -> None:
-        """There is nothing to compile."""
+        """Do nothing: the CPU's kernels need no compilation."""
 
     def register_host_memory(self, memory: memoryview) -> object:
-        """Kernels work in it as it is."""
+        """Do nothing: kernels work in any host memory."""
         return None
 
     def is_better_unbatched(self, job: NormJob) -> bool:
@@ -146,12 +146,14 @@ class CpuBackend:
         try:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         except OSError:
-            # Linux alone tells.
+            # Only Linux has this file.
             return {}
         return {"resident": pages * resource.getpagesize()}
 
     def _choose_result_memory(self, batch: Batch) -> dict[str, Any]:
-        """Where rows go, if they are many: over what came, which is cached, to their place, or into a slab."""
+        """Choose where large y are written: over the input, which is cached, into the job's result buffer, or into
+        a slab.
+        """
         spec = batch.jobs[0].spec
         if spec.op is Op.GROUP_NORM or spec.direction is PassDirection.BACKWARD:
             return {}
@@ -168,7 +170,7 @@ class CpuBackend:
         return self._take_slab_tensor(tensor.shape, tensor.dtype)
 
     def _take_slab_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in a slab, which returns to the pool when the result has been sent."""
+        """Borrow a slab for a tensor; it returns to the pool when the result has been sent."""
         nbytes = prod(shape) * dtype.itemsize
         return torch.frombuffer(self._slabs.borrow(nbytes)[:nbytes], dtype=dtype).view(shape)
 
@@ -180,7 +182,8 @@ class CpuBackend:
             return rows[0]
         if sum([part.nbytes for part in rows]) <= _SCRATCH_BYTES:
             return torch.cat(rows)
-        # New memory of some MiB for each batch comes and goes, and the process's size with it.
+        # Without a slab, some MiB would be allocated and freed for each batch, and the process's size would vary
+        # with it.
         shape = (sum([len(part) for part in rows]), *rows[0].shape[1:])
         return torch.cat(rows, out=self._take_slab_tensor(shape, rows[0].dtype))
 
@@ -190,7 +193,7 @@ def _reuse_input(tensor: Tensor) -> Tensor:
 
 
 def _measure_copy_bandwidth() -> float:
-    """Bytes a second, read plus written: the best of a few copies of a tensor that no cache holds."""
+    """Measure bytes per second, read plus written: the best of a few copies of a tensor that fits no cache."""
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device="cpu")
     target = torch.zeros_like(source)
     fastest = float("inf")
@@ -202,7 +205,7 @@ def _measure_copy_bandwidth() -> float:
 
 
 def _read_processor_name() -> str:
-    """The processor's name, for people."""
+    """Read the processor's name, for display."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

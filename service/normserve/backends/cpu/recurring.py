@@ -20,7 +20,9 @@ from normserve.memory.host_tensors import HostTensor
 
 
 def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
-    """What is known of such jobs; None of those that come alone, are empty, or have no places for their results."""
+    """Return the prepared form of a recurring job; None if the job does not recur, is empty, or has no result
+    buffers.
+    """
     recurrence = job.replay_slot
     if recurrence is None:
         return None
@@ -31,10 +33,10 @@ def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
 
 
 class PreparedCpuJob:
-    """Computes a job from where its tensors lie into the places of its results."""
+    """A recurring job with prepared tensors, computed from its input memory into its result buffers."""
 
     def __init__(self, job: NormJob, places: Mapping[str, memoryview]) -> None:
-        """Args: places: of the job."""
+        """Args: places: the job's result buffers."""
         spec = job.spec
         tensors = {
             name: move_channels_first(spec, name, view_as_torch(tensor, compute_launch_shape(job, name, job.rows)))
@@ -53,12 +55,12 @@ class PreparedCpuJob:
             for name, (_, shape) in infer_batch_result_specs(job, job.rows).items()
         }
         y = self._result_tensors.get("y")
-        # Large rows are written there as they are computed; that may be over x.
+        # Large rows are written there as they are computed; that memory may be x's.
         of_library = {} if y is None or spec.op is Op.GROUP_NORM else {"memory_like": lambda _: y}
         self._call = bind_operation(batch_invariant, spec, tensors, of_library)
 
     def run(self) -> BatchResult:
-        """Compute it, of what its tensors hold now."""
+        """Compute the job from the current content of its tensors."""
         began = time.perf_counter()
         outputs = self._call()
         computed = time.perf_counter()
@@ -77,5 +79,5 @@ class PreparedCpuJob:
 
 
 def _trim_to_nbytes(tensor: HostTensor) -> HostTensor:
-    """The same in no more than its own bytes."""
+    """Limit a tensor's memory to the bytes of its elements."""
     return HostTensor(tensor.dtype, tensor.shape, tensor.data[: tensor.nbytes])

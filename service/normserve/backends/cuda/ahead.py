@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _NOTES = "fusednorm-warm"
 # Attributes of a device as the driver numbers them.
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-# Each kernel takes seconds at most, and there are some forty for a length.
+# Each kernel takes seconds at most, and a length has some forty kernels.
 _PATIENCE_S = 300.0
 # Takes Triton's hash while it imports torch.
 _COMPILER = """
@@ -37,14 +37,14 @@ sys.exit(main(sys.argv[1:], hashing))
 
 
 class CompileTarget(NamedTuple):
-    """What plans ask of a device."""
+    """The properties of a device on which plans depend."""
 
     arch: int
     multiprocessors: int
 
 
 class BackgroundCompiler:
-    """Processes that compile what `lengths` of rows need, if that is not in Triton's cache."""
+    """Processes that compile the kernels for rows of `lengths`, if these are not in Triton's cache."""
 
     def __init__(self, lengths: Collection[int]) -> None:
         self._lengths = lengths
@@ -52,7 +52,9 @@ class BackgroundCompiler:
         self._preparing: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start them if there is a device that a length was never compiled ahead for; beside what follows this."""
+        """Start the processes in the background, if there is a device for which some length was not compiled
+        before.
+        """
         # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
         if load_cuda_driver() is None or find_spec("triton") is None:
             return
@@ -60,14 +62,14 @@ class BackgroundCompiler:
         self._preparing = threading.Thread(target=self._prepare, args=(imported,), daemon=True)
         self._preparing.start()
         try:
-            # Here and not there: this thread imports torch next, and two that import may wait for one another.
+            # Imported by this thread, which imports torch next: two threads that import may wait for one another.
             import triton.backends.nvidia.driver
             import triton.runtime.cache  # noqa: F401
         finally:
             imported.set()
 
     def _prepare(self, imported: threading.Event) -> None:
-        """What the start needs that holds Python's lock for no time: the driver, files, other processes."""
+        """Do the part of the start that hardly holds Python's lock: the driver, files, other processes."""
         model = read_compile_target()
         if model is None:
             return
@@ -87,7 +89,7 @@ class BackgroundCompiler:
             CudaUtils()
 
     def wait(self, model: CompileTarget) -> None:
-        """Wait until all is compiled; what could not be is left to be compiled at its first use."""
+        """Wait until all kernels are compiled; those that cannot be are compiled at their first use."""
         from fusednorm.warm.stamps import is_compiled
         from triton import knobs
 
@@ -112,7 +114,7 @@ class BackgroundCompiler:
         log.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
 
     def stop(self) -> None:
-        """End them: what they compile is not needed."""
+        """Kill the processes: their kernels are not needed."""
         self._join_preparation()
         if self._compiler is not None and self._compiler.poll() is None:
             # With all that it has started: they are a session.
@@ -137,7 +139,7 @@ class BackgroundCompiler:
 
 
 def make_compiler_command(model: CompileTarget, lengths: Collection[int]) -> Sequence[str]:
-    """What compiles ahead for a device."""
+    """Make the command that compiles ahead for a device."""
     return (
         *(sys.executable, "-c", _COMPILER, "--only-warm-up"),
         *("--arch", str(model.arch), "--multiprocessors", str(model.multiprocessors)),
@@ -146,7 +148,7 @@ def make_compiler_command(model: CompileTarget, lengths: Collection[int]) -> Seq
 
 
 def load_cuda_driver() -> ctypes.CDLL | None:
-    """The driver's library, not initialised; None where there is none."""
+    """Load the driver's library without initialising it; None if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -154,7 +156,7 @@ def load_cuda_driver() -> ctypes.CDLL | None:
 
 
 def read_compile_target() -> CompileTarget | None:
-    """The first CUDA device as the driver tells of it, without a context; None where there is none."""
+    """Read the first CUDA device's properties from the driver, without a context; None if there is no device."""
     cuda = load_cuda_driver()
     device = ctypes.c_int()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
@@ -169,7 +171,7 @@ def read_compile_target() -> CompileTarget | None:
 
 
 def _find_triton_cache() -> Path:
-    """Triton's, as Triton finds it, which takes a moment to load."""
+    """Find Triton's cache folder as Triton does, without importing Triton, which takes a moment."""
     environment = os.environ  # noqa: TID251
     if folder := environment.get("TRITON_CACHE_DIR"):
         return Path(folder)
@@ -177,7 +179,7 @@ def _find_triton_cache() -> Path:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be made there, be it that the folder must be made first."""
+    """Return whether files can be created in a folder, which may itself have to be created."""
     while not folder.exists():
         folder = folder.parent
     return os.access(folder, os.W_OK)

@@ -72,21 +72,21 @@ log = logging.getLogger(__name__)
 
 _DEVICE = "cuda"
 
-# A very long row that comes alone is taken in another way than several.
+# One very long row is computed by other kernels than several rows.
 _FEW_ROWS = (1, 2)
 
-# Launches that are known to have run.
+# Limit of the remembered launches.
 _MOST_KNOWN = 4096
 
 
 class TritonBackend:
-    """Brings batches to the device from pinned slabs, runs them, and brings the results back into such."""
+    """The CUDA backend, which copies batches from pinned slabs to the device, and results back to pinned slabs."""
 
     name = "triton"
-    # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
-    # and would not again if there were always another under way.
+    # Large batches: one in each direction of the bus, and one that is computed.  Small batches: one, as most run
+    # inline, which is possible only while no other is in flight.
     launch_depth = LaunchDepth(4, {QueueLane.SMALL: 1, QueueLane.LARGE: 3})
-    # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
+    # Such a batch takes less time on the device, and on the bus in each direction, than a handover between threads.
     max_inline_bytes = 1024 * 1024
 
     def __init__(
@@ -95,12 +95,12 @@ class TritonBackend:
         warm_sizes: Collection[int] = (1024,),
         ahead: BackgroundCompiler | None = None,
     ) -> None:
-        """Make it.
+        """Store the settings.
 
         Args:
-            slabs: what bodies are received into; pinned from `start` on.
+            slabs: into which bodies are received; pinned from `start` on.
             warm_sizes: lengths of rows whose kernels `start` compiles.
-            ahead: what compiles them beside, if anything does.
+            ahead: compiles these kernels in the background; None if nothing does.
         """
         self._warm_sizes = warm_sizes
         self._background_compiler = ahead
@@ -111,14 +111,14 @@ class TritonBackend:
         self._chunk_workspaces: Iterator[ChunkExecutionContext] = iter(())
         self._replayer_class: Callable[..., LaunchReplayer] | None = None
         self._buffer_allocator = BatchBufferAllocator(self._slabs)
-        # What launches have run, each with the bytes of the slab that its results take.
+        # The classes of launches that have run, each with the bytes of its results in the slab.
         self._known_launches: dict[Hashable, int] = {}
 
     def start(self) -> DeviceDescription:
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)
         segments = self._slabs.source.allocate_segment
-        # torch pins powers of two, whatever it is asked for.
+        # torch pins powers of two, whatever the requested size.
         allocate, steps = (allocate_pinned, 1) if segments is None else (make_pinned_allocator(segments), 4)
         self._slabs.source = SlabAllocator(
             allocate, sizes_per_doubling=steps, is_slow=True, allocate_segment=segments
@@ -158,7 +158,7 @@ class TritonBackend:
         )
 
     def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
-        # A layer says which rows will come; their dtype is most likely its own.
+        # A layer defines the length of later rows; their dtype is most likely its own.
         has_heads = len(weight.shape) > 1
         if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)) and not has_heads:
             warm_up = functools.partial(
@@ -185,7 +185,7 @@ class TritonBackend:
     def run(self, batch: Batch) -> PendingCudaLaunch:
         """Launch a batch.
 
-        It is computed where it lies, in its client's memory or packed in a slab, or copied, whole or in chunks.
+        It is computed in its client's memory, in place in a packed slab, or on copies, all at once or in chunks.
         """
         job, is_alone = batch.jobs[0], len(batch.jobs) == 1
         if is_alone and (prepared := self._get_client_memory_launch(job)) is not None:
@@ -211,7 +211,9 @@ class TritonBackend:
         return pending
 
     def _get_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
-        """The launch of a job in its client's memory; prepared once for those that follow."""
+        """Return the launch of a job in its client's memory, prepared once for all jobs of a replay slot; None for
+        other jobs.
+        """
         recurrence = job.replay_slot
         if recurrence is None:
             return self._prepare_client_memory_launch(job) if job.is_on_device else None
@@ -244,7 +246,7 @@ class TritonBackend:
         return pipeline.start_launches(make_launches, places)
 
     def _record_launch(self, places: BatchBuffers) -> None:
-        """A launch has run: nothing is compiled or loaded for its like."""
+        """Record that a launch has run: launches of its class need no compilation or loading any more."""
         key = _compute_launch_class(places.batch)
         if key not in self._known_launches and not places.layout.is_empty:
             if len(self._known_launches) >= _MOST_KNOWN:
@@ -310,7 +312,7 @@ class TritonBackend:
 
 
 def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
-    """A device whose memory clients may have; None where that cannot be."""
+    """Return a device whose memory can be shared with clients; None, with a warning, if there is none."""
     try:
         return ShareableDevice(ordinal)
     except DeviceMemoryError as error:
@@ -319,7 +321,7 @@ def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
 
 
 def _compute_launch_class(batch: Batch) -> Hashable:
-    """Launches that are equal in this run the same kernels in the same way."""
+    """Compute a key: launches with equal keys run the same kernels in the same way."""
     return batch.jobs[0].compute_kernel_class(), sum([job.rows for job in batch.jobs])
 
 
@@ -328,7 +330,7 @@ def _make_device_tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tenso
 
 
 def _call_on_meta_tensors(job: NormJob) -> None:
-    """Call what jobs of this one's class run, on tensors that have only shapes."""
+    """Call the operation of the job's class on tensors that have only shapes."""
 
     def make_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -31,11 +31,11 @@ from normserve.memory.host_tensors import HostTensor
 _ALIGNMENT = 16
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of tensors: to where, and from where."""
+"""Pairs of tensors: target and source."""
 
 
 class ChunkLimits(NamedTuple):
-    """The fewest bytes of a chunk, and how many chunks there may be.
+    """The fewest bytes of a chunk, and the largest number of chunks.
 
     Of n chunks the first copy in and the last copy out overlap with nothing.
     """
@@ -55,7 +55,7 @@ class CopiedLaunch:
     """One launch and its copies, each put on the thread's current stream."""
 
     def __init__(self, arriving: Copies, compute: Callable[[], Copies]) -> None:
-        """Args: compute: makes the launch; what it returns brings the results to their places."""
+        """Args: compute: makes the launch; returns the copies that move the results to the host."""
         self._input_copies = arriving
         self._compute = compute
         self._result_copies: Copies = ()
@@ -76,7 +76,7 @@ def _enqueue_copies(pairs: Copies) -> None:
 
 
 def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
-    """A batch in one piece.
+    """Make the launch of a batch that is not divided into chunks.
 
     Args:
         library: has the functions of `fusednorm`.
@@ -106,8 +106,8 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
         if layer is not None:
             inputs |= collect_parameters(layer.backend_parameters)
         if layout.is_empty or len(layout.result_specs) == 1:
-            # In memory that the library takes: what has places for its results is called in twice the host's time
-            # (18 and 9 µs, adr/0020).
+            # In memory that the library allocates: a call with output tensors takes twice the host's time (18 and 9
+            # µs, adr/0020).
             outputs = run_operation(library, spec, inputs)
             there = {name: restore_payload_order(spec, name, tensor) for name, tensor in outputs.items()}
         else:
@@ -128,11 +128,12 @@ def make_chunk_launches(
     library: ModuleType,
     allocate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
 ) -> Sequence[CopiedLaunch]:
-    """A job in chunks of rows, of which the first brings the parameters; none without memory of the device.
+    """Make the launches of a job in chunks of rows; the first also copies the parameters.  Empty without memory of
+    the device.
 
     Args:
         chunks: the rows of each.
-        results: where they go.
+        results: the host tensors to which results are copied.
         allocate: makes tensors on the device, like those of the host.
     """
     came = {
@@ -150,7 +151,7 @@ def make_chunk_launches(
     counts = [len(chunk) // unit for chunk in chunks]
 
     def split_rows(whole: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Views of the tensors' rows, for each chunk."""
+        """View the tensors' rows of each chunk."""
         pieces = [whole[name].split(counts) for name in names]
         return (dict(zip(names, each, strict=True)) for each in zip(*pieces, strict=True))
 
@@ -179,7 +180,7 @@ def _compute_chunk(
 
 
 def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
-    """The rows, or samples, of each chunk; none of a job that is not divided.
+    """Divide a job's rows, or samples, into chunks; empty for a job that is not divided.
 
     A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
     """
@@ -197,7 +198,7 @@ def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
 
 
 def _count_aligned_rows(job: NormJob) -> int:
-    """Of how many rows, or samples, every tensor has whole multiples of the alignment that kernels want."""
+    """Count the rows, or samples, in which every tensor has a multiple of the alignment that kernels want."""
     heads = max(1, job.heads)
     count = job.rows // heads
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items() if not is_parameter(name)}

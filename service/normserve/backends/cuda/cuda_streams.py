@@ -6,9 +6,10 @@ import torch
 
 
 class CudaStreams:
-    """Streams of the current device; urgent ones go first where the device has the choice.
+    """A factory of streams on the current device, which prefers urgent ones where it has the choice.
 
-    Who waits for something urgent watches for it, who waits for a large copy sleeps and leaves the core to others.
+    A host thread busy-waits for events of urgent streams; for those of others it sleeps, which leaves the core to
+    other threads.
     """
 
     def __init__(self, *, urgent: bool) -> None:
@@ -29,7 +30,7 @@ class CudaStreams:
 
 
 class _CurrentStream:
-    """Makes a stream the thread's current one, which it stays: small batches come again and again on the same."""
+    """A context that makes a stream the thread's current one, and leaves it current for the next small batch."""
 
     _of_thread = threading.local()
 
@@ -42,4 +43,4 @@ class _CurrentStream:
             self._of_thread.stream = self._stream
 
     def __exit__(self, *exception: object) -> None:
-        """The next batch says which stream it wants."""
+        """Do nothing: the next batch sets its own stream."""

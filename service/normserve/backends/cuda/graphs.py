@@ -8,10 +8,9 @@ import torch
 
 
 class CudaGraphCapturer:
-    """Captures on the thread's current stream, which has none of its own under way and is not the default one.
+    """A capturer on the thread's current stream, which must not be the default stream or already be capturing.
 
-    All graphs share one pool for the memory that they use meanwhile: they are to be replayed one after another, on
-    one stream.
+    All graphs share one pool for temporary memory: they must be replayed one after another, on one stream.
     """
 
     def __init__(self) -> None:
@@ -20,20 +19,20 @@ class CudaGraphCapturer:
         self._failed_graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """What the call launches, recorded and not run; in the graph are addresses, and no tensor is held.
+        """Record the call's launches without running them; the graph has addresses and keeps no tensor alive.
 
         Raises:
             Exception: of the call, or of CUDA; the stream takes work as before.
         """
         if self._failed_graph is not None:
             raise RuntimeError("an earlier capture could not be ended")
-        # Held meanwhile: a pool lives as long as a graph of it, and then its handle is no good.
+        # Kept alive during the capture: a pool lives as long as one of its graphs, and then its handle is invalid.
         other = next(iter(self._alive), None)
         pool = torch.cuda.graph_pool_handle() if other is None else other.pool()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Not by `torch.cuda.graph`, which waits for the device and empties torch's cache first.  What other
-            # threads do with the device meanwhile is no part of it and does no harm.
+            # Not by `torch.cuda.graph`, which waits for the device and empties torch's cache first.  The work of
+            # other threads on the device is not captured and does no harm.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 call()
@@ -53,7 +52,7 @@ class CudaGraphCapturer:
 
 
 def _has_ended_capture(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether its capture is over for torch's allocator: only then it tells its pool."""
+    """Return whether torch's allocator has ended a graph's capture: only then has the graph a pool."""
     try:
         graph.pool()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Batches that have been put on streams and are not over yet, and how long their stages take."""
+"""Batches that have been put on streams and have not ended, and the durations of their stages."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from normserve.memory.host_tensors import HostTensor
 
 
 class StreamEvent(Protocol):
-    """A moment on a stream, as of CUDA.
+    """An event on a stream, as CUDA defines it.
 
     Attributes:
-        cuda_event: the driver's handle, once it has been recorded.
+        cuda_event: the driver's handle, once the event has been recorded.
     """
 
     @property
@@ -26,7 +26,7 @@ class StreamEvent(Protocol):
 
 
 class StageEvents(NamedTuple):
-    """The moments of one part of a batch that is copied.
+    """The events of one part of a batch that is copied.
 
     Attributes:
         arrived: the end of its copy-in.
@@ -40,7 +40,7 @@ class StageEvents(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """How long each stage took on the device, without its wait for the one before."""
+    """The duration of each stage on the device, without its wait for the stage before."""
 
     copy_in: float
     compute: float
@@ -48,7 +48,7 @@ class StageSeconds(NamedTuple):
 
 
 class PendingCudaLaunch(PendingLaunch):
-    """A batch on the device, which is over once its last event is."""
+    """A batch on the device, which has ended once its last event has."""
 
     __slots__ = (
         "_begin_event",
@@ -76,13 +76,13 @@ class PendingCudaLaunch(PendingLaunch):
         events: Sequence[StreamEvent],
         spare: list[StreamEvent],
     ) -> None:
-        """Make it.
+        """Store the events.
 
         Args:
-            parts: of what is copied, in their order; empty where nothing is.
+            parts: of the copied parts, in their order; empty if nothing is copied.
             leaving: the beginning of the last copy-out; None where that is the end of the last computation.
-            held: what the stages work on; its memory is read and written until `wait` returns.
-            events: those of them that `spare` takes once they are over.
+            held: the memory that the stages read and write until `wait` returns.
+            events: those of them that are added to `spare` after the end.
         """
         self._begin_event, self._stage_events, self._copy_out_event, self._end_event = began, parts, leaving, ended
         self._retained, self._events, self._spare_events = held, events, spare
@@ -96,9 +96,9 @@ class PendingCudaLaunch(PendingLaunch):
         packed_s: float = 0.0,
         are_placed: bool,
     ) -> None:
-        """Say what it computes, in the words of `BatchResult`; while the device computes it.
+        """Set the fields of the `BatchResult`, while the device computes them.
 
-        Args: packed_s: that its tensors took to be gathered.
+        Args: packed_s: the time that it took to pack its tensors.
         """
         self._results, self._kernel_bytes = outputs, kernel_bytes
         self._packed_s, self._has_filled_buffers = packed_s, are_placed
@@ -108,7 +108,7 @@ class PendingCudaLaunch(PendingLaunch):
         return self._is_complete
 
     def wait(self) -> BatchResult:
-        """Block until it is over, and release what it worked on."""
+        """Block until the batch has ended, and release its memory."""
         if not self._is_complete:
             self._end_event.synchronize()
         self._retained = None
@@ -123,9 +123,9 @@ class PendingCudaLaunch(PendingLaunch):
         )
 
     def measure_stages(self) -> StageSeconds:
-        """Divide the time on the device among the stages, and give the events back; called once, when it is over.
+        """Divide the time on the device among the stages, and recycle the events; called once, after the end.
 
-        The times of several parts overlap, and their sum is the whole: copy-in is the time in which the next part
+        The times of several parts overlap, and their sum is the total: copy-in is the time in which the next part
         is awaited and none is computed; copy-out is the time after the last part is computed.
         """
         began = self._begin_event
@@ -146,7 +146,7 @@ class PendingCudaLaunch(PendingLaunch):
 
 
 def _poll_event(event: StreamEvent, seconds: float) -> bool:
-    """Watch for an event, for so long at most; whether it is over."""
+    """Poll an event for at most `seconds`; return whether it has ended."""
     if event.query():
         return True
     give_up = time.perf_counter() + seconds

@@ -16,16 +16,19 @@ from normserve.backends.tensors import move_channels_first
 from normserve.memory.slabs import get_slab_memory
 
 MOST_BYTES = 1024 * 1024
-"""Of all tensors that come and go, each way over the bus at once; more is as quick under copies."""
+"""Limit of the bytes of all inputs and results, which cross the bus in both directions at once; copies are as
+quick for more.
+"""
 
-# Of those that a slab keeps: the few that come all the time.
+# Limit of the calls that a slab keeps, for frequent layouts.
 _MOST_CALLS = 64
 
 Call = Callable[..., Forward | Backward]
 
 
 def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
-    """The launch of a packed batch on its slab; None if it is better copied: large, or of no rows.
+    """Return the launch of a packed batch on its slab; None if the batch is large or has no rows, so that copies
+    are better.
 
     It takes a registered layer's parameters by name.
     """

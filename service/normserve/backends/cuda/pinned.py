@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class PinnedArray(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Memory of the host, and what the device sees of it.
+    """An array in pinned host memory, with the device's view of the same bytes.
 
     Attributes:
-        device_tensor: the same bytes as a tensor of the device, for as long as the memory is there.
+        device_tensor: the same bytes as a tensor of the device, for as long as the memory exists.
         calls: launches on parts of that tensor, kept for repeated launches; they are freed with the memory.
-        registration: what has the driver know it, of memory that the driver did not make.
+        registration: registers the memory with the driver, if the driver did not allocate it.
     """
 
     device_tensor: Tensor
@@ -33,12 +33,12 @@ class PinnedArray(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     registration: "HostMemoryRegistration | None" = None
 
     def view_tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor of the device from byte `start` on."""
+        """View bytes from `start` on as a contiguous tensor of the device."""
         return self.device_tensor[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def allocate_pinned(nbytes: int) -> Bytes:
-    """New memory for a slab, seen by the current device.
+    """Allocate memory for a slab, mapped by the current device.
 
     Raises:
         MemoryError: the host has no more to pin.
@@ -54,7 +54,7 @@ def allocate_pinned(nbytes: int) -> Bytes:
 
 
 def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[int], Bytes]:
-    """What makes memory for a slab that other processes map as well, seen by the current device.
+    """Make a function that allocates memory for a slab that other processes also map, and the current device.
 
     Args: segment: makes the memory that is shared.
     """
@@ -75,9 +75,9 @@ def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[in
 
 
 def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
-    """Memory of the host that the driver knows, so that copies of it are asynchronous and as quick as the bus.
+    """Register host memory with the driver, so that its copies are asynchronous and as quick as the bus.
 
-    None where the driver refuses: copies of it are made by way of the driver's own memory.
+    None where the driver refuses: copies then go through the driver's own memory.
     """
     try:
         return HostMemoryRegistration(memory)
@@ -87,9 +87,11 @@ def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
 
 
 class HostMemoryRegistration:
-    """Known to the driver for as long as this lives, which must be no longer than the memory is mapped."""
+    """A registration of host memory with the driver, which lasts as long as this object; the memory must be mapped
+    for longer.
+    """
 
-    #: Of all that there are, the bytes from each address on.
+    #: The length in bytes of each registration, by its address.
     known: ClassVar[dict[int, int]] = {}
     _address: int | None = None
 
@@ -107,27 +109,27 @@ class HostMemoryRegistration:
 
 
 def is_registered(memory: memoryview) -> bool:
-    """Whether kernels can read and write this memory of the host: it is within a `HostMemoryRegistration`."""
+    """Return whether kernels can read and write this host memory: it must be within a `HostMemoryRegistration`."""
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    # Of a copy: memory comes and goes on any thread.
+    # A copy: other threads register and unregister memory.
     known = tuple(HostMemoryRegistration.known.items())
     return any(start <= begin and begin + len(memory) <= start + nbytes for start, nbytes in known)
 
 
 def view_on_device(memory: memoryview) -> Tensor:
-    """Registered memory as bytes of the device; the tensor keeps the memory mapped."""
+    """View registered memory as bytes of the device; the tensor keeps the memory mapped."""
     return torch.as_tensor(_CudaArrayView(torch.frombuffer(memory, dtype=torch.uint8)), device="cuda")
 
 
 def attach_device_view(host: Tensor, on_device: Tensor) -> PinnedArray:
-    """A tensor's memory, flat, that is `on_device` to the device."""
+    """Make a flat array of a host tensor's memory, with `on_device` as its view on the device."""
     memory = host.numpy().view(PinnedArray)
     memory.device_tensor, memory.calls = on_device, {}
     return memory
 
 
 class _CudaArrayView:
-    """Says to torch, as libraries on CUDA tell one another, where an array lies."""
+    """An array's address and size in the CUDA array interface, from which torch makes a device tensor."""
 
     def __init__(self, pinned: Tensor) -> None:
         self._memory = pinned

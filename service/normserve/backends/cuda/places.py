@@ -1,4 +1,4 @@
-"""Where the tensors and results of a batch lie in the host's memory, settled before its launch."""
+"""The host memory of a batch's tensors and results, determined before its launch."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,9 @@ from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
-# Jobs are packed up to here: copies of their tensors would take longer to start than to run, and a body that came
-# with its header does not lie in a slab.  What is longer the host would copy more slowly than the bus.
+# Jobs of up to this size are packed: copies of their tensors would take longer to start than to run, and a body
+# that was received together with its header is in no slab.  The host would copy larger jobs more slowly than the
+# bus.
 _PACKED_BYTES = 256 * 1024
 # Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
 _ALIGNMENT = 128
@@ -32,12 +33,12 @@ _MOST_LAYOUTS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchLayout:
-    """A launch's tensors and results, and where each begins in a slab that has all of them, results last.
+    """A launch's tensors and results, and their offsets in a slab that has all of them, results last.
 
     Attributes:
         input_bytes: of the tensors.
         is_empty: x has no elements.
-        kernel_bytes: for a job of so many rows, the fewest bytes of its share.
+        kernel_bytes: by a job's number of rows, the fewest bytes that its share must move.
     """
 
     spec: NormSpec
@@ -56,12 +57,12 @@ class LaunchLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuffers:
-    """Where a batch's tensors lie, and the memory that its results are to be in.
+    """The memory of a batch's tensors and of its results.
 
     Attributes:
-        slab: has the results, behind the tensors if these are packed; None where the results go to a lone job's
-            own places.
-        is_packed: the tensors are gathered in the slab; else they lie where each job has them.
+        slab: has the results, behind the tensors if these are packed; None if the results go to a single job's
+            own buffers.
+        is_packed: the tensors are gathered in the slab; else they stay in each job's memory.
     """
 
     batch: Batch
@@ -70,7 +71,9 @@ class BatchBuffers:
     is_packed: bool
 
     def view_results(self) -> dict[str, HostTensor]:
-        """The launch's results as the host sees them; they keep the slab from returning to its pool."""
+        """View the launch's results as host tensors, or as device tensors of a job on the device; they keep the
+        slab from returning to its pool.
+        """
         layout, slab = self.layout, self.slab
         if slab is None:
             job = self.batch.jobs[0]
@@ -86,20 +89,20 @@ class BatchBuffers:
         return found
 
     def split_results(self) -> tuple[dict[str, HostTensor], ...]:
-        """Each job's results."""
+        """Return each job's results."""
         return split_results(self.batch, self.view_results())
 
     def count_kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
-        """For each job, the fewest bytes that its share of the launch must move."""
+        """Count, for each job, the fewest bytes that its share of the launch must move."""
         return count_batch_kernel_bytes(self.batch, shares, self.layout.kernel_bytes)
 
     def view_packed_inputs(self) -> Tensor:
-        """The packed tensors as one of bytes."""
+        """View the packed tensors as one tensor of bytes."""
         assert self.slab is not None
         return torch.frombuffer(self.slab, dtype=torch.uint8, count=self.layout.input_bytes)
 
     def view_packed_results(self) -> Tensor:
-        """All results in the slab as one tensor of bytes."""
+        """View all results in the slab as one tensor of bytes."""
         assert self.slab is not None
         return torch.frombuffer(
             self.slab, dtype=torch.uint8, count=self.layout.result_bytes, offset=self._result_offset
@@ -111,14 +114,14 @@ class BatchBuffers:
 
 
 class BatchBufferAllocator:
-    """Takes places for batches.  One thread at a time."""
+    """An allocator of the buffers of batches.  One thread at a time."""
 
     def __init__(self, slabs: SlabPool) -> None:
         self._slabs = slabs
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
     def allocate(self, batch: Batch) -> BatchBuffers:
-        """Memory for a batch's results; and small tensors are packed.
+        """Allocate memory for a batch's results, and pack its tensors if they are small.
 
         Raises:
             MemoryError: there is none.
@@ -134,7 +137,7 @@ class BatchBufferAllocator:
         )
 
     def own(self, job: NormJob) -> BatchBuffers:
-        """Where a job alone has its tensors and wants its results; it has places for these."""
+        """Return the buffers of a single job that has its own tensors and result buffers."""
         batch = Batch((job,))
         return BatchBuffers(batch, self._get_layout(batch), None, is_packed=False)
 
@@ -161,12 +164,12 @@ class BatchBufferAllocator:
 
 
 def is_packed(batch: Batch) -> bool:
-    """Whether its tensors are gathered in a slab; those of large jobs stay where they lie."""
+    """Return whether a batch's tensors are gathered in a slab; those of large jobs stay in their memory."""
     return batch.nbytes <= _PACKED_BYTES * len(batch.jobs)
 
 
 def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
-    """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
+    """Copy the jobs' tensors to a slab: from each name's offset on, one after another; parameters only once."""
     for name in batch.jobs[0].tensors:
         start = offsets[name]
         for job in list_jobs_with(batch, name):
@@ -178,7 +181,7 @@ def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> N
 def make_tensors_in_buffers(
     places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
 ) -> dict[str, HostTensor]:
-    """Tensors in memory of at least their bytes, of the device where `kind` is `DeviceTensor`."""
+    """Make tensors in buffers of at least their bytes; these are device memory if `kind` is `DeviceTensor`."""
     return {
         name: kind(dtype, shape, places[name][: prod(shape) * dtype.itemsize])
         for name, (dtype, shape) in tensors.items()
@@ -186,17 +189,17 @@ def make_tensors_in_buffers(
 
 
 def list_jobs_with(batch: Batch, name: str) -> Sequence[NormJob]:
-    """The jobs whose tensors of that name a launch reads: parameters are the same in all."""
+    """List the jobs whose tensors of that name a launch reads: parameters are equal in all jobs."""
     return batch.jobs[:1] if is_parameter(name) else batch.jobs
 
 
 def view_slice(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor in a buffer of bytes, from byte `start` on."""
+    """View a contiguous tensor in a buffer of bytes, from byte `start` on."""
     return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
-    """Tensors of a layout in a buffer of bytes that begins with the slab's byte `first`."""
+    """View a layout's tensors in a buffer of bytes that begins with the slab's byte `first`."""
     return {
         name: view_slice(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
         for name, (dtype, shape) in tensors.items()
@@ -204,7 +207,7 @@ def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first:
 
 
 def _compute_offsets(tensors: Described, start: int) -> tuple[dict[str, int], int]:
-    """Where in a slab each of the tensors begins, the first at `start`, and where the last one ends."""
+    """Compute each tensor's offset in a slab, the first at `start`, and the end of the last one."""
     offsets = {}
     for name, (dtype, shape) in tensors.items():
         offsets[name] = start
@@ -213,5 +216,5 @@ def _compute_offsets(tensors: Described, start: int) -> tuple[dict[str, int], in
 
 
 def _get_row_major_bytes(tensor: HostTensor) -> memoryview:
-    """A tensor's bytes, in row-major order."""
+    """Return a tensor's bytes in row-major order."""
     return view_as_torch(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data

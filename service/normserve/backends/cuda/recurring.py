@@ -1,7 +1,8 @@
-"""Jobs in memory that their client has: prepared once, launched for each that follows, and captured in time.
+"""Recurring jobs in their client's memory: prepared once, launched for each job, and captured as a graph after a
+while.
 
-In device memory, and of small ones in registered host memory, the kernels read the tensors and write the results
-where they lie.  Large ones in registered host memory are copied in, computed and copied out in chunks.
+In device memory, and for small jobs in registered host memory, the kernels read the tensors and write the results
+directly.  Large jobs in registered host memory are copied in, computed and copied out in chunks.
 """
 
 import functools
@@ -33,24 +34,24 @@ from normserve.memory.host_tensors import DType, HostTensor
 
 log = logging.getLogger(__name__)
 
-# Of host memory that kernels access, all tensors and results.
+# Limit of the host memory that kernels access: all tensors and results.
 _MOST_HOST_BYTES = 2**21 + 2**16
-# About as many run at a time.
+# About as many programs run at the same time.
 _PROGRAMS = 132
 
-# Of tensors and results in chunks; larger jobs gain little.
+# Limit of the tensors and results of chunked jobs; larger jobs gain little.
 _MOST_CHUNKED_BYTES = 160 * 2**20
 _ALIGNMENT = 256
 
 
 class ClientMemoryLaunch:
-    """One job's launch in memory that its client has, made again and again: it keeps that memory mapped.
+    """The repeated launch of one job in its client's memory, which it keeps mapped.
 
     Attributes:
-        results: where they lie.
+        results: the result tensors in the client's memory.
         kernel_bytes: the fewest bytes that the launch must move.
-        pipeline: whose compute stage's stream it is made on, always.
-        stage_events: of its parts, which are copied; none where nothing is.
+        pipeline: on whose compute stream it is always launched.
+        stage_events: of its copied parts; empty if nothing is copied.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class ClientMemoryLaunch:
 
     @property
     def captured_graph(self) -> Any:
-        """What is replayed; None before it has been captured."""
+        """The graph that is replayed; None before the capture."""
         return self._repeated_call.graph
 
     def start(self) -> PendingCudaLaunch:
-        """Launch it, of what its tensors hold then."""
+        """Launch the job on the current content of its tensors."""
         pending = self.pipeline.start_single_stage(self._repeated_call.run, self, self.stage_events)
         # While the device computes it.
         pending.set_results((self.results,), (self.kernel_bytes,), are_placed=True)
@@ -83,13 +84,13 @@ class ClientMemoryLaunch:
 
 
 class ChunkExecutionContext:
-    """Streams and memory of the device, which jobs in chunks use one after another."""
+    """Streams and device memory that chunked jobs use one after another."""
 
     def __init__(self, streams: StreamFactory, graphs: GraphCapturer, device: str) -> None:
-        """Make it.
+        """Make the streams; the memory is allocated at its first use.
 
         Args:
-            graphs: its own, which are replayed one after another.
+            graphs: for this context alone, as its graphs must be replayed one after another.
             device: as torch names it.
         """
         self.pipeline = StreamPipeline(streams)
@@ -99,7 +100,7 @@ class ChunkExecutionContext:
         self._is_refused = False
 
     def make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Tensors in its memory, which other jobs use as well; None without such memory."""
+        """Make tensors in its memory, which other jobs use as well; None if the memory could not be allocated."""
         if self._memory is None and not self._is_refused:
             self.pipeline.run_on_compute_stream(self._allocate)
         if self._memory is None:
@@ -125,13 +126,13 @@ def prepare_client_memory_launch(
     replays: GraphCache,
     workspaces: Iterator[ChunkExecutionContext],
 ) -> ClientMemoryLaunch | None:
-    """The launch of a job that is computed in its client's memory; None of any other.
+    """Prepare the launch of a job that is computed in its client's memory; None for any other.
 
     Args:
-        places: of the job alone, its own.
+        places: the buffers of the single job.
         library: the kernels.
-        pipeline, replays: of what is computed where it lies, and of its graphs.
-        workspaces: of jobs in chunks, in turn.
+        pipeline, replays: for jobs that are computed in place, and for their graphs.
+        workspaces: for jobs in chunks, in turn.
     """
     job = places.batch.jobs[0]
     is_near = is_computed_in_place(job)
@@ -141,7 +142,7 @@ def prepare_client_memory_launch(
         return None
     (share,) = places.split_results()
     nbytes = count_kernel_bytes(job, share)
-    # What is made in inference mode can be used nowhere else.
+    # Tensors that are made in inference mode can be used only there.
     with torch.inference_mode(False):
         if workspace is None:
             return ClientMemoryLaunch(
@@ -157,15 +158,15 @@ def prepare_client_memory_launch(
 
 
 def is_computed_in_client_memory(job: NormJob) -> bool:
-    """Whether jobs that recur like this one are computed in their client's memory."""
+    """Return whether recurring jobs like this one are computed in their client's memory."""
     return is_computed_in_place(job) or bool(_divide_rows(job))
 
 
 def is_computed_in_place(job: NormJob) -> bool:
-    """Whether a job alone in its launch is computed where its tensors are.
+    """Return whether a job alone in its launch is computed in its tensors' memory, without copies.
 
-    In host memory that is what comes again and again, in registered memory, and is small: kernels read and write
-    it over the bus at once, while of larger tensors copies use the bus better.
+    In host memory, these are small recurring jobs in registered memory: kernels read and write over the bus at the
+    same time, while for larger tensors copies use the bus better.
     """
     if job.is_on_device:
         return True
@@ -177,14 +178,14 @@ def is_computed_in_place(job: NormJob) -> bool:
     ):
         return False
     nbytes = sum(map(len, memory))
-    # Programs read parameters each for itself.
+    # Each program reads the parameters for itself.
     parameters = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
     nbytes += min(job.rows, _PROGRAMS) * sum(parameters)
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 
 def _divide_rows(job: NormJob) -> Sequence[range]:
-    """The rows of each chunk of a large job in registered memory; none of any other."""
+    """Divide the rows of a large job in registered memory into chunks; empty for any other job."""
     if job.is_on_device or job.replay_slot is None or job.may_overwrite:
         return ()
     chunks = divide_rows(job, REPLAYED)
@@ -195,7 +196,7 @@ def _divide_rows(job: NormJob) -> Sequence[range]:
 
 
 def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
-    """Of the host, what a job's tensors take and its results; None without places for these."""
+    """List the host memory of a job's tensors and results; None without result buffers."""
     if job.result_buffers is None:
         return None
     of_results = make_tensors_in_buffers(job.result_buffers, infer_batch_result_specs(job, job.rows))
@@ -203,7 +204,7 @@ def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
 
 
 def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
-    """The launch on a job's tensors where they lie."""
+    """Make the launch on a job's tensors in place."""
     job, layout = places.batch.jobs[0], places.layout
     spec = layout.spec
     came = {
@@ -220,7 +221,7 @@ def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object
         return bind_operation(library, spec, came, {"out": make_output_argument(spec, there)})
 
     def launch_and_copy() -> None:
-        # Over what came, or of no rows: the library takes memory of its own.
+        # Results over the inputs, or of no rows: the library allocates memory of its own.
         for name, output in run_operation(library, spec, came).items():
             there[name].copy_(restore_payload_order(spec, name, output))
 
@@ -228,7 +229,7 @@ def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object
 
 
 def _view_as_device_tensor(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """What lies there as a tensor, which keeps it mapped."""
+    """View memory as a device tensor, which keeps it mapped."""
     if not len(data):
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
     flat = view_on_device(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")

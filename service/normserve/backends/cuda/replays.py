@@ -1,7 +1,7 @@
 """Repeated calls: captured once as a graph, then replayed.
 
-This module decides which calls are captured and how long a graph is kept.  What a graph is and how it is captured
-is up to the caller.
+This module decides which calls are captured and how long a graph is kept.  The caller defines graphs and how they
+are captured.
 """
 
 import logging
@@ -22,31 +22,31 @@ Call = Callable[[], object]
 
 
 class CapturedGraph(Protocol):
-    """What a call put on a stream, as of CUDA."""
+    """The work that a call put on a stream, like a CUDA graph."""
 
     def replay(self) -> None:
-        """Put it on the thread's current stream."""
+        """Put the captured work on the thread's current stream."""
 
 
 class GraphCapturer(Protocol):
-    """Where graphs come from."""
+    """A factory of graphs of calls."""
 
     def capture(self, call: Call) -> CapturedGraph:
-        """What a call puts on the thread's current stream, recorded and not run.
+        """Record the work that a call puts on the thread's current stream, without running it.
 
-        Whatever fails, the stream takes work as before.
+        After any error, the stream takes work as before.
         """
 
 
 class RepeatedCall:
-    """One call with the same tensors each time."""
+    """One call with unchanged tensors each time."""
 
     def __init__(self, call: Call, what: object, replays: "GraphCache") -> None:
-        """Make it.
+        """Store the call.
 
         Args:
             what: its name in the log.
-            replays: of whose graphs it has one.
+            replays: the cache for its graph.
         """
         self._call = call
         self._what = what
@@ -55,7 +55,7 @@ class RepeatedCall:
         self._graph: CapturedGraph | None = None
 
     def run(self) -> None:
-        """Make the call, or replay it."""
+        """Replay the graph if there is one, else make the call."""
         if self._graph is not None:
             try:
                 self._graph.replay()
@@ -68,16 +68,18 @@ class RepeatedCall:
 
     @property
     def graph(self) -> CapturedGraph | None:
-        """What is replayed, once it has been captured."""
+        """The graph that is replayed; None before the capture."""
         return self._graph
 
     @property
     def is_capture_due(self) -> bool:
-        """Whether it was made so often that it is worth a graph now."""
+        """Whether the number of calls has reached that at which the call is captured."""
         return self._times == _CALLS_BEFORE_CAPTURE
 
     def capture(self) -> None:
-        """Replay it from now on, or never; raises nothing.  Called where it is made, but not in its time."""
+        """Capture the call for later runs; after an error, which is logged, it is never replayed.  Called on the
+        call's stream, but outside its measured time.
+        """
         self._times += 1
         try:
             self._graph = self._replays.capture(self, self._call)
@@ -85,7 +87,7 @@ class RepeatedCall:
             self._disable_graph(error)
 
     def release_graph(self) -> None:
-        """Release the graph; the call gets another one in the same way."""
+        """Release the graph; the call is captured again after as many calls."""
         if self._graph is not None:
             self._graph, self._times = None, 0
 
@@ -96,7 +98,7 @@ class RepeatedCall:
 
 
 class GraphCache:
-    """The graphs of a device's calls, of which only so many live.  One thread at a time."""
+    """The graphs of a device's calls, in limited number.  One thread at a time."""
 
     def __init__(self, graphs: GraphCapturer) -> None:
         self._graphs = graphs
@@ -104,7 +106,7 @@ class GraphCache:
         self._captured: list[weakref.ref[RepeatedCall]] = []
 
     def capture(self, repeated: RepeatedCall, call: Call) -> CapturedGraph:
-        """A graph of the call; the oldest goes for it if there are too many."""
+        """Capture a call, and release the oldest graph if there are too many."""
         graph = self._graphs.capture(call)
         self._captured = [each for each in self._captured if each() is not None]
         if len(self._captured) >= _MOST_GRAPHS:

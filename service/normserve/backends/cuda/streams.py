@@ -1,7 +1,6 @@
 """Three stages on three streams: while one batch is computed, the next is copied in and the previous one out.
 
-This module keeps the order.  What is copied and computed, and the streams and events themselves, belong to the
-caller.
+This module keeps the order.  The caller defines the copies and the computation, and the streams and events.
 """
 
 import contextlib
@@ -13,22 +12,22 @@ from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents, St
 
 
 class DeviceStream(Protocol):
-    """What is put on it happens in turn, as of CUDA."""
+    """A stream whose work runs in order, like a CUDA stream."""
 
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class StreamFactory(Protocol):
-    """Where streams and events come from."""
+    """A factory of streams and events."""
 
     def make_stream(self) -> DeviceStream: ...
     def make_event(self) -> StreamEvent: ...
     def make_graph_event(self) -> StreamEvent:
-        """An event that each replay of a graph records, if it was recorded in the graph's capture."""
+        """Make an event that each replay of a graph records, if it was recorded in the graph's capture."""
 
     def use(self, stream: Any) -> AbstractContextManager[object]:
-        """Work of this thread is put on that stream inside; afterwards on any."""
+        """Make a stream the thread's current one within the block; after the block, any stream may be current."""
 
 
 class StagedLaunch(Protocol):
@@ -55,7 +54,7 @@ class StreamPipeline:
         return self._streams[1]
 
     def start_launches(self, make_parts: Callable[[], Sequence[StagedLaunch]], held: object) -> PendingCudaLaunch:
-        """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
+        """Enqueue copy-in, compute and copy-out of each part on their streams, without blocking.
 
         While a part is copied in, the one before it is copied out.
 
@@ -82,10 +81,10 @@ class StreamPipeline:
         )
 
     def enqueue_launches(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
-        """Put copy-in, compute and copy-out of each part on their streams.
+        """Enqueue copy-in, compute and copy-out of each part, so that they can be captured from the compute stream.
 
-        They come after all that the compute stage's stream has, and before all that it gets afterwards.  It is the
-        thread's, before and after, and what is put on the three streams can be captured from it.
+        They run after all earlier work of the compute stream, and before all its later work.  The compute stream
+        must be the thread's current one, and is so afterwards.
 
         Args: replayed: of each part; from `make_stage_events`.
         """
@@ -97,18 +96,18 @@ class StreamPipeline:
         self._enqueue_stages(parts, events, replayed=replayed)
         on_device.wait_event(self._record_event(on_way_out, events))
         with self._factory.use(on_device):
-            # Waits that were put on a stream are for what an event was recorded after then.
+            # A wait on a stream refers to the event as it was recorded before: the events can be recorded again.
             self._spare_events += events
 
     def start_single_stage(
         self, stage: Callable[[], object], held: object, marks: Sequence[StageEvents] = ()
     ) -> PendingCudaLaunch:
-        """Put a stage alone on the compute stage's stream; as `start_launches` with nothing to copy, in half of its
-        steps.
+        """Enqueue a single stage on the compute stream.  Does the work of `start_launches` with nothing to copy,
+        in half of the steps.
 
         Args:
             held: stays alive until the batch is over.
-            marks: that the stage records.
+            marks: the events that the stage records.
         """
         stream = self._streams[1]
         events: list[StreamEvent] = []
@@ -125,12 +124,12 @@ class StreamPipeline:
         )
 
     def make_stage_events(self, count: int) -> Sequence[StageEvents]:
-        """For so many parts, which each replay of a graph records."""
+        """Make events for `count` parts, which each replay of a graph records."""
         made = [(self._factory.make_graph_event(), self._factory.make_graph_event()) for _ in range(count)]
         return [StageEvents(arrived, arrived, computed) for arrived, computed in made]
 
     def run_on_compute_stream(self, work: Callable[[], object]) -> None:
-        """Do something with the compute stage's stream as the thread's own, in no batch's time."""
+        """Run a function with the compute stream as the thread's current one, outside any batch's measured time."""
         with self._factory.use(self._streams[1]):
             work()
 
@@ -142,11 +141,12 @@ class StreamPipeline:
         are_measured_apart: bool = False,
         replayed: Sequence[StageEvents] = (),
     ) -> tuple[Sequence[StageEvents], StreamEvent | None]:
-        """The stages of each part; their moments, and the beginning of the last copy-out.
+        """Enqueue the stages of each part; return their events, and the event at the beginning of the last
+        copy-out.
 
         Args:
-            events: takes those that are recorded.
-            are_measured_apart: what a stage waits for on its stream, behind other batches, is not its time.
+            events: the list to which all recorded events are added.
+            are_measured_apart: a stage's wait on its stream, behind other batches, is not counted as its time.
             replayed: recorded as well, for each part.
         """
         on_way_in, on_device, on_way_out = self._streams
@@ -157,7 +157,8 @@ class StreamPipeline:
             with self._factory.use(on_way_in):
                 part.copy_in()
                 if replayed:
-                    # Before what the next stage waits for: a capture ends with nothing that no stream waits for.
+                    # Before the event that the next stage waits for: at the end of a capture, no work may be left
+                    # for which no stream waits.
                     replayed[number].arrived.record(on_way_in)
                 arrived = started = self._record_event(on_way_in, events)
             with self._factory.use(on_device):
@@ -185,8 +186,8 @@ class StreamPipeline:
         return event
 
     def _synchronise_streams(self) -> None:
-        """What was put on the streams may still write to memory that the caller is about to give back."""
+        """Wait for the streams, whose work may still write to memory that the caller is about to release."""
         for stream in self._streams:
-            # The error that is on its way says more than the same device's next.
+            # The first error says more than the next one of the same device.
             with contextlib.suppress(Exception):
                 stream.synchronize()

@@ -26,7 +26,7 @@ _COMPILER_S = 60.0
 
 
 def make_gcc_command(target: Path) -> list[str]:
-    """The compiler's command line."""
+    """Make the compiler's command line."""
     return [
         "gcc", "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
         f"-I{sysconfig.get_paths()['include']}", str(FOLDER / "replayer.c"), "-o", str(target),
@@ -34,7 +34,7 @@ def make_gcc_command(target: Path) -> list[str]:
 
 
 def load_extension() -> Callable[..., LaunchReplayer] | None:
-    """The extension's class, compiled now if it was not before; None, with a warning, where that cannot be done."""
+    """Load the extension's class, and compile it first if necessary; None, with a warning, if that fails."""
     try:
         loaded: Callable[..., LaunchReplayer] = load_extension_module(_get_extension_path(), MODULE).Replayer
     except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
@@ -44,7 +44,7 @@ def load_extension() -> Callable[..., LaunchReplayer] | None:
 
 
 def _get_extension_path() -> str:
-    """The path of the compiled extension, in Triton's cache."""
+    """Return the path of the compiled extension in Triton's cache."""
     cache = get_cache_manager(_compute_cache_key())
     path: str | None = cache.get_file(_FILE)
     return path or str(cache.put(_compile_extension(), _FILE, binary=True))

@@ -12,7 +12,7 @@ _FUNCTIONS = {
 
 
 def find_function_addresses() -> dict[str, int]:
-    """Each function's address, by the name of the extension's argument.
+    """Find each function's address, by the name of the extension's argument.
 
     Raises:
         OSError, AttributeError: there is no such driver.
