@@ -168,7 +168,7 @@ def _make_result_like(op: str, x: Tensor) -> Tensor:
     """Make a result of x's shape, laid out as the passes return it."""
     if op != "group_norm":
         return x.new_empty(x.shape)
-    # As `copy_unsupported` chooses, but without a condition on sizes that are unknown before the call.
+    # As `copy_unsupported_strides` chooses, but without a condition on sizes that are unknown before the call.
     layouts = (x, x.permute(0, *range(2, x.dim()), 1)) if x.dim() > 2 else (x,)
     if any(map(is_contiguous_or_false, layouts)):
         return torch.empty_like(x)

@@ -15,7 +15,7 @@ UNTYPED = frozenset({"", "application/octet-stream", "application/x-www-form-url
 
 NPY_MAGIC = b"\x93NUMPY"
 
-#: How many of a body's first bytes `sniff` looks at.
+#: How many of a body's first bytes `detect_media_type` looks at.
 SNIFF_BYTES = 9
 
 
@@ -38,7 +38,7 @@ _FAMILIAR = (
 
 
 def describe_unsupported_format(head: bytes | memoryview) -> str:
-    """What a body is that `sniff` does not know, and what to send instead; "" if that is not known either.
+    """What a body is that `detect_media_type` does not recognise, and what to send instead; "" if that is not known either.
 
     Args:
         head: the first bytes, or the whole body.

@@ -327,7 +327,7 @@ class NormJob:
 
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
-            all of them `DeviceTensor`s: such a job runs alone, and its result buffers are `DeviceBytes`.
+            all of them `DeviceTensor`s: such a job runs alone, and its result buffers are `DeviceMemoryView`.
         layer: the registered parameters, if the request named some.
         may_overwrite: the tensors are not read after the job; results may be written over them.
         result_buffers: the caller's buffers for results, by their names in the API, each of at least their bytes;

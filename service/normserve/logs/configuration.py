@@ -1,7 +1,8 @@
 """Logging to stderr: one event per line, as text or as JSON.
 
 A record may have fields, `extra={"fields": {...}}`: in text they follow the message as name=value, in JSON they
-are members of the object.  With `extra=block({...})`, text has each field on an indented line below the message.
+are members of the object.  With `extra=make_block_fields({...})`, text has each field on an indented line below the
+message.
 Control characters are escaped in both formats, so that text from clients can neither begin a new line nor control
 a terminal.
 """

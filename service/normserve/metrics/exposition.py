@@ -4,7 +4,7 @@ A scrape runs on the event loop and delays all requests: prometheus_client's wri
 that has seen every operation, this one takes 1 ms.
 
 Metrics are rendered and merged as Prometheus text with exemplars after the buckets, which that format does not
-have; `plain` and `convert_to_open_metrics` convert it to the format that a scraper accepts.
+have; `strip_exemplars` and `convert_to_open_metrics` convert it to the format that a scraper accepts.
 """
 
 import re

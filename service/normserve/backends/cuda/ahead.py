@@ -1,6 +1,6 @@
 """Compilation of the warm-up's kernels in separate processes, in parallel with the rest of the start.
 
-It imports neither torch nor fusednorm before `finish`: if nothing is compiled yet, those processes load them at
+It imports neither torch nor fusednorm before `wait`: if nothing is compiled yet, those processes load them at
 the same time as this one.
 """
 
