@@ -1,4 +1,4 @@
-"""The Python client: numpy arrays or torch tensors in, the same kind out.
+"""The Python client: takes numpy arrays or torch tensors, and returns arrays of the same kind.
 
     from normserve.client import Client
 
@@ -6,7 +6,7 @@
         result = client.layer_norm(x, weight, bias, eps=1e-5)
         result.y, result.timing.stages_ms, result.timing.kernel_bandwidth
 
-A `HostTensor`, raw memory with a shape and an element type, passes for an array too, and comes back as one.
+A `HostTensor`, raw memory with a shape and an element type, is accepted as an array too, and returned for one.
 `AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both repeat it by
 themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
 
@@ -16,7 +16,7 @@ clients speak HTTP over sockets of their own; a proxy that the environment names
 
 A server is not trusted.  A call returns tensors of the shapes and element types that it asked for or raises a
 `ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections are not followed,
-compressed answers not inflated, and cookies not kept.
+compressed responses not inflated, and cookies not kept.
 """
 
 from normserve.client.async_client import AsyncClient

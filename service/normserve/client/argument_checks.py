@@ -1,4 +1,4 @@
-"""Checks of the arguments that a client is made with."""
+"""Checks of the arguments of a client's constructor."""
 
 import threading
 from numbers import Integral, Real
@@ -6,11 +6,11 @@ from typing import SupportsFloat, SupportsInt
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type | None, ...], expected: str) -> None:
-    """Refuse an argument of another type.
+    """Require an argument of one of several types.
 
     Args:
-        kinds: None is one of them, too; a bool is a number only where bool is among them.
-        expected: says these.
+        kinds: the accepted types, or None for the value None; a bool is no number unless bool is among them.
+        expected: names the types in the error's message.
 
     Raises:
         TypeError: the argument is of none of them.
@@ -22,7 +22,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type | None, ...], 
 
 
 def check_count(name: str, value: SupportsInt, least: int) -> None:
-    """Refuse what is no whole number of at least `least`.
+    """Require an integer of at least `least`.
 
     Raises:
         TypeError, ValueError: it is of another type, or less.
@@ -33,10 +33,10 @@ def check_count(name: str, value: SupportsInt, least: int) -> None:
 
 
 def check_pause_s(name: str, value: SupportsFloat) -> None:
-    """Refuse what is no time to wait.
+    """Require a number of seconds that the operating system can wait.
 
     Raises:
-        TypeError, ValueError: it is no number, or none of seconds that the operating system can wait.
+        TypeError, ValueError: the value is no number, or is negative, infinite or too large.
     """
     check_type(name, value, Real, "a number")
     if not 0 <= float(value) <= threading.TIMEOUT_MAX:

@@ -1,4 +1,4 @@
-"""The asynchronous client: the blocking one's methods as coroutines."""
+"""The asynchronous client, with the methods of the blocking one as coroutines."""
 
 import asyncio
 import ssl
@@ -42,7 +42,7 @@ def _make_method(
 
 
 class AsyncClient:
-    """A normserve at some URL.  Tasks may share one; close it, or use it in an `async with`."""
+    """An asynchronous client of one server.  Tasks may share it; close it, or use it in an `async with`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AsyncClient:
         certificate: str | tuple[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
+        """Args and errors: as `Client`; the transport is an asynchronous transport for httpx."""
         self._options = ClientOptions.from_arguments(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retry_policy = RetryPolicy.of(retries)
         self._transport = choose_async_transport(self._options, transport)
@@ -75,7 +75,7 @@ class AsyncClient:
     info = _make_method(administration.info)
 
     async def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
-        """As `Client.empty`."""
+        """Do as `Client.empty`."""
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
@@ -113,7 +113,7 @@ class AsyncClient:
     async def _run_concatenated(
         self, transport: AsyncLocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
     ) -> R:
-        """As `Client._run_concatenated`."""
+        """Do as `Client._run_concatenated`."""
         arguments = {
             name: place.concatenate_into(await self.empty(place.shape, place.dtype, device=place.device))
             for name, place in joined.iterate_buffers()
@@ -131,7 +131,7 @@ class AsyncClient:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """As `Client._run_cacheable`."""
+        """Do as `Client._run_cacheable`."""
         link = transport.get_usable_connection()
         recurring = None if link is None else link.call_caches.get_cache(first)
         signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)

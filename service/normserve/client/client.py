@@ -40,7 +40,7 @@ def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client
 
 
 class Client:
-    """A normserve at some URL.  Threads may share one; close it, or use it in a `with`."""
+    """A blocking client of one server.  Threads may share it; close it, or use it in a `with`."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class Client:
     ) -> None:
         """Args:
         url: where the server listens: http://HOST:PORT, https://HOST:PORT, http+unix://PATH of a Unix socket, or
-            unix://PATH of the one where memory is shared.
+            unix://PATH of the Unix socket for clients that share memory with the server.
         api_key: sent as a bearer token, if the server wants one.
-        timeout_s: how long a call may take as a whole: connecting, sending, receiving, all attempts and the
+        timeout_s: the seconds that a call may take in total: connecting, sending, receiving, all attempts and the
             pauses between them; None waits for ever.  Only the look-up of the host's name is the system's own
             time.
-        retries: how a request is repeated that may succeed later, or how often; by default there are five attempts.
+        retries: how requests that may succeed later are repeated, or how often; by default there are five attempts.
         max_connections: requests under way at once; more wait for one of them.
         verify: of https: True trusts well-known authorities, a path those in a PEM file, False any certificate.
         certificate: of https: a PEM file with the client's certificate and key, or one for each.
-        transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.  One of another
-            make is given the time that is left at an attempt's beginning, for each of its waits.
+        transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.  A transport of another
+            class gets, for each of its waits, the time that is left at the beginning of the attempt.
 
         Raises:
             TypeError, ValueError: an argument is of another type, or none that can be used.
@@ -89,17 +89,17 @@ class Client:
     info = _make_method(administration.info)
 
     def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
-        """An array to fill, in the memory that is shared with the server where any is, so that it is not copied.
+        """Make an uninitialised array, in memory shared with the server if possible, so that no call copies it.
 
         Args:
-            shape: its sizes.
-            dtype: float32, float16 or bfloat16, by name, of numpy or of torch; of torch it is a tensor.
-            device: a CUDA device as torch has it, say "cuda": a tensor in its memory, which the server shares if it
-                computes there; None is the host's.
+            shape: the array's sizes.
+            dtype: float32, float16 or bfloat16, by name, of numpy or of torch; a torch dtype makes a tensor.
+            device: a torch CUDA device such as "cuda", for a tensor in its memory, shared with the server if that
+                computes there; None is host memory.
 
         Raises:
-            TypeError: it is no element type of the API, or one that numpy does not have.
-            ClientError: the server has no more memory for this client, or is not there.
+            TypeError: dtype is no element type of the API, or one that numpy does not have.
+            ClientError: the server has no more memory for this client, or is not reachable.
         """
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
@@ -138,7 +138,7 @@ class Client:
     def _run_concatenated(
         self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
     ) -> R:
-        """Several tensors, copied to where the server reads them as one."""
+        """Run an operation on several tensors, concatenated in memory that the server reads."""
         arguments = {
             name: place.concatenate_into(self.empty(place.shape, place.dtype, device=place.device))
             for name, place in joined.iterate_buffers()
@@ -154,7 +154,7 @@ class Client:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """What was asked before is not made anew."""
+        """Run an operation as a known call if possible; otherwise build the call and cache it."""
         link = transport.get_usable_connection()
         recurring = None if link is None else link.call_caches.get_cache(first)
         signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)

@@ -27,15 +27,15 @@ _KEEP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """A server as a client is told of it, checked.
+    """The validated constructor arguments of a client.
 
     Attributes:
-        url: where it listens.
-        address: the same, read.
-        api_key: sent as a bearer token; None is none.
-        timeout_s: of a whole call; None is for ever.
+        url: the server's URL.
+        address: the parsed URL.
+        api_key: sent as a bearer token; None sends no key.
+        timeout_s: seconds that a call may take in total; None is without limit.
         max_connections: requests under way at once.
-        verify: of https, as httpx has it.
+        verify: httpx's argument of that name, for https.
     """
 
     url: str
@@ -55,7 +55,7 @@ class ClientOptions:
         verify: ssl.SSLContext | str | bool,
         certificate: str | tuple[str, str] | None,
     ) -> "ClientOptions":
-        """Check what a client is told.
+        """Validate a client's arguments.
 
         Raises:
             TypeError, ValueError: an argument is of another type, or none that can be used.
@@ -72,7 +72,7 @@ class ClientOptions:
         return cls(url, address, api_key, timeout_s, max_connections, make_verify_argument(verify, certificate))
 
     def format_repr(self, kind: object) -> str:
-        """How a client shows itself: neither its key, nor a password in its URL, nor where it lies in memory."""
+        """Return a client's repr, without the API key, a password in the URL or the client's address in memory."""
         url = self.url
         if self.address.socket_path is None:
             url = str(httpx.URL(url).copy_with(userinfo=b""))
@@ -80,7 +80,7 @@ class ClientOptions:
 
 
 def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> CallTransport:
-    """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
+    """Return the blocking client's transport; `own` is an httpx transport that the caller passed."""
     check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.is_shared_memory:
         return LocalTransport(_get_shared_memory_path(server, own), server.api_key)
@@ -91,7 +91,7 @@ def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> 
 
 
 def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport | None) -> AsyncCallTransport:
-    """As `choose_transport`, of the asynchronous client."""
+    """Do as `choose_transport` for the asynchronous client."""
     check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.is_shared_memory:
         return AsyncLocalTransport(_get_shared_memory_path(server, own), server.api_key)
@@ -117,7 +117,7 @@ def _make_request_encoder(server: ClientOptions) -> RequestEncoder:
 
 
 def _needs_httpx(server: ClientOptions) -> bool:
-    """Whether there is a proxy on the way, which the environment says, or no sockets as they are needed here."""
+    """Return whether the environment names a proxy for the server, or the platform lacks the sockets used here."""
     if server.address.socket_path is not None:
         return False
     if sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""The deadline of a call, for all its waits: for a connection, sending, the response, and the next attempt."""
+"""The deadline of a call, over all its waits: for a connection, sending, the response, and the next attempt."""
 
 import asyncio
 import threading
@@ -10,10 +10,10 @@ from normserve.client.errors import RequestTimeoutError
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Refuse what is no time to wait.
+    """Require a number of seconds above 0 that the operating system can wait, or None.
 
     Raises:
-        TypeError, ValueError: it is neither None nor a number of seconds above 0 that the system can wait.
+        TypeError, ValueError: the timeout is no number, or not above 0, infinite or too large.
     """
     check_type("timeout_s", timeout_s, (Real, None), "a number or None")
     if timeout_s is not None and not 0 < timeout_s <= threading.TIMEOUT_MAX:
@@ -21,37 +21,37 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 class Deadline:
-    """The end of a call's time, which begins when this is made."""
+    """The deadline of a call, whose time starts when this object is made."""
 
     __slots__ = ("_ends_at", "_timeout_s")
 
     def __init__(self, timeout_s: float | None) -> None:
-        """Args: timeout_s: all the time that there is; None is for ever."""
+        """Args: timeout_s: seconds from now to the deadline; None is no deadline."""
         self._timeout_s = timeout_s
         self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
 
     def get_remaining_s(self) -> float | None:
-        """Seconds that are left, 0 or fewer when the time is over; None is for ever."""
+        """Return the seconds that are left, 0 or fewer after the deadline; None without a deadline."""
         return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def is_over(self, after_s: float = 0.0) -> bool:
-        """Whether nothing is left once `after_s` more have passed."""
+        """Return whether the deadline will have passed in `after_s` seconds."""
         left_s = self.get_remaining_s()
         return left_s is not None and left_s <= after_s
 
     def make_error(self) -> RequestTimeoutError:
-        """What to raise when it is over."""
+        """Make the error of a passed deadline."""
         return RequestTimeoutError(f"there was no complete answer within {self._timeout_s or 0:g} s")
 
     def check(self) -> None:
-        """Raises: RequestTimeoutError: it is over."""
+        """Raise RequestTimeoutError if the deadline has passed."""
         if self._ends_at is not None and self._ends_at <= time.monotonic():
             raise self.make_error()
 
     def acquire_lock(self, lock: threading.Lock) -> None:
-        """Acquire a lock, which is the caller's to release.
+        """Acquire a lock, which the caller must release.
 
-        Raises: RequestTimeoutError: it is over before.
+        Raises: RequestTimeoutError: the deadline passed before.
         """
         if lock.acquire(blocking=False):
             return
@@ -60,25 +60,25 @@ class Deadline:
             raise self.make_error()
 
     def make_asyncio_timeout(self) -> asyncio.Timeout:
-        """What ends the waiting of a task when it is over."""
+        """Make an asyncio timeout that ends a task's wait at the deadline."""
         return asyncio.timeout(self.get_remaining_s())
 
     def make_httpx_timeouts(self) -> dict[str, "RemainingSeconds | None"]:
-        """The timeouts of a request as httpx's transports take them."""
+        """Make the timeouts of a request in the form of httpx's transports."""
         left = None if self._ends_at is None else RemainingSeconds(self)
         return dict.fromkeys(("connect", "read", "write", "pool"), left)
 
 
 class RemainingSeconds(float):
-    """Seconds that were left of a deadline when this was made; for a further wait, ask the deadline itself.
+    """The seconds left of a deadline at the time of construction; `deadline` itself gives them for a later wait.
 
-    httpx hands one number to every wait of a request.  To transports of any kind this is that number.
+    httpx passes one number to every wait of a request.  For any transport this object is such a number.
     """
 
     deadline: Deadline
 
     def __new__(cls, deadline: Deadline) -> "RemainingSeconds":
-        """Args: deadline: one that comes."""
+        """Args: deadline: a deadline with a time limit."""
         made = super().__new__(cls, max(0.0, deadline.get_remaining_s() or 0.0))
         made.deadline = deadline
         return made

@@ -1,4 +1,4 @@
-"""What a caller of the client may want to catch.
+"""The exceptions of the client.
 
 ClientError
 ├── ApiError                     the server answered with a problem document
@@ -15,8 +15,8 @@ ClientError
 ├── RequestTimeoutError          the client's own timeout passed; a TimeoutError too
 └── UnexpectedAnswerError        an answer that is none to what was asked: is this a normserve?
 
-Whatever a server sends, a call returns what was asked for or raises one of these.  Their messages hold neither the
-API key nor a body, and what they quote of a problem document is short and printable.
+For any response, a call returns the requested result or raises one of these.  Their messages hold neither the
+API key nor a body, and their quotations of a problem document are short and printable.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ from normserve.client.quoting import quote_text
 
 
 class ClientError(Exception):
-    """Base of the tree.
+    """The base class of the client's exceptions.
 
     Attributes:
-        retryable: whether the same request may succeed later.
+        retryable: whether an identical request may succeed later.
         retry_after_s: how long the server asked to wait; None when it did not.
     """
 
@@ -38,14 +38,14 @@ class ClientError(Exception):
 
 
 class ApiError(ClientError):
-    """The server answered with a problem document (RFC 9457).
+    """An error response of the server, usually a problem document (RFC 9457).
 
     Attributes:
         status: the HTTP status.
         code: the cause as a word that programs can rely on, such as "invalid_shape"; "" where there is none.
-        detail: what was expected and what came.
+        detail: the expected value and the actual one.
         request_id: names the request in the server's log.
-        problem: the whole document as it came; empty where the answer held none.
+        problem: the complete document as received; empty where the response held none.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class ApiError(ClientError):
 
 
 class InvalidRequestError(ApiError):
-    """The request is malformed or means nothing: `code` and `detail` say why."""
+    """The request is malformed or invalid: `code` and `detail` say why."""
 
 
 class UnauthorizedError(ApiError):
-    """The server wants an API key, and this is none or the wrong one."""
+    """The server requires an API key, and the client's is missing or wrong."""
 
 
 class NotFoundError(ApiError):
-    """There is nothing of that name."""
+    """The named resource does not exist."""
 
 
 class UnknownLayerError(NotFoundError):
@@ -89,13 +89,13 @@ class TooLargeError(ApiError):
 
 
 class OverloadedError(ApiError):
-    """The server is full; it stayed so through all retries."""
+    """The server is overloaded, and stayed so through all retries."""
 
     retryable = True
 
 
 class UnavailableError(ApiError):
-    """The server is starting, leaving, gone from behind a proxy, or out of device memory, through all retries."""
+    """The server is starting, draining, unreachable for its proxy, or out of device memory, through all retries."""
 
     retryable = True
 
@@ -105,18 +105,18 @@ class DeadlineExceededError(ApiError):
 
 
 class ServerFailureError(ApiError):
-    """The server failed."""
+    """The server failed while it handled the request."""
 
 
 class ConnectionFailedError(ClientError, ConnectionError):
-    """No connection could be made, or it broke before the answer was complete."""
+    """No connection could be made, or it broke before the response was complete."""
 
     retryable = True
 
 
 class RequestTimeoutError(ClientError, TimeoutError):
-    """The call took longer than the client's own timeout, its attempts and the pauses between them together."""
+    """The call took longer than the client's own timeout, over all attempts and the pauses between them."""
 
 
 class UnexpectedAnswerError(ClientError):
-    """The answer is none to what was asked: too long, compressed, or not what the API says that it holds."""
+    """The response does not fit the request: too long, compressed, or not of the form that the API specifies."""

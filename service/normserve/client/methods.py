@@ -1,4 +1,4 @@
-"""What both clients have in common but for how they wait."""
+"""Definitions that both clients share."""
 
 import inspect
 from collections.abc import Callable
@@ -8,7 +8,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def copy_signature(method: Callable[..., Any], build: Callable[..., Any]) -> None:
-    """Give a method that sends what `build` makes the name, text and signature of `build`."""
+    """Give a client's method the name, docstring and signature of the function that builds its call."""
     signature = inspect.signature(build)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     method.__name__ = build.__name__

@@ -1,15 +1,15 @@
-"""Text that a server sent, as a message may contain it: short, printable, and without the API key."""
+"""Sanitisation of a server's text for messages: short, printable, and without the API key."""
 
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def quote_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
-    """Return the text with what cannot be printed replaced, cut where it is too long; "" for what is no text.
+    """Return the text cut to `most` characters with unprintable ones replaced; "" for a value that is no str.
 
     Half of a surrogate pair cannot be written to any file, and a control character may steer a terminal.
 
     Args:
-        text: whatever a document holds where a text is due.
+        text: any value that a document holds where a text is due.
         most: characters to keep.
         api_key: left out wherever it occurs: a reader of the message must not learn it.
     """

@@ -1,4 +1,4 @@
-"""What an operation returns: one type forward, one backward, whatever the operation."""
+"""The results of operations: one type for forward passes, one for backward passes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ T = TypeVar("T")
 
 
 class _LazyFields:
-    """Fields that are read when the first of them is looked at: few callers look at any."""
+    """A base class for fields that are computed at the first access to any of them: few callers need them."""
 
     __slots__ = ("_said", "_understand")
 
     def __getattr__(self, name: str) -> Any:
-        """Compute what is missing; threads that read at the same time get the same object."""
+        """Compute the missing fields; threads that read at the same time get identical objects."""
         if name not in Timing.__slots__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         for field_name, value in zip(Timing.__slots__, self._understand(*self._said), strict=True):
@@ -23,7 +23,7 @@ class _LazyFields:
 
 @dataclass(frozen=True, slots=True)
 class Timing(_LazyFields):
-    """What the server says about how it answered.
+    """The server's timing of one request.
 
     Attributes:
         stages_ms: milliseconds in each of the server's stages: recv, queue, copy_in, kernel, copy_out.
@@ -41,11 +41,11 @@ class Timing(_LazyFields):
 
     @classmethod
     def later(cls, understand: Callable[..., tuple[Any, ...]], said: tuple[Any, ...]) -> "Timing":
-        """One that is read when it is looked at.
+        """Make a timing whose fields are computed at the first access.
 
         Args:
-            understand: makes the fields, in order, of what was said; raises nothing.
-            said: its arguments.
+            understand: computes the fields, in order, from `said`; raises nothing.
+            said: the arguments of `understand`.
         """
         timing = _new(cls)
         _set_understand(timing, understand)
@@ -61,15 +61,15 @@ _set_said: Callable[[object, object], None] = vars(_LazyFields)["_said"].__set__
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult(Generic[T]):
-    """Result of a forward pass, of the same kind as x; what was not asked for is None.
+    """The result of a forward pass, with arrays of x's kind; a result that was not requested is None.
 
     Attributes:
         y: the normalised tensor, in x's shape.
         residual_out: h = x + residual, the tensor that was normalised, when a residual went in; of its type, or of
             x's after GroupNorm.
-        mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
-        rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
-        timing: what the server says about how it answered.
+        mean: float32 mean of each row or group (never for RMSNorm), when statistics were requested.
+        rstd: float32 reciprocal standard deviation of each row or group, when statistics were requested.
+        timing: the timing on the server.
         scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
     """
 
@@ -83,7 +83,7 @@ class ForwardResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult(Generic[T]):
-    """Result of a backward pass; each gradient is of the same kind as what it belongs to.
+    """The result of a backward pass; each gradient is an array of the same kind as its tensor.
 
     Attributes:
         dx: the gradient of x, and equally of the residual, in x's shape and of its type.
@@ -91,7 +91,7 @@ class BackwardResult(Generic[T]):
         dbias: the gradient of bias, when bias went in.
         dscale: the gradient of GroupNorm's scale, when scale went in.
         dshift: the gradient of GroupNorm's shift, when shift went in.
-        timing: what the server says about how it answered.
+        timing: the timing on the server.
         dresidual: the same gradient of the residual's type, where that is another than x's; never of GroupNorm.
     """
 

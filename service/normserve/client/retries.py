@@ -1,4 +1,4 @@
-"""When to try again, and how long to wait before."""
+"""The policy for repeated attempts, and the pauses before them."""
 
 import random
 from collections.abc import Callable
@@ -18,10 +18,10 @@ _LONGEST_RECONNECT_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently a request is repeated that may succeed later.
+    """The limits and pauses for repeating a request that may succeed later.
 
     Pauses double from `first_pause_s` and are shortened at random by up to half, so that clients that failed
-    together do not come back together.  A Retry-After is the least that is waited; one that asks for more
+    together do not retry together.  A Retry-After is the shortest wait; one that asks for more
     than `longest_pause_s`, or a pause that the client's timeout leaves no time for, ends the attempts at once.
 
     Attributes:
@@ -40,7 +40,7 @@ class RetryPolicy:
     reconnect_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: TypeError, ValueError: a value is no number of attempts, or no time to wait."""
+        """Raise TypeError or ValueError if a value is no valid number of attempts or of seconds."""
         check_count("tries", self.tries, 1)
         check_pause_s("first_pause_s", self.first_pause_s)
         check_pause_s("longest_pause_s", self.longest_pause_s)
@@ -49,7 +49,7 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, retries: "RetryPolicy | int | None") -> "RetryPolicy":
-        """Read a client's argument; a number is how often a request is repeated.
+        """Convert a client's argument to a policy; a number counts the repetitions.
 
         Raises:
             TypeError, ValueError: it is neither a policy, nor a number of at least 0, nor None.
@@ -70,8 +70,8 @@ class RetrySchedule:
         self, policy: RetryPolicy, deadline: Deadline, jitter: Callable[[], float] = random.random
     ) -> None:
         """Args:
-        policy: how often and how patiently.
-        deadline: when there is no more time for another.
+        policy: the limits and pauses.
+        deadline: of the call; no attempt starts after it.
         jitter: gives numbers in [0, 1).
         """
         self._policy = policy
@@ -108,7 +108,7 @@ class RetrySchedule:
         return None if self._reconnect_deadline.is_over(pause_s) or self._deadline.is_over(pause_s) else pause_s
 
     def _is_starting(self, failure: ClientError) -> bool:
-        """Whether the server is still starting, which is waited for until the call's timeout."""
+        """Return whether the server is still starting, for which attempts go on until the call's timeout."""
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
     def _compute_backoff_pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:

@@ -6,12 +6,12 @@ OpenTelemetry is never imported here: unless the program has done so, no span ca
 import sys
 from typing import Any
 
-#: The module of which spans are; until it is loaded there are none.
+#: The module that manages spans; until it is loaded there are none.
 TRACING = "opentelemetry.trace"
 
 
 def get_current_headers() -> list[tuple[str, str]]:
-    """The headers `traceparent` and, where it is not empty, `tracestate`; none where no valid span is current."""
+    """Return the headers `traceparent` and, if not empty, `tracestate`; none where no valid span is current."""
     context = _get_current_span_context()
     if context is None:
         return []
@@ -22,7 +22,7 @@ def get_current_headers() -> list[tuple[str, str]]:
 
 
 def get_current_traceparent() -> str | None:
-    """The value of the header `traceparent`; None where no valid span is current."""
+    """Return the value of the header `traceparent`; None where no valid span is current."""
     context = _get_current_span_context()
     return None if context is None else _format_traceparent(context)
 

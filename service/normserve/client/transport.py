@@ -1,7 +1,7 @@
-"""What carries calls: a transport sends one and gives its answer.
+"""The transports of calls: each sends a call and returns its response.
 
-A transport takes an `ApiCall`, whose tensors are described memory, and returns an `ApiResponse`, whose body is
-memory of the answer's own.  It makes one attempt; the client decides whether there is another, and after what
+A transport takes an `ApiCall`, whose tensors are described memory, and returns an `ApiResponse`, whose body is a
+buffer of its own.  It makes one attempt; the client decides whether there is another, and after which
 pause.  It raises no errors but `ClientError`, and none of its waits goes beyond the deadline.
 """
 
@@ -13,26 +13,26 @@ from normserve.client.deadlines import Deadline
 
 
 class CallTransport(Protocol):
-    """Of the blocking client; threads share one."""
+    """A transport of the blocking client; threads share it."""
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Send a call and return its answer, whatever its status.
+        """Send a call and return its response, with any status.
 
         Raises:
-            ConnectionFailedError: there is no connection, or it broke.
-            RequestTimeoutError: there was no whole answer in time.
-            UnexpectedAnswerError: what came is more than was asked for, or points elsewhere.
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
         """
 
     def close(self) -> None:
-        """Give back everything that it holds."""
+        """Release the transport's connections and memory."""
 
 
 class AsyncCallTransport(Protocol):
-    """Of the asynchronous client; tasks share one."""
+    """A transport of the asynchronous client; tasks share it."""
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `CallTransport.exchange`."""
+        """Do as `CallTransport.exchange`."""
 
     async def close(self) -> None:
-        """Give back everything that it holds."""
+        """Release the transport's connections and memory."""

@@ -3,6 +3,6 @@
 from typing import Literal, get_args
 
 ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
-"""The names of activations; gelu is by erf, gelu_tanh by tanh."""
+"""The name of an activation; gelu is by erf, gelu_tanh by tanh."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)

@@ -1,4 +1,4 @@
-"""Frames on a Unix socket, without the socket.
+"""Framing of messages on a Unix socket, without the socket itself.
 
 A frame is a prefix of eight bytes, the length of its content and a tag, and then the content.  Descriptors
 accompany the first byte of a frame.  The code that owns the socket only moves bytes: it gives a `FrameReader` the
@@ -26,17 +26,17 @@ _Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 def compute_ancillary_bytes(max_descriptors: int) -> int:
-    """Return the size of the ancillary buffer with which `recvmsg` receives so many descriptors."""
+    """Return the size of the ancillary buffer for receiving `max_descriptors` descriptors with `recvmsg`."""
     return socket.CMSG_SPACE(max_descriptors * _INT.size)
 
 
 class FrameReader:
-    """Cuts received bytes into frames; keeps no more than one incomplete frame, and the descriptors that came.
+    """A splitter of received bytes into frames, which keeps an incomplete frame and the received descriptors.
 
     Attributes:
-        max_bytes: of a frame's content.
-        max_descriptors: that may be kept at the same time.
-        descriptors: that came and have not been taken; whoever takes one closes it.
+        max_bytes: the most bytes of a frame's content.
+        max_descriptors: the most descriptors that may be kept at a time.
+        descriptors: received descriptors that have not been taken; the code that takes one closes it.
     """
 
     def __init__(self, max_bytes: int, max_descriptors: int = 0) -> None:
@@ -55,14 +55,14 @@ class FrameReader:
     def feed(
         self, data: _Data, ancillary: Sequence[tuple[int, int, bytes]] = (), flags: int = 0
     ) -> list[tuple[int, _Data]]:
-        """Return the tags and contents of the frames that are complete now.
+        """Add received bytes; return the tags and contents of the frames that are complete now.
 
         Args:
             data: as received; of a memoryview, contents may be views of it.
-            ancillary, flags: what `recvmsg` returned beside `data`.
+            ancillary, flags: the other results of `recvmsg`.
 
         Raises:
-            TooLargeError: a frame is longer than permitted, or descriptors came beyond those permitted, or were
+            TooLargeError: a frame is longer than permitted, or more descriptors arrived than that, or some were
                 lost on the way; nothing received later can be understood.
         """
         if ancillary or flags & _TRUNCATED:
@@ -74,7 +74,7 @@ class FrameReader:
             whole, self._partial_frame = self._partial_frame, bytearray()
             data = bytes(whole) if isinstance(data, bytes) else memoryview(whole)
         elif len(data) >= PREFIX.size:
-            # Usually exactly one frame has come.
+            # Usually the data is exactly one frame.
             length, tag = PREFIX.unpack_from(data)
             if length == len(data) - PREFIX.size <= self.max_bytes:
                 return [(tag, data[PREFIX.size :])]
@@ -96,12 +96,12 @@ class FrameReader:
         return found
 
     def close_unclaimed(self) -> None:
-        """Close descriptors that accompanied frames which did not call for them."""
+        """Close descriptors that accompanied frames without a use for them, unless a frame is incomplete."""
         if not self._partial_frame:
             self.close()
 
     def close(self) -> None:
-        """Close all descriptors."""
+        """Close all received descriptors that were not taken."""
         close_descriptors(self.descriptors)
         self.descriptors.clear()
 
@@ -120,17 +120,17 @@ class FrameReader:
 
 
 class SendQueue:
-    """Frames to be sent, in their order; closes their descriptors once these are sent or given up.
+    """A queue of frames to send, which closes their descriptors after sending or discarding them.
 
     Attributes:
-        last_on_lost: of the last frame that was sent completely, the `on_lost` that `add` was given.
-        has_partial_frame: a frame has been sent in part, so that only its rest may follow.
+        last_on_lost: the `on_lost` of the last frame that was sent completely.
+        has_partial_frame: a frame has been sent in part, so that only its remaining bytes may follow.
     """
 
     def __init__(self) -> None:
         self.last_on_lost: Callable[[], None] | None = None
         self.has_partial_frame = False
-        # Of each the bytes that have not been sent yet, the descriptors, and `on_lost`.
+        # For each frame: the bytes that have not been sent yet, the descriptors, and `on_lost`.
         self._frames: deque[tuple[_Bytes, Sequence[int], Callable[[], None] | None]] = deque()
 
     def __len__(self) -> int:
@@ -139,16 +139,16 @@ class SendQueue:
     def add(
         self, frame: _Bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Add a frame at the end.
+        """Add a frame to the end of the queue.
 
         Args:
-            descriptors: accompany it, and are closed then.
+            descriptors: sent with the frame, and then closed.
             on_lost: returned by `discard_all` if the frame was not sent completely.
         """
         self._frames.append((frame, descriptors, on_lost))
 
     def add_and_send(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
-        """Add a frame and send all; raises as `send_all`."""
+        """Add a frame and send the queue; raises as `send_all`."""
         if self._frames:
             self.add(frame)
         else:
@@ -164,11 +164,11 @@ class SendQueue:
             self.send_all(connected, flags)
 
     def send_all(self, connected: socket.socket, flags: int = 0) -> None:
-        """Send all frames.
+        """Send all frames of the queue.
 
         Raises:
-            BlockingIOError: the system takes no more now; what it has not taken stays here.
-            OSError: the other side takes no more; the same.
+            BlockingIOError: the socket accepts no more now; the unsent bytes stay in the queue.
+            OSError: the peer accepts no more; the unsent bytes stay in the queue.
         """
         frames = self._frames
         while frames:
@@ -188,7 +188,7 @@ class SendQueue:
                 self.has_partial_frame = True
 
     def discard_all(self) -> list[Callable[[], None]]:
-        """Give up all frames; return the `on_lost` of those that have one."""
+        """Discard all frames; return the `on_lost` of those that have one."""
         lost = []
         for _, descriptors, on_lost in self._frames:
             close_descriptors(descriptors)
@@ -200,7 +200,7 @@ class SendQueue:
 
 
 def close_descriptors(descriptors: Sequence[int]) -> None:
-    """Close all of them, whatever the system says of one."""
+    """Close all descriptors, ignoring errors of single ones."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -18,7 +18,7 @@ from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLarge
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_ELEMENTS = 2**18
-"""Of one tensor."""
+"""The most elements of one tensor."""
 
 _FLAT = msgspec.json.Decoder(list[float])
 _STORED: dict[DType, np.dtype[Any]] = {
@@ -29,9 +29,9 @@ _STORED: dict[DType, np.dtype[Any]] = {
 
 
 def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryview) -> HostTensor:
-    """The tensor that a JSON array holds, in memory of its own.
+    """Decode a JSON array to a tensor with its own buffer.
 
-    Args: name: in messages.
+    Args: name: the tensor's name in messages.
 
     Raises:
         MalformedPayloadError: the array has another shape, holds something else than numbers, or one that the
@@ -56,7 +56,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
 
 
 def encode(name: str, tensor: HostTensor) -> list[float]:
-    """The elements in row-major order, for JSON; each is written so that it is read as it was.
+    """Return the elements in row-major order, as numbers whose JSON text restores them exactly.
 
     Raises:
         TooLargeError: there are more than `MAX_ELEMENTS`.
@@ -71,7 +71,7 @@ def encode(name: str, tensor: HostTensor) -> list[float]:
 
 
 def require_json_size(name: str, count: int) -> None:
-    """Raises: TooLargeError: so many elements are not written as JSON."""
+    """Raise TooLargeError if a tensor has too many elements for JSON."""
     if count > MAX_ELEMENTS:
         raise TooLargeError(
             f"{name} has {count} elements, at most {MAX_ELEMENTS} are sent as JSON: request binary data"
@@ -97,7 +97,7 @@ def _decode_values(name: str, shape: Sequence[int], data: bytes | memoryview) ->
 
 
 def _count_arrays(shape: Sequence[int]) -> int:
-    """How many JSON arrays a tensor is that is nested by its shape."""
+    """Return the number of JSON arrays in a tensor that is nested by its shape."""
     return 1 + sum([prod(shape[:rank]) for rank in range(1, len(shape))])
 
 
@@ -110,7 +110,7 @@ def _make_shape_error(name: str, shape: Sequence[int]) -> MalformedPayloadError:
 
 @functools.cache
 def _make_nested_decoder(rank: int) -> msgspec.json.Decoder[list[object]]:
-    """Of arrays that nest so deep; `count_bits` bounds the rank."""
+    """Make a decoder of arrays nested `rank` deep; `count_bits` bounds the rank."""
     kind: GenericAlias | type = float
     for _ in range(max(1, rank)):
         kind = GenericAlias(list, (kind,))
@@ -118,7 +118,7 @@ def _make_nested_decoder(rank: int) -> msgspec.json.Decoder[list[object]]:
 
 
 def _round_to_bfloat16(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
-    """The upper halves of float32, rounded to the nearest, ties to even."""
+    """Round to bfloat16, to the nearest with ties to even; return the bits."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 

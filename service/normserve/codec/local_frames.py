@@ -1,8 +1,8 @@
 """The messages that a client on the same host and the server exchange; docs/local-protocol.md specifies them.
 
-Each is the content of a frame (`framing`), in JSON.  They carry references to tensors, never the tensors.  What a
-frame says is data of the other side's choice: it is read from a copy that nobody else can change, into types that
-hold nothing but what they declare.
+Each is the content of a frame (`framing`), in JSON.  They carry references to tensors, never the tensors.  The
+content of a frame is untrusted: it is decoded from a copy that no other process can change, into types that
+hold only their declared fields.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from normserve.errors import MalformedPayloadError
 
 VERSION = 1
 
-#: Tensors and places begin at multiples of so many bytes of their segment.
+#: Tensors and ranges begin at multiples of so many bytes of their segment.
 ALIGNMENT = 16
 
 #: Content of a frame that a client sends.
@@ -36,11 +36,11 @@ Shape = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=64)]
 
 
 class TensorReference(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A tensor, and where it lies.
+    """A reference to a tensor in a segment of the arena.
 
     Attributes:
         segment: the number of a segment of this connection's arena.
-        offset: of the tensor's first byte in it.
+        offset: of the tensor's first byte in the segment.
         dtype: "float32", "float16" or "bfloat16"; of a result "float8_e4m3fn" as well.
         shape: sizes, outermost first; elements are contiguous, row-major and little-endian.
     """
@@ -52,7 +52,7 @@ class TensorReference(msgspec.Struct, forbid_unknown_fields=True, frozen=True, g
 
 
 class SegmentRange(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True, gc=False):
-    """Where a result is to be written, and how many bytes there are for it."""
+    """A range of a segment for a result, or for a block of the arena."""
 
     segment: Whole
     offset: Whole
@@ -64,7 +64,7 @@ class HelloMessage(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_f
 
     Attributes:
         version: of this protocol.
-        key: an API key, where the server asks for one.
+        key: an API key, where the server requires one.
     """
 
     version: Whole
@@ -72,34 +72,34 @@ class HelloMessage(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_f
 
 
 class GrowArenaMessage(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
-    """Asks for another segment of the arena, in the host's memory or the device's; its descriptor comes along."""
+    """A request for another segment of the arena, in host or device memory; the response carries its descriptor."""
 
     nbytes: Whole
     memory: Literal["host", "device"] = "host"
 
 
 class FreeSegmentMessage(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
-    """Gives a segment back, which the client does not use any more.  It has no answer."""
+    """The return of a segment that the client does not use any more.  It has no response."""
 
     segment: Whole
 
 
 class CancelRequestMessage(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
-    """Takes back a request that still waits; that one has an answer in any case, this message none."""
+    """The cancellation of a queued request; that request is always answered, this message never."""
 
     request: Whole
 
 
 class ComputeMessage(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fields=True, frozen=True):
-    """One operation.
+    """A request for one operation.
 
     Attributes:
         op: "layer_norm", "rms_norm" or "group_norm".
         direction: "forward" or "backward"; on the wire "pass".
-        query: the parameters, as HTTP's query has them.
+        query: the parameters, as in the query of HTTP.
         tensors: by their names in the API.
-        results: where each result goes, by its name in the API.
-        traceparent: the span that it is sent in, as HTTP's header says it.
+        results: the range for each result, by its name in the API.
+        traceparent: the caller's span, as in the header of HTTP.
     """
 
     op: Name
@@ -111,7 +111,7 @@ class ComputeMessage(msgspec.Struct, tag_field="do", tag="compute", forbid_unkno
 
 
 class PutLayerMessage(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):
-    """Registers parameters under a name; the query is HTTP's."""
+    """A request to register parameters under a name; the query is as in HTTP."""
 
     name: Name
     query: Text
@@ -119,11 +119,11 @@ class PutLayerMessage(msgspec.Struct, tag_field="do", tag="put_layer", forbid_un
 
 
 class ListLayersMessage(msgspec.Struct, tag_field="do", tag="layers", forbid_unknown_fields=True, frozen=True):
-    """Asks for the list of registered layers."""
+    """A request for the list of registered layers."""
 
 
 class GetLayerMessage(msgspec.Struct, tag_field="do", tag="layer", forbid_unknown_fields=True, frozen=True):
-    """Asks for one registered layer."""
+    """A request for one registered layer."""
 
     name: Name
 
@@ -131,13 +131,13 @@ class GetLayerMessage(msgspec.Struct, tag_field="do", tag="layer", forbid_unknow
 class DeleteLayerMessage(
     msgspec.Struct, tag_field="do", tag="delete_layer", forbid_unknown_fields=True, frozen=True
 ):
-    """Forgets a registered layer."""
+    """A request to remove a registered layer."""
 
     name: Name
 
 
 class GetInfoMessage(msgspec.Struct, tag_field="do", tag="info", forbid_unknown_fields=True, frozen=True):
-    """Asks what the server is."""
+    """A request for the server's versions, device and limits."""
 
 
 Message = (
@@ -155,7 +155,7 @@ Message = (
 
 
 class LocalResponse(msgspec.Struct, omit_defaults=True):
-    """What a message is answered with.
+    """The response to a message.
 
     Attributes:
         status: as in HTTP.
@@ -166,9 +166,9 @@ class LocalResponse(msgspec.Struct, omit_defaults=True):
         segment: the number of a new segment.
         device: of a segment in a device's memory, that device's UUID; "" is the host.
         nbytes: of such a segment.
-        document: what was asked for beside operations.
+        document: the result of a request other than an operation.
         problem: of an error, its problem document.
-        retry_after_s: after how long the request may come again.
+        retry_after_s: seconds after which the request may be repeated.
     """
 
     status: int
@@ -187,17 +187,17 @@ class LocalResponse(msgspec.Struct, omit_defaults=True):
 
 
 class LazyLocalResponse(LocalResponse, omit_defaults=True):
-    """An `LocalResponse` as a client reads it.
+    """A `LocalResponse` whose results are not decoded yet, as a client reads it.
 
     Attributes:
-        results: encoded; `decode_results` reads them.
+        results: the encoded results, for `decode_results`.
     """
 
     results: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
 
 
 class StageMilliseconds(msgspec.Struct, gc=False):
-    """Milliseconds in the stages of an operation, as the server writes them."""
+    """Milliseconds in the stages of an operation, as the server encodes them."""
 
     recv: float
     queue: float
@@ -207,7 +207,7 @@ class StageMilliseconds(msgspec.Struct, gc=False):
 
 
 class ComputeResponse(msgspec.Struct, gc=False):
-    """The answer to an operation as the server writes it: an `LocalResponse`, whose results are encoded already."""
+    """The response to an operation as the server encodes it: a `LocalResponse` with encoded results."""
 
     request_id: str
     results: msgspec.Raw
@@ -229,7 +229,7 @@ _NOT_AS_DECLARED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_messages(content: bytes) -> Sequence[Message]:
-    """The messages of a frame that a client sent: one, or an array of them.
+    """Decode a client's frame to its messages: one, or an array of them.
 
     Raises:
         MalformedPayloadError: it holds anything else.
@@ -242,7 +242,7 @@ def decode_messages(content: bytes) -> Sequence[Message]:
 
 
 def decode_response(content: bytes) -> LocalResponse:
-    """The answer that a frame of the server holds.
+    """Decode a server's frame to its response.
 
     Raises:
         MalformedPayloadError: it holds anything else.
@@ -254,7 +254,7 @@ def decode_response(content: bytes) -> LocalResponse:
 
 
 def decode_lazy_response(content: bytes) -> LazyLocalResponse:
-    """As `decode_response`, but for the results."""
+    """Do as `decode_response`, with the results left encoded."""
     try:
         return _replies.decode(content)
     except _NOT_AS_DECLARED as error:
@@ -262,7 +262,7 @@ def decode_lazy_response(content: bytes) -> LazyLocalResponse:
 
 
 def decode_results(answer: LocalResponse) -> dict[str, TensorReference]:
-    """The results of an answer, or of a reply.
+    """Return the decoded results of a response.
 
     Raises:
         MalformedPayloadError: they are anything else.
@@ -282,12 +282,12 @@ def _make_malformed_error(error: Exception) -> MalformedPayloadError:
 def encode_frame(
     tag: int, message: Message | LocalResponse | ComputeResponse | msgspec.Raw | Sequence[Message]
 ) -> bytes:
-    """A whole frame; of a `msgspec.Raw`, which is encoded already, as of anything else."""
+    """Encode a complete frame; a `msgspec.Raw` counts as encoded content."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content
 
 
 def _quote_printable(text: str) -> str:
-    """Return a decoder's message, which may quote a few words of its input."""
+    """Return a decoder's message, which may quote its input, shortened and printable."""
     kept = "".join([each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]])
     return kept + "…" if len(text) > _LONGEST_QUOTE else kept

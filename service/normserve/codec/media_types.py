@@ -1,9 +1,9 @@
-"""Names of the media types that the codec reads and writes, and how to tell them by their first bytes."""
+"""Names of the media types that the codec reads and writes, and their detection by a body's first bytes."""
 
 SAFETENSORS = "application/x-safetensors"
 NPY = "application/x-npy"
 
-#: Every name of a format that a client may use, to the one that answers carry.
+#: Every name of a format that a client may use, to the name in responses.
 CANONICAL = {
     SAFETENSORS: SAFETENSORS,
     "application/vnd.safetensors": SAFETENSORS,
@@ -22,10 +22,10 @@ SNIFF_BYTES = 9
 _JSON_SPACE = frozenset((b" ", b"\t", b"\n", b"\r"))
 
 _ZIP = b"PK\x03\x04"
-# Where a zip archive says how long the name of its first file is, and where that begins.
+# The bytes of a zip archive with the length of its first file's name, and the offset of that name.
 _ZIP_NAME_BYTES, _ZIP_NAME = slice(26, 28), 30
 
-# Of files that are sent by mistake: how they begin, and what they are.
+# The first bytes of files that are often sent by mistake, and their descriptions.
 _FAMILIAR = (
     *(
         (bytes([0x80, protocol]), "a pickle, as old .pt files are: save tensors as safetensors")
@@ -38,10 +38,10 @@ _FAMILIAR = (
 
 
 def describe_unsupported_format(head: bytes | memoryview) -> str:
-    """What a body is that `detect_media_type` does not recognise, and what to send instead; "" if that is not known either.
+    """Describe an unsupported format and the remedy; return "" for an unrecognised one.
 
     Args:
-        head: the first bytes, or the whole body.
+        head: the first bytes, or the complete body.
     """
     start = bytes(head[:SNIFF_BYTES])
     if start.startswith(_ZIP):
@@ -57,7 +57,7 @@ def describe_unsupported_format(head: bytes | memoryview) -> str:
 
 
 def _describe_archive(head: bytes | memoryview) -> str:
-    """What a zip archive is, by the name of its first file."""
+    """Describe a zip archive by the name of its first file."""
     name = bytes(head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[_ZIP_NAME_BYTES], "little")])
     if name.endswith(b".npy"):
         return "an .npz archive of numpy's: send one array as .npy, or all of them as safetensors"
@@ -67,7 +67,7 @@ def _describe_archive(head: bytes | memoryview) -> str:
 
 
 def detect_media_type(head: bytes | memoryview) -> str | None:
-    """Return the media type that a body's first bytes show, or None when they show neither.
+    """Return the media type that a body's first bytes show; None if they show none of the supported ones.
 
     Args:
         head: at least the first `SNIFF_BYTES` bytes of the body, or all of a shorter one.

@@ -21,7 +21,7 @@ _DESCRS = {dtype: f"<{element}" for element, dtype in _DTYPES.items()}
 # Little-endian, or the order of this machine, which is the same.
 _NATIVE = re.compile(r"[<=|]?(f[0-9])")
 
-# Kinds of plain elements and the sizes in bytes that each comes in; None where any size will do.
+# Kinds of plain elements and the sizes in bytes of each; None where any size is valid.
 _ELEMENT_SIZES = {
     "b": (1,),
     "i": (1, 2, 4, 8),
@@ -52,7 +52,7 @@ _VERSIONS = {(1, 0): (2, "latin-1"), (2, 0): (4, "latin-1"), (3, 0): (4, "utf-8"
 _VERSION_END = len(NPY_MAGIC) + 2
 _MAX_HEADER_BYTES = 64 * 1024
 
-#: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
+#: The data in the output of `encode` begin at a multiple of so many bytes.
 DATA_ALIGNMENT = 64
 
 
@@ -63,7 +63,7 @@ class _NpyHeader(NamedTuple):
 
 
 class _ArrayDescription(NamedTuple):
-    """What a header describes: an array of so many bytes, in its dtype or in none of ours."""
+    """The array that a header describes, whose dtype is None where this API does not support it."""
 
     dtype: DType | None
     descr: str
@@ -74,10 +74,10 @@ class _ArrayDescription(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NpyEntry:
-    """The array of a body as the header describes it, its place checked.
+    """The validated description of the array in a body.
 
     Attributes:
-        start: of its data in the body, which it ends with.
+        start: offset of the data, which end where the body does.
     """
 
     dtype: DType
@@ -86,20 +86,20 @@ class NpyEntry:
     start: int
 
     def view_tensor(self, body: memoryview) -> HostTensor:
-        """Return the array as a view of the body that this entry was read from, or of one with the same header."""
+        """Return the array as a view of its body, or of another body with an identical header."""
         return HostTensor(self.dtype, self.shape, body[self.start :], self.fortran_order)
 
 
 def decode(body: memoryview) -> HostTensor:
-    """Return the array in `body`, as `read_entry` describes it."""
+    """Return the array in `body` as a view."""
     return read_entry(body).view_tensor(body)
 
 
 def read_entry(body: memoryview) -> NpyEntry:
-    """Return what the header says about the array in `body`, all of it checked.
+    """Validate the header of `body` and return the array's description.
 
     Args:
-        body: the whole payload, a flat view of bytes.
+        body: the complete payload, a flat view of bytes.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed npy of plain elements, or fewer or more than the
@@ -120,7 +120,7 @@ def read_entry(body: memoryview) -> NpyEntry:
 
 
 def _find_header(body: memoryview) -> tuple[int, int, str]:
-    """Where the header's text begins and ends, and its encoding."""
+    """Return the start and stop of the header's text, and its encoding."""
     if body[: len(NPY_MAGIC)] != NPY_MAGIC or len(body) < _VERSION_END:
         raise MalformedPayloadError("npy must begin with its magic and a version")
     version = (body[_VERSION_END - 2], body[_VERSION_END - 1])
@@ -167,7 +167,7 @@ def _parse_fields(text: str) -> _NpyHeader:
 
 
 def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
-    """Read `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
+    """Parse `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
     items: dict[str, str | bool | tuple[int, ...]] = {}
     # The format pads with blanks and ends with one newline; numpy reads no other line.
     literal = text.removesuffix("\n").strip(" \t")
@@ -198,7 +198,7 @@ def _parse_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
-    """Read what stands between the parentheses; (3) is no tuple, (3,) is."""
+    """Parse the text between the parentheses of a tuple; (3) is no tuple, (3,) is."""
     if not text.strip(_SPACE):
         return ()
     *sizes, last = (size.strip(_SPACE) for size in text.split(","))
@@ -224,7 +224,7 @@ def _parse_element_bytes(descr: str) -> int:
 
 
 def encode(tensor: HostTensor) -> list[bytes | memoryview]:
-    """Return the file in pieces: an npy 1.0 header padded to `DATA_ALIGNMENT`, then the tensor's own buffer.
+    """Encode a tensor in pieces: an npy 1.0 header padded to `DATA_ALIGNMENT`, then the tensor's own buffer.
 
     Raises:
         NotAcceptableError: the tensor is bfloat16 or float8, which npy cannot express.

@@ -1,7 +1,7 @@
 """safetensors: 8 bytes of header length, a JSON header, then the tensors' bytes without a hole.
 
-Everything that a header says is checked against the body before anything is made from it.  A tensor's data
-are a view of the body; nothing is copied, and nothing is allocated in proportion to what the header claims.
+A header is checked completely against the body before anything is allocated from it.  A tensor's data
+are a view of the body; nothing is copied, and nothing is allocated in proportion to sizes in the header.
 
 Source: https://github.com/huggingface/safetensors (format section of its README).
 """
@@ -32,7 +32,7 @@ _ELEMENT_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-# Names that a later version of the format may define: unsupported here, but no lie.
+# Names that a later version of the format may define: unsupported, but not malformed.
 _FUTURE_DTYPE = re.compile(r"(?:I|U|F|BF|C)[0-9]{1,3}(?:_[A-Z0-9]{1,12})?")
 
 _METADATA = "__metadata__"
@@ -41,13 +41,13 @@ _LENGTH_BYTES = 8
 _HEADER_DEPTH = 3
 _SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-#: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
+#: The data in the output of `encode` begin at a multiple of so many bytes.
 DATA_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """How much header to accept, so that a hostile one costs nothing."""
+    """Limits on the size of a header, so that a malicious one costs little time."""
 
     max_header_bytes: int
     max_tensors: int
@@ -60,7 +60,7 @@ CHECKPOINT_LIMITS = HeaderLimits(max_header_bytes=100_000_000, max_tensors=1_000
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """One tensor as the header describes it, its place checked.
+    """The validated description of one tensor in a body.
 
     Attributes:
         name: as in the header.
@@ -76,7 +76,7 @@ class SafetensorsEntry:
     stop: int
 
     def view_tensor(self, body: memoryview) -> HostTensor:
-        """Return the tensor as a view of the body that this entry was read from.
+        """Return the tensor as a view of its body.
 
         Raises:
             UnsupportedDtypeError: the element type is not float32, float16 or bfloat16.
@@ -84,7 +84,7 @@ class SafetensorsEntry:
         return self._view_as(_DTYPES, body)
 
     def view_result(self, body: memoryview) -> HostTensor:
-        """`view_tensor`, of an answer: it may be float8_e4m3fn as well."""
+        """Do as `view_tensor` for a response, which may hold float8_e4m3fn as well."""
         return self._view_as(_RESULT_DTYPES, body)
 
     def _view_as(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
@@ -98,11 +98,11 @@ class SafetensorsEntry:
 
 
 def decode(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> dict[str, HostTensor]:
-    """Return every tensor in `body` by name, in the header's order.
+    """Return all tensors in `body` by name, in the header's order.
 
     Args:
-        body: the whole payload, a flat view of bytes; the tensors are views of it.
-        limits: how much header to accept.
+        body: the complete payload, a flat view of bytes; the tensors are views of the body.
+        limits: the limits of the header.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed safetensors.
@@ -113,7 +113,7 @@ def decode(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> dict[str,
 
 
 def read_entries(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> Sequence[SafetensorsEntry]:
-    """Return what the header says about each tensor, all of it checked, whatever the element types.
+    """Validate the header of `body` and return the description of each tensor, of any element type.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed safetensors.
@@ -203,7 +203,7 @@ def _check_contiguity(entries: Sequence[SafetensorsEntry], data_start: int, body
 
 
 def _format_label(name: str) -> str:
-    """A tensor's name fit for a message: a client may call it anything, of any length."""
+    """Return a tensor's name for a message, replaced if it is long or has unusual characters."""
     return f"tensor {name!r}" if _SAFE_NAME.fullmatch(name) else "a tensor of unprintable name"
 
 
@@ -217,7 +217,7 @@ def sort_by_element_size(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> 
 
 
 def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
-    """Return everything that precedes the data: length, JSON, and spaces up to `DATA_ALIGNMENT`.
+    """Encode all bytes that precede the data: length, JSON, and spaces up to `DATA_ALIGNMENT`.
 
     The caller sends these, then the tensors' buffers in `sort_by_element_size(tensors)`, with nothing between.
     """
@@ -229,7 +229,7 @@ def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
-    """Of tensors by name, dtype and shape, in the order of their data."""
+    """Encode the header of tensors given by name, dtype and shape, in the order of their data."""
     header: dict[str, Any] = {}
     position = 0
     for name, dtype, shape in described:
@@ -242,10 +242,10 @@ def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) ->
 
 
 def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """Return the payload in pieces: the header, then each tensor's own buffer in `sort_by_element_size`.
+    """Encode the payload in pieces: the header, then each tensor's own buffer in `sort_by_element_size`.
 
     Raises:
-        ValueError: a tensor is in column-major order, which safetensors cannot say, or its buffer is of
+        ValueError: a tensor is in column-major order, which safetensors cannot express, or its buffer is of
             another size than its shape and dtype ask for.
     """
     for name, tensor in tensors.items():

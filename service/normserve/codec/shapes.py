@@ -1,4 +1,4 @@
-"""What any payload may say about a tensor's shape, and how a message names it."""
+"""Limits on the shapes of tensors in any payload."""
 
 from collections.abc import Sequence
 from math import prod

@@ -1,6 +1,6 @@
-"""JSON as a safetensors header may use it: objects, arrays, strings and whole numbers, each key once.
+"""Parsing of the JSON in safetensors headers: objects, arrays, strings and whole numbers, each key once.
 
-Python's own parser does the work; this module refuses what that parser lets through.
+Python's own parser does the work; this module refuses invalid input that the parser accepts.
 """
 
 import json
@@ -12,7 +12,7 @@ from normserve.errors import MalformedPayloadError
 # A string that is never closed must match as well: searching again behind its quote would be quadratic.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
-# What is left where an escape such as \ud800 stands alone.
+# The character that a lone escape such as \ud800 leaves.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # 2^63 has 19 digits; longer numbers are no sizes and take quadratic time to convert.
@@ -20,11 +20,11 @@ _MAX_DIGITS = 19
 
 
 def parse_object(text: str, max_depth: int) -> dict[str, object]:
-    """Return the object that `text` is.
+    """Parse a text to a JSON object.
 
     Raises:
         MalformedPayloadError: it is no JSON object, nests deeper than `max_depth`, repeats a key, or holds a
-            number that is negative, fractional, beyond 64 bits or not finite, or a string that is no text.
+            number that is negative, fractional, beyond 64 bits or not finite, or a string with a lone surrogate.
     """
     _check_depth(text, max_depth)
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 PARAMETERS = ("weight", "bias")
-"""Tensors of a whole launch; all other tensors are divided by rows or samples."""
+"""Tensors that belong to a launch; all other tensors are divided by rows or samples."""
 
 PARAMETER_GRADIENTS = tuple([f"d{name}" for name in PARAMETERS])
 """Results that are sums over all rows or samples."""
@@ -15,20 +15,20 @@ COMPANIONS = ("residual", "dy", "dresidual_out")
 """Tensors of x's shape."""
 
 OF_ROWS = frozenset(["x", *COMPANIONS, *STATISTICS, *OF_SAMPLES])
-"""Tensors that belong to rows or samples: a request that has several of x has as many of each."""
+"""Tensors that belong to rows or samples; a request with several x has as many of each."""
 
 MAX_NORMS = 8
-"""In a chain, as the kernels take them."""
+"""The most norms of a chain, a limit of the kernels."""
 
 CHAIN_PARAMETERS = tuple([f"{name}.{norm}" for norm in range(MAX_NORMS) for name in PARAMETERS])
-"""Of its norms, each of which may have both, either or none."""
+"""Names of a chain's parameters; each norm may have both, either or none."""
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a tensor belongs to the whole launch: a weight or a bias, in a chain `weight.0` and so on."""
+    """Return whether a tensor belongs to a launch: a weight or a bias, in a chain `weight.0` and so on."""
     return name.partition(".")[0] in PARAMETERS
 
 
 def count_norms(names: Iterable[str]) -> int:
-    """How many norms a chain has that takes these tensors: one more than the last that has a parameter."""
+    """Return the number of norms of a chain with these tensors: one more than the last one with a parameter."""
     return max([1 + int(name.partition(".")[2]) for name in names if name in CHAIN_PARAMETERS], default=0)

@@ -1,4 +1,4 @@
-"""The messages of one client: how each is answered and accounted for."""
+"""The messages of one client: the response to each, and its accounting."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _NO_HEADERS: Mapping[bytes, bytes] = {}
 
 
 class LocalResponder:
-    """The way back to the client of one connection.
+    """The sender of responses to the client of one connection.
 
     Attributes:
         frame_socket: None until the connection is served.
@@ -35,28 +35,28 @@ class LocalResponder:
 
     @property
     def is_open(self) -> bool:
-        """Whether they can still be sent."""
+        """Whether responses can still be sent."""
         return self.frame_socket is not None and self.frame_socket.is_open
 
     @property
     def pending_replays(self) -> int:
-        """Answers that a replayer will send."""
+        """Number of responses that a replayer has yet to send."""
         return 0 if self.frame_socket is None else self.frame_socket.pending_replays
 
     def close_connection(self) -> None:
-        """End the connection from this side."""
+        """Close the connection."""
         if self.frame_socket is not None:
             self.frame_socket.close()
 
     def send_frame(
         self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send an answer, as `FrameSocket.send_frame`."""
+        """Send a response, as `FrameSocket.send_frame`."""
         assert self.frame_socket is not None
         self.frame_socket.send_frame(frame, descriptors, on_lost)
 
     def respond_error(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
-        """Answer a message with an error, and account for it."""
+        """Answer a message with an error, and account for the message."""
         LocalExchange(self, tag, record).respond_error(error)
 
 

@@ -17,10 +17,10 @@ _LONGEST_NAME = 64
 
 
 class ArenaRange(NamedTuple):
-    """Bytes of a segment.
+    """A range of bytes in a segment.
 
     Attributes:
-        start, stop: offsets in it.
+        start, stop: offsets in the segment.
     """
 
     segment: int
@@ -28,16 +28,16 @@ class ArenaRange(NamedTuple):
     stop: int
 
     def has_overlap(self, other: "ArenaRange") -> bool:
-        """Whether any byte belongs to both."""
+        """Return whether any byte belongs to both ranges."""
         return self.segment == other.segment and max(self.start, other.start) < min(self.stop, other.stop)
 
 
 class SegmentTable:
-    """Segments by their numbers, none of which is given twice.
+    """The segments of a connection by number; numbers are not reused.
 
     Attributes:
-        segments: what is mapped of each, in the host's memory or a device's (`DeviceMemoryView`); a view of it
-            keeps it mapped, whatever happens here.
+        segments: a view of each segment, in the host's memory or a device's (`DeviceMemoryView`); a view
+            keeps its segment mapped, even after its removal here.
     """
 
     def __init__(self) -> None:
@@ -45,23 +45,23 @@ class SegmentTable:
         self._next_number = 0
 
     def add_segment(self, memory: memoryview) -> int:
-        """Take a segment in; its number."""
+        """Add a segment and return its number."""
         number = self._next_number
         self._next_number += 1
         self.segments[number] = memory
         return number
 
     def has_segments(self, references: Iterable[TensorReference | SegmentRange]) -> bool:
-        """Whether the segments of all these are there still."""
+        """Return whether the segments of all these references are still in the table."""
         return all(each.segment in self.segments for each in references)
 
     def find_tensor(self, name: str, located: TensorReference) -> tuple[HostTensor, ArenaRange]:
-        """A tensor in the arena, and its bytes.
+        """Return the tensor that a reference describes, and its range.
 
         Raises:
-            UnsupportedDtypeError: its element type is none of ours.
-            MalformedPayloadError: its shape asks for more bytes than can be counted.
-            InvalidParameterError: it does not lie in a segment of this arena, or not as tensors must.
+            UnsupportedDtypeError: the element type is not supported.
+            MalformedPayloadError: the shape requires more bytes than 63 bits can count.
+            InvalidParameterError: the bytes are not within a segment of this arena, or not aligned.
         """
         dtype = _DTYPES.get(located.dtype)
         if dtype is None:
@@ -76,10 +76,10 @@ class SegmentTable:
         return kind(dtype, located.shape, data), span
 
     def find_result_buffer(self, name: str, place: SegmentRange) -> memoryview:
-        """The bytes that a result may be written to.
+        """Return the bytes of the range that a result is to be written to.
 
         Raises:
-            InvalidParameterError: they do not lie in a segment of this arena, or not as tensors must.
+            InvalidParameterError: the range is not within a segment of this arena, or not aligned.
         """
         return self._find_bytes(name, place.segment, place.offset, place.nbytes)
 
@@ -107,7 +107,7 @@ class SegmentTable:
 
 
 def require_one_memory(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
-    """See that a request's tensors and places are all in the host's memory, or all in the device's.
+    """Require a request's tensors and result buffers to be all in host memory, or all in device memory.
 
     Raises:
         InvalidParameterError: they are not.
@@ -126,20 +126,20 @@ def check_result_ranges(
     tensors: Mapping[str, ArenaRange],
     over: Mapping[str, str],
 ) -> bool:
-    """See that each result has a place of its own.
+    """Check that the request has a separate range for each result.
 
     Args:
-        results: what there will be.
-        places: where it shall go.
-        tensors: what came with the request.
-        over: for a result, the tensor that it may be written over, at exactly the same bytes.
+        results: dtype and shape of each result.
+        places: the range for each result.
+        tensors: the ranges of the request's tensors.
+        over: for a result, the tensor that it may overwrite, in exactly the same range.
 
     Returns:
-        Whether a result is written over a tensor.
+        Whether a result overwrites a tensor.
 
     Raises:
-        InvalidParameterError: one has none, overlaps another, or a tensor that it may not be written over.
-        InvalidShapeError: its place has too few bytes.
+        InvalidParameterError: a result has no range, or its range overlaps another or a tensor's.
+        InvalidShapeError: a range has too few bytes.
     """
     taken: list[tuple[str, ArenaRange]] = []
     is_over = False

@@ -18,13 +18,13 @@ _INFER = frozenset([KeyScope.INFER])
 
 
 class ConnectionComputations:
-    """Those of one connection.
+    """The operations of one connection in progress.
 
     Attributes:
-        services, segment_table, responder: what they are computed with, from where, and how they are answered.
+        services, segment_table, responder: the services, memory and responses of the connection.
         prepared_calls: the connection's prepared calls.
-        on_end: called once an operation is over, before it is answered.
-        in_progress: those that the engine has.
+        on_end: called when an operation has ended, before its response is sent.
+        in_progress: the operations that were submitted to the engine.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class ConnectionComputations:
         self.in_progress: set[LocalComputation] = set()
 
     def begin_computation(self, tag: int, request: ComputeRequest, record: RequestRecord) -> None:
-        """Have an operation run; it is answered, now or later, whatever becomes of it."""
+        """Start an operation, which is answered in any case, now or later."""
         if self.services.busy_poller is not None:
             self.services.busy_poller.record_received()
         LocalComputation(self, tag, request, record).begin_computation()
 
     def cancel_computation(self, tag: int) -> None:
-        """The client does not want what it asked for under this tag, if that waits still."""
+        """Cancel the operation with this tag if it is still queued."""
         for each in [each for each in self.in_progress if each.tag == tag]:
             each.cancel_job()
 
     def cancel_all(self) -> None:
-        """The client is gone: what waits is refused; what runs keeps its permit until the device is done."""
+        """Cancel all queued operations of a client that has left; a running one keeps its permit until it ends."""
         for each in tuple(self.in_progress):
             each.cancel_job()
 
 
 class LocalComputation(LocalExchange):
-    """One operation, which is answered from the engine's own callback, without a task that waits."""
+    """One operation, answered from the engine's callback without a task that waits."""
 
     is_traced = True
     _plan: RequestPlan
@@ -73,7 +73,7 @@ class LocalComputation(LocalExchange):
         self._request = request
 
     def begin_computation(self) -> None:
-        """Check and begin the operation, or refuse it."""
+        """Check and submit the operation, or refuse it."""
         computations = self._computations
         service = computations.services
         try:
@@ -101,7 +101,7 @@ class LocalComputation(LocalExchange):
         # Before others are begun: the client has the memory.
         self.permit.release()
         if isinstance(ended, DrainingError | DeviceFailureError):
-            # It may run still, and would write where the client, once it has an answer, keeps something else.
+            # The job may still run, and would write to memory that the client reuses once it has a response.
             self._responder.close_connection()
         self._computations.on_end()
         super().conclude_job(ended, job)
@@ -116,7 +116,7 @@ class LocalComputation(LocalExchange):
         self._responder.send_frame(frame)
         self.finish_message()
         message = request.message
-        # What it lies in may have been given back meanwhile.
+        # The client may have freed the segments meanwhile.
         if service.request_replays is not None and self._computations.segment_table.has_segments(
             [*message.tensors.values(), *message.results.values()]
         ):

@@ -1,4 +1,4 @@
-"""One client: its messages, its arena, and the messages beside operations."""
+"""The server's side of one client's connection: its messages, its arena, and messages other than operations."""
 
 import asyncio
 import functools
@@ -25,13 +25,13 @@ from normserve.local.wire import FrameSocket
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
-#: Requests of one connection that are answered at the same time; of more the frames stay with the kernel.
+#: Requests of one connection that are handled at the same time; further frames stay in the kernel's buffers.
 MOST_UNDER_WAY = 64
 
 _ANY = frozenset(KeyScope)
 
 # Memory for a connection's prepared calls: about a thousand frames of one message with one tensor.  A model of
-# fifty norms sends a hundred in each step, each with one of a few places for its results.
+# fifty norms sends a hundred in each step, each with one of a few ranges for its results.
 _PREPARED_BYTES = 8 * 2**20
 
 # A prepared call takes less than this: for each message its plan, and for each byte of a frame the objects that are
@@ -44,20 +44,20 @@ Said = Message | ComputeRequest
 
 
 class LocalServerConnection:
-    """Answers one client, until its socket ends.
+    """A connection whose messages are answered until its socket ends.
 
     Attributes:
-        peer: the client's process.
-        on_closed: told that the connection has ended, and of the segments that the client has not given back.
+        peer: the process of the client.
+        on_closed: called when the connection has ended, with the segments that the client has not freed.
     """
 
     def __init__(
         self, service: LocalServices, peer: PeerProcess, key_name: str | None, watch: Callable[[], int | None]
     ) -> None:
         """Args:
-        key_name: of the API key that is used for the peer's user.
-        watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
-            where there is none.
+        key_name: name of the API key that is used for the peer's user.
+        watch: opens a descriptor that is readable once the peer has ended, while the connection is open; None
+            where the kernel offers none.
         """
         self._services = service
         self._open_exit_descriptor = watch
@@ -65,7 +65,7 @@ class LocalServerConnection:
         self.on_closed: Callable[[list[ClientSegment]], None] = service.orphaned_segments.free_segments
         self._session = LocalSession(peer.uid, key_name, service.key_authorisation)
         self._segment_table = SegmentTable()
-        # Of the device: given back, and charged until the client's process has ended.
+        # Freed segments of device memory, which are charged until the client's process has ended.
         self._returned_segments: list[ChargedDeviceSegment] = []
         self._queued_messages: deque[tuple[int, Said, float, float]] = deque()
         # By frames: clients send the same few repeatedly.
@@ -79,20 +79,20 @@ class LocalServerConnection:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests of it are under way."""
+        """Whether requests of the connection are in progress."""
         return bool(self._tasks or self._computations.in_progress or self._responder.pending_replays)
 
     def start(self, wire: FrameSocket) -> None:
-        """Begin."""
+        """Start receiving from a socket."""
         self._responder.frame_socket = wire
         wire.set_receiving(wanted=True)
 
     def close(self) -> None:
-        """End it from this side."""
+        """Close the connection."""
         self._responder.close_connection()
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
-        """Answer what a frame says, each message under a tag of its own."""
+        """Answer the messages of a frame; each has a tag of its own."""
         messages: Sequence[Said] | None = self._prepared_calls.find(content)
         if messages is None:
             try:
@@ -122,24 +122,24 @@ class LocalServerConnection:
         return said
 
     def on_fault(self, error: NormserveError) -> None:
-        """Say what is wrong, and end: it is unknown where the next frame begins."""
+        """Answer with the error and close, because the start of the next frame is unknown."""
         self._responder.respond_error(0, error, RequestRecord(transport="local"))
         self.close()
 
     def on_end(self) -> None:
-        """The client has left: what waits is dropped, and results of what runs are discarded."""
+        """Drop queued messages, cancel operations and release the segments of a client that has left."""
         self._queued_messages.clear()
         self._clear_caches()
         self._computations.cancel_all()
         self.on_closed(self._release_segments())
 
     def _release_segments(self) -> list[ClientSegment]:
-        """What the client has of the server's memory; this connection has that no more."""
+        """Remove all of the client's segments from this connection and return them."""
         segments: list[ClientSegment] = [
             *map(_get_segment, self._segment_table.segments.values()),
             *self._returned_segments,
         ]
-        # In its place: what is lent again while the connection ends may return there.
+        # Cleared in place: an allocation in progress may return a reused segment to this list.
         self._returned_segments.clear()
         self._segment_table.segments.clear()
         return segments
@@ -157,11 +157,11 @@ class LocalServerConnection:
 
     @property
     def _has_free_slot(self) -> bool:
-        """Whether another request may be answered now."""
+        """Whether another request may be started now."""
         return len(self._tasks) + len(self._computations.in_progress) < MOST_UNDER_WAY
 
     def _begin_message(self, tag: int, message: Said, began: float, ended: float) -> None:
-        """Do what a message says; its frame came from `began` to `ended`."""
+        """Start to handle a message, whose frame was received from `began` to `ended`."""
         if isinstance(message, _UNANSWERED):
             self._handle_silent_message(message)
             return
@@ -179,16 +179,16 @@ class LocalServerConnection:
         self._on_request_end()
 
     def _handle_silent_message(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
-        """What has no answer: unknown numbers are ignored."""
+        """Handle a message that has no response; unknown numbers are ignored."""
         if isinstance(message, frames.FreeSegmentMessage):
             self._remove_segment(message.segment)
             return
         self._computations.cancel_computation(message.request)
 
     def _remove_segment(self, number: int | None) -> None:
-        """Take a segment out of the arena, which the client has given back or has never received."""
+        """Remove from the arena a segment that the client has freed or never received."""
         memory = None if number is None else self._segment_table.segments.pop(number, None)
-        # What is known may lie there, and would keep it.
+        # Cached calls may refer to the segment, and would keep it mapped.
         self._clear_caches()
         if memory is not None:
             segment = _get_segment(memory)
@@ -203,7 +203,7 @@ class LocalServerConnection:
             self._services.request_replays.remove_replays(self._responder)
 
     async def _handle_message(self, message: Message, exchange: LocalExchange) -> None:
-        """Answer one message but an operation, whatever becomes of it, and account for it."""
+        """Answer and account for one message other than an operation, also if it fails."""
         try:
             await self._send_response(message, exchange)
         except Exception as error:
@@ -238,14 +238,14 @@ class LocalServerConnection:
         self._responder.send_frame(frames.encode_frame(exchange.tag, answer), descriptors, on_lost)
 
     def _describe_device_memory(self) -> dict[str, Any]:
-        """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
+        """Describe the device memory for the greeting; return {} until the server is ready."""
         service = self._services
         if service.request_services.engine.device_description is None:
             return {}
         return {"device": service.device_allocator.describe_device()}
 
     async def _add_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
-        """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
+        """Make the requested segment and enter it in the response; return the descriptor to send along."""
         service = self._services
         service.request_services.engine.require_ready()
         # If the connection ends meanwhile, its peer can no longer be found.
@@ -271,7 +271,7 @@ class LocalServerConnection:
             answer.device, answer.nbytes = segment.device.uuid, len(segment)
             memory = segment.view()
         else:
-            # What this client has just given back does not count.
+            # Segments that this client has just freed must not count.
             await service.orphaned_segments.wait_freed()
             descriptor, segment = await service.host_allocator.allocate_segment(self.peer.uid, message.nbytes)
             memory = memoryview(segment)

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class ChargedDeviceSegment(DeviceSegment):
-    """Memory of the device that a user is charged for until its mapping here has ended.
+    """A segment of device memory that a user is charged for until its mapping here has ended.
 
     Attributes:
-        uid: whose it is.
-        is_returned: its process has ended.
-        released_charges: is told the user and the bytes once it has gone.
+        uid: the charged user.
+        is_returned: whether the client's process has ended.
+        released_charges: receives the user and the bytes when the segment is unmapped.
     """
 
     uid = 0
@@ -43,12 +43,12 @@ class ChargedDeviceSegment(DeviceSegment):
 
 
 class DeviceSegmentAllocator:
-    """Lends segments of the device's memory; belongs to the event loop's thread."""
+    """An allocator of device memory segments for clients; belongs to the event loop's thread."""
 
     def __init__(self, most_bytes: int, find: Callable[[], ShareableDevice | None]) -> None:
         """Args:
-        most_bytes: that one user may have; 0 lends none.
-        find: the device, once the server is ready; None where its memory cannot be lent.
+        most_bytes: the most bytes of one user; 0 disables device memory.
+        find: returns the device, once the server is ready; None where its memory cannot be shared.
         """
         self._max_user_bytes = most_bytes
         self._find_device = find
@@ -56,32 +56,32 @@ class DeviceSegmentAllocator:
 
     @property
     def nbytes(self) -> int:
-        """Of all segments that are lent, or kept for the processes that had them."""
+        """Bytes of all segments that clients use, or that are kept for their processes."""
         return self._accounts.nbytes
 
     @property
     def device(self) -> ShareableDevice | None:
-        """Whose memory is lent; None where none is."""
+        """The device whose memory is shared; None where there is none."""
         return self._find_device() if self._max_user_bytes else None
 
     def describe_device(self) -> dict[str, Any] | None:
-        """What a client is told of it."""
+        """Describe the device and the limit of its memory for a client; None where no memory is shared."""
         device = self.device
         return None if device is None else {"uuid": device.uuid, "bytes": self._max_user_bytes}
 
     async def allocate_segment(
         self, peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
     ) -> tuple[int, ChargedDeviceSegment]:
-        """A segment of zeros of at least so many bytes: the descriptor, which is the caller's to close, and itself.
+        """Allocate at least `nbytes` of zeros; return a descriptor, which the caller must close, and the segment.
 
         Args:
-            spent: what the client has given back on this connection; one that serves is taken out and lent again.
-            leftovers: the same of connections of its process that have ended.
+            spent: segments that the client has freed on this connection; a suitable one is removed and reused.
+            leftovers: segments of ended connections of the client's process, which are reused as well.
 
         Raises:
-            InvalidParameterError: there is no such memory here.
-            TooLargeError: no user may have so many.
-            OverloadedError: this one may not now, or the device has no more.
+            InvalidParameterError: the server does not share device memory.
+            TooLargeError: no user may have so many bytes.
+            OverloadedError: this user has too many bytes now, or the device has no more memory.
         """
         device = self.device
         if device is None:
@@ -91,7 +91,7 @@ class DeviceSegmentAllocator:
         if known is None:
             self._accounts.charge_segment(peer.uid, nbytes)
         try:
-            # Clearing, and what the driver does, take a millisecond, which others shall not wait.
+            # Clearing and the driver's calls take a millisecond, for which the event loop must not wait.
             descriptor, segment = await make_on_thread(_export_segment, device, known, nbytes)
         except BaseException as error:
             if known is None:
@@ -111,7 +111,7 @@ class DeviceSegmentAllocator:
 def _pop_reusable(
     peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
 ) -> ChargedDeviceSegment | None:
-    """The smallest of what the client's process has had already that is large enough, if anything is."""
+    """Remove and return the smallest sufficient segment that the client's process has had, or None."""
     found: tuple[list[Any], ChargedDeviceSegment] | None = None
     kept: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
     for segments in kept:

@@ -32,11 +32,11 @@ _Answer = tuple[Any, int]
 
 @dataclass(frozen=True, slots=True)
 class MessageOrigin:
-    """Who sent a message.
+    """The origin of a message: its session and the arena of its tensors.
 
     Attributes:
-        segment_table: where its tensors lie.
-        exchange: the message's.
+        segment_table: the segments of the message's tensors.
+        exchange: the message and its response.
     """
 
     segment_table: SegmentTable
@@ -44,16 +44,16 @@ class MessageOrigin:
     exchange: LocalExchange
 
     def authorise(self, needed: Set[KeyScope]) -> ClientIdentity:
-        """Return who it is, or raise what its key does not allow."""
+        """Return the client's identity; raise an error if its key lacks the needed scopes."""
         return self.session.authorise(needed, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMessageDispatcher:
-    """Answers them.
+    """A dispatcher of messages about registered layers.
 
     Attributes:
-        request_services: what every request is served with.
+        request_services: the services that all requests use.
     """
 
     request_services: RequestServices
@@ -61,10 +61,10 @@ class LayerMessageDispatcher:
     layer_changes: LayerChanges
 
     async def handle_message(self, message: Message, sender: MessageOrigin) -> _Answer:
-        """What a message is answered with, and the status.
+        """Handle a message and return the document of the response and its status.
 
         Raises:
-            NormserveError: by what is wrong with it.
+            NormserveError: the message is invalid or not permitted.
         """
         layers = self.layers
         match message:
@@ -107,7 +107,7 @@ class LayerMessageDispatcher:
     async def _change_with_audit(
         self, method: str, message: Any, sender: MessageOrigin, change: Callable[..., Any]
     ) -> _Answer:
-        """Make a change, and tell the audit trail what became of it."""
+        """Make a change, and write its outcome to the audit log."""
         caller = sender.authorise(_CHANGES)
         result = "interrupted"
         try:
@@ -123,10 +123,10 @@ class LayerMessageDispatcher:
 
 
 def _find_parameters(arena: SegmentTable, located: Mapping[str, TensorReference]) -> dict[str, HostTensor]:
-    """The parameters that came.
+    """Return the tensors of a message with a layer's parameters.
 
     Raises:
-        InvalidParameterError: they lie in the device's memory.
+        InvalidParameterError: a tensor is in device memory, or invalid.
     """
     tensors = {name: arena.find_tensor(name, each)[0] for name, each in located.items()}
     if any(isinstance(tensor, DeviceTensor) for tensor in tensors.values()):

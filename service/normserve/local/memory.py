@@ -1,4 +1,4 @@
-"""Accounting of shared memory by user."""
+"""Accounting of shared host memory by user."""
 
 import asyncio
 import os
@@ -18,16 +18,16 @@ _RETRY_AFTER_S = 5.0
 
 
 class ChargedSegment(HostSegment):
-    """Shared memory that a user is charged for until its mapping here has ended.
+    """A segment of shared memory that a user is charged for until its mapping here has ended.
 
-    A process that has mapped it can read it for as long as it lives, so its content is removed only once
-    the client has given it back, or has ended.
+    A process that has mapped the segment can read it until the process ends, so the content is removed only once
+    the client has freed the segment, or has ended.
 
     Attributes:
-        uid: whose it is.
+        uid: the charged user.
         is_returned: no view of it is left.
-        device_registration: what keeps the device's driver aware of it; it goes before the memory does.
-        released_charges: is told the user and the bytes once it has gone.
+        device_registration: the registration with the device's driver, which is dropped before the memory.
+        released_charges: receives the user and the bytes when the segment is unmapped.
     """
 
     uid = 0
@@ -45,7 +45,7 @@ class ChargedSegment(HostSegment):
 
 
 class ClientSegment(Protocol):
-    """A segment of any kind of memory that a user is charged for.
+    """A segment in any kind of memory that a user is charged for.
 
     Attributes:
         is_returned: no view of it is left.
@@ -55,7 +55,7 @@ class ClientSegment(Protocol):
 
 
 class _UserAccount:
-    """What one user has."""
+    """The bytes and segments that one user is charged for."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -63,18 +63,18 @@ class _UserAccount:
 
 
 class SegmentAccounts:
-    """What users are charged for; belongs to the event loop's thread.
+    """The accounts of all users for one kind of memory; belongs to the event loop's thread.
 
     Attributes:
-        max_user_bytes: that one user may have.
-        released_charges: the user and the bytes of each segment that is gone, put there by any thread; unlike a
-            lock it is reentrant, for what runs within any allocation.
+        max_user_bytes: the most bytes of one user.
+        released_charges: the user and the bytes of each unmapped segment, added by any thread; unlike a
+            lock it is reentrant, for destructors that run within any allocation.
     """
 
     def __init__(self, most_bytes: int, kind: str, setting: str) -> None:
         """Args:
-        kind: of memory, as errors have it.
-        setting: what says `max_user_bytes`.
+        kind: the kind of memory, for the text of errors.
+        setting: the name of the setting for `max_user_bytes`.
         """
         self.max_user_bytes = most_bytes
         self.released_charges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -83,12 +83,12 @@ class SegmentAccounts:
 
     @property
     def nbytes(self) -> int:
-        """Of all users."""
+        """Bytes that all users are charged for."""
         self._collect_released()
         return sum([account.nbytes for account in self._by_uid.values()])
 
     def charge_segment(self, uid: int, nbytes: int) -> None:
-        """A user takes a segment of so many bytes.
+        """Charge a user for a segment of `nbytes`.
 
         Raises:
             TooLargeError: no user may have so many.
@@ -110,7 +110,7 @@ class SegmentAccounts:
         account.segment_count += 1
 
     def make_exhausted_error(self, nbytes: int) -> OverloadedError:
-        """The error that there is no memory, whatever the user may have."""
+        """Make the error of exhausted memory, as opposed to a user's exceeded limit."""
         return OverloadedError(f"there is no {self._memory_name} of {nbytes} bytes now", _RETRY_AFTER_S)
 
     def _collect_released(self) -> None:
@@ -124,23 +124,23 @@ class SegmentAccounts:
 
 
 class HostSegmentAllocator:
-    """Lends segments; belongs to the event loop's thread."""
+    """An allocator of shared memory segments for clients; belongs to the event loop's thread."""
 
     def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
         """Args:
         most_bytes: that one user may have.
-        share: prepares memory for the device, for as long as what it returns lives.
+        share: registers memory with the device until the returned object is dropped.
         """
         self._register_with_device = share
         self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
     @property
     def nbytes(self) -> int:
-        """Of all segments that are lent."""
+        """Bytes of all segments that are mapped here."""
         return self._accounts.nbytes
 
     async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
-        """A new segment of at least so many bytes: the descriptor, which is the caller's to close, and its mapping.
+        """Allocate at least `nbytes`; return a descriptor, which the caller must close, and the segment.
 
         Raises:
             TooLargeError: no user may have so many.
@@ -171,9 +171,9 @@ class HostSegmentAllocator:
 
 
 class OrphanedSegments:
-    """Segments that clients do not use any more, or may look at still.
+    """Segments that clients have freed or whose connections have ended.
 
-    Those that a connection leaves behind are kept for as long as the client's process lives.
+    The segments of an ended connection are kept until the client's process ends.
     """
 
     def __init__(self) -> None:
@@ -184,20 +184,20 @@ class OrphanedSegments:
         return sum([len(segments) for _, segments in self._by_process.values()])
 
     def find_segments(self, pid: int) -> list[ClientSegment]:
-        """Those that are kept for a process; who has another use for one takes it out."""
+        """Return the list of segments kept for a process, from which the caller may remove those it reuses."""
         return self._by_process[pid][1] if pid in self._by_process else []
 
     def retain_segments(self, pid: int, watch: int | None, segments: list[ClientSegment]) -> None:
-        """Keep these until their process ends.
+        """Keep these segments until the client's process ends.
 
-        Args: watch: a descriptor that can be read once it has, which is closed here; None where there is none.
+        Args: watch: a descriptor that is readable once the process has ended, closed here; None if there is none.
         """
         if watch is None or not segments:
             if watch is not None:
                 os.close(watch)
             self.free_segments(segments)
             return
-        # Those in a namespace that this process does not see have no number here.
+        # Processes in a namespace that this process does not see have no number here.
         key = pid or -watch
         if key in self._by_process:
             os.close(watch)
@@ -207,7 +207,7 @@ class OrphanedSegments:
         asyncio.get_running_loop().add_reader(watch, self._on_process_exit, key)
 
     def stop_monitoring(self) -> None:
-        """Watch no more, and leave everything as it is: the server ends, its clients may go on."""
+        """Stop monitoring processes without clearing any segment: the server ends, and its clients may go on."""
         for watch, _ in self._by_process.values():
             asyncio.get_running_loop().remove_reader(watch)
             os.close(watch)
@@ -220,7 +220,7 @@ class OrphanedSegments:
         self.free_segments(segments)
 
     def free_segments(self, segments: list[ClientSegment]) -> None:
-        """Free segments of which the client has no view, each with the last request that uses it."""
+        """Free segments that the client has no view of, each after the last request that uses it."""
         for segment in segments:
             segment.is_returned = True
         # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
@@ -229,6 +229,6 @@ class OrphanedSegments:
         returning.add_done_callback(self._free_tasks.discard)
 
     async def wait_freed(self) -> None:
-        """Wait until what was given back before is freed, if no request uses it, and charged to nobody."""
+        """Wait until segments freed so far are unmapped and not charged, except those that a request uses."""
         if self._free_tasks:
             await asyncio.wait(self._free_tasks)

@@ -31,7 +31,7 @@ from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.requests.prepared_jobs import prepare_job
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
-# What a message asks for takes less than this when it is kept, and for each byte of its words.
+# Upper bounds of a cached `ParsedOperation`'s memory: a constant, and a factor for each byte of its parameters.
 _ASKED_BYTES, _BYTES_PER_ASKED_BYTE = 2**10, 8
 
 _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
@@ -39,11 +39,11 @@ _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx
 
 @dataclass(frozen=True, slots=True)
 class ParsedOperation:
-    """What a request asks for, checked as far as it can be without its tensors.
+    """The parsed parameters of an operation, checked as far as possible without its tensors.
 
     Attributes:
-        layer: its name; of a chain the names, joined by commas.
-        timeout_ms: None where the server's holds.
+        layer: the registered layer's name; for a chain the names, joined by commas.
+        timeout_ms: None where the server's default applies.
     """
 
     spec: NormSpec
@@ -52,11 +52,11 @@ class ParsedOperation:
 
 
 def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation:
-    """Read an operation's name, pass and parameters.
+    """Parse an operation's name, pass and parameters.
 
     Raises:
         NotFoundError: there is no such operation or pass.
-        InvalidParameterError: by what is wrong with the parameters.
+        InvalidParameterError: a parameter is invalid.
     """
     asked = _OPERATIONS.get((op_name, pass_name))
     if asked is None:
@@ -69,15 +69,15 @@ def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request as it is checked against the arena and a layer: what comes again like it need not be checked again.
+    """A request after its check against the arena and a layer, reused for identical requests.
 
     Attributes:
-        spec: with what the layer says.
-        tensors, result_buffers: in the arena.
-        compared_names: names of the tensors that a launch reads for other jobs as well.
-        overwrites_tensor: a result is written over a tensor.
-        replay_slot: of the jobs; None where each reads memory of its own.
-        encoded_results: the results, as the answer says them.
+        spec: the operation with the options of the layer.
+        tensors, result_buffers: views of the arena.
+        compared_names: names of the tensors that are compared between jobs, which a launch reads for several jobs.
+        overwrites_tensor: whether a result overwrites a tensor.
+        replay_slot: that of the jobs; None where each job reads copies of its own.
+        encoded_results: the encoded references to the results, for the response.
     """
 
     spec: NormSpec
@@ -91,22 +91,22 @@ class RequestPlan:
     encoded_results: msgspec.Raw
 
     def make_job(self, layer: RegisteredLayer | None) -> NormJob:
-        """Make the job of one request, with the layer that the plan was made with."""
+        """Make the job of one request, with the layer for which the plan was made."""
         tensors = self.tensors
         if self.compared_names:
-            # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
-            # compared must be what is read, whatever the client writes meanwhile.
+            # Parameters decide which jobs share a launch, and are read again by the launch, for all jobs: the bytes
+            # compared must be the bytes read, whatever the client writes meanwhile.
             tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.compared_names}}
         return NormJob(self.spec, tensors, layer, self.overwrites_tensor, self.result_buffers, self.replay_slot)
 
 
 class ComputeRequest:
-    """A message that asks for an operation, and what is known of it from when it last came.
+    """A message that requests an operation, with the plan from its earlier occurrences.
 
     Attributes:
-        headers: what it says of its trace, as headers of HTTP do.
-        operation: None until its parameters have been read once.
-        frame_content: of its frame, if that has no other message; None also of frames that are not kept.
+        headers: the message's trace context, in the form of HTTP headers.
+        operation: the parsed parameters; None until they have been parsed once.
+        frame_content: the content of a frame with this message alone; None also for frames that are not kept.
     """
 
     __slots__ = ("__weakref__", "_plan", "frame_content", "headers", "message", "operation")
@@ -120,7 +120,7 @@ class ComputeRequest:
         self._plan: RequestPlan | None = None
 
     def find_plan(self, layer: RegisteredLayer | None) -> RequestPlan | None:
-        """Return the plan that was made of it with this layer."""
+        """Return the plan that was made for this layer, if there is one."""
         return self._plan if layer is None else layer.prepared_plans.get(self)
 
     def store_plan(self, plan: RequestPlan, layer: RegisteredLayer | None) -> None:
@@ -133,7 +133,7 @@ class ComputeRequest:
 
 @dataclass(frozen=True, slots=True)
 class OperationPlanner:
-    """Checks operations."""
+    """A planner that checks operations and caches their plans."""
 
     engine: Engine
     layers: LayerRegistry
@@ -141,9 +141,9 @@ class OperationPlanner:
     def plan_request(
         self, request: ComputeRequest, arena: SegmentTable, prepared: PreparedCallCache, record: RequestRecord
     ) -> tuple[RequestPlan, RegisteredLayer | None]:
-        """Check a request against its arena and its layer, which are returned with the plan.
+        """Check a request against its arena and its layer; return the plan and the layer.
 
-        Args: prepared: of the connection.
+        Args: prepared: the prepared calls of the connection.
 
         Raises:
             NormserveError: the request is invalid, or the server is not ready.
@@ -202,7 +202,7 @@ class OperationPlanner:
 
 
 def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> ParsedOperation:
-    """Do as `parse_operation`, once for the messages of a connection that say the same."""
+    """Do as `parse_operation`, once for all messages of a connection with identical parameters."""
     key = message.op, message.direction, message.query
     asked: ParsedOperation | None = prepared.find(key)
     if asked is None:
@@ -212,7 +212,7 @@ def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> 
 
 
 def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
-    """The parameters by which jobs share a launch."""
+    """Return the names of the parameters that jobs of one launch must have in common."""
     names = filter(is_parameter, tensors)
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
@@ -220,9 +220,9 @@ def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
 def make_response(
     plan: RequestPlan, result: NormResult, request_id: str, record: RequestRecord, began: float
 ) -> ComputeResponse:
-    """The answer to an operation, whose results lie where the request wanted them.
+    """Make the response to an operation, whose results are already in the requested ranges.
 
-    Args: began: when it began to be written, by `time.perf_counter`.
+    Args: began: start of the encoding, by `time.perf_counter`.
     """
     record.record_result(result, began)
     record.sent_bytes = sum([len(tensor.data) for tensor in result.tensors.values()])
@@ -243,7 +243,7 @@ def make_response(
 
 
 def copy_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """The same tensors in memory that only this process writes."""
+    """Copy the tensors to memory that no other process can write."""
     return {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
 
 

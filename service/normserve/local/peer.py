@@ -17,11 +17,11 @@ _OVERFLOW_UID = 65534
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """The process that made a connection.
+    """The process at the other end of a connection.
 
     Attributes:
-        pid: 0 where it is in a namespace that this process does not see.
-        uid: its user.
+        pid: 0 where the process is in a namespace that this process does not see.
+        uid: the process's user.
     """
 
     pid: int
@@ -29,7 +29,7 @@ class PeerProcess:
 
     @classmethod
     def from_socket(cls, connection: socket.socket) -> "PeerProcess":
-        """Who connected.
+        """Read the credentials of a connection's peer from the kernel.
 
         Raises:
             OSError: the peer has ended.
@@ -39,9 +39,9 @@ class PeerProcess:
         return cls(pid, uid & 0xFFFFFFFF)
 
     def open_exit_descriptor(self, connection: socket.socket) -> int | None:
-        """A descriptor that can be read once the process has ended; None where the kernel gives none.
+        """Open a descriptor that is readable once the process has ended; None where the kernel gives none.
 
-        Args: connection: the process's; one that is closed says nothing of it, and its number may be another's.
+        Args: connection: that of the process, still open: after its end the pid may belong to another process.
         """
         try:
             told = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
@@ -59,10 +59,10 @@ class PeerProcess:
 
 
 class LocalUsers:
-    """Which users may connect, and which API key is used for each."""
+    """The users that may connect, and the API key that is used for each."""
 
     def __init__(self, listed: str) -> None:
-        """Args: listed: as the setting has it, `UID` or `UID=KEY`, divided by commas."""
+        """Args: listed: the value of the setting: `UID` or `UID=KEY`, separated by commas."""
         entries = [entry.partition("=") for entry in listed.split(",") if entry]
         self._key_names: Mapping[int, str | None] = {os.geteuid(): None} | {
             int(uid): key or None for uid, _, key in entries
@@ -76,7 +76,7 @@ class LocalUsers:
         return len(self._key_names) > 1
 
     def find_key_name(self, uid: int) -> str | None:
-        """The name of the API key whose scopes and limits a user has, if there is one.
+        """Return the name of the API key with a user's scopes and limits; None where the user has none.
 
         Raises:
             ForbiddenError: that user may not connect.

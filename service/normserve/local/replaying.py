@@ -1,8 +1,8 @@
 """Recurring requests that are answered by a replayer, without Python code for each.
 
 A request is learned once it has been answered by Python code and its launch has been captured.  From then on the
-same frame on the same connection leads to the same launch and the same answer, until something changes that the
-checks of a request depend on: then everything is forgotten, and learned again from the next requests.
+same frame on the same connection leads to the same launch and the same response, until something changes that the
+checks of a request depend on: then all requests are removed, and learned again from later ones.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from normserve.requests.lifecycle import RequestServices
 # The event loop's other callbacks wait so long for a replayer that has something to do all the time.
 _TURN_S = 0.5e-3
 
-# What launches of some hundred MiB take; a device that takes longer is looked at less often.
+# The duration of launches of some hundred MiB; a device that takes longer is polled less often.
 _WATCHED_S = 2e-3
 _PAUSE_S = 0.5e-3
 
-# They are launched as they come, so that no deadline but the shortest can pass before.
+# Requests are launched on arrival, so only a very short deadline can pass before.
 _SHORTEST_TIMEOUT_MS = 20.0
 
 # The replayer limits how many frames it has learned, and not their bytes.
@@ -52,11 +52,11 @@ _INFER = frozenset([KeyScope.INFER])
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedRequest:
-    """What is kept of a request.
+    """The data that is kept for a request that the replayer answers.
 
     Attributes:
-        record: of the one that was answered by Python code.
-        captured_launch: keeps the memory of its launch.
+        record: that of the request that Python code answered.
+        captured_launch: keeps the memory of the launch.
     """
 
     record: RequestRecord
@@ -66,7 +66,7 @@ class _ReplayedRequest:
 
 
 class RequestReplays:
-    """Those of all connections.  Belongs to the event loop's thread."""
+    """The replayed requests of all connections.  Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class RequestReplays:
         poll_s: float,
     ) -> None:
         """Args:
-        keys: None where no key is asked for.
-        poll_s: for so long to poll for a request that follows an answer closely.
+        keys: None where the server requires no key.
+        poll_s: seconds to poll for a request that may follow a response closely.
         """
         self._engine, self._admission_budget, self._layers, self._keyring = (
             services.engine,
@@ -86,7 +86,7 @@ class RequestReplays:
             layers,
             keys,
         )
-        # Of requests that are not answered in the turn in which they came.
+        # For requests that are not answered in the turn in which they arrived.
         self._request_progress, self._metrics = services.request_progress, services.metrics
         self._timeout_ms, self._poll_s = services.timeout_ms, poll_s
         self._replayer: LaunchReplayer | None = None
@@ -109,12 +109,12 @@ class RequestReplays:
         admitted_bytes: int,
         answers: LocalResponder,
     ) -> None:
-        """Have a request that was answered replayed when it comes again, if that can be.
+        """Let the replayer answer repetitions of an answered request, if that is possible.
 
         Args:
-            described: its results, as the answer said them.
-            job, record: what came of it.
-            admitted_bytes: that its permit counted.
+            described: the encoded results of the response.
+            job, record: the job and the record of the request.
+            admitted_bytes: the bytes of the request's permit.
         """
         if (
             job.replay_slot is None
@@ -149,7 +149,7 @@ class RequestReplays:
         )
 
     def remove_replays(self, answers: LocalResponder) -> None:
-        """A connection has ended, or has given memory back that its requests may use."""
+        """Remove the requests of a connection that has ended, or has freed memory that they may use."""
         if (
             answers.frame_socket is None
             or self._responders.get(descriptor := answers.frame_socket.descriptor) is not answers
@@ -159,11 +159,11 @@ class RequestReplays:
             del self._responders[descriptor]
         elif self._replayer is not None:
             self._replayer.remove_replays(descriptor)
-        # What has not been counted keeps the memory of its launch.
+        # Samples that were not collected keep the memory of their launches.
         self.collect_samples()
 
     def collect_samples(self) -> None:
-        """Count what has been answered."""
+        """Account for the requests that the replayer has answered."""
         if self._replayer is None:
             return
         for learned, samples in self._replayer.take_samples():
@@ -172,7 +172,7 @@ class RequestReplays:
             self._metrics.observe_replays(learned.record, _make_times(samples), learned.job)
 
     def _has_same_layer(self, request: ComputeRequest, job: NormJob) -> bool:
-        """Whether the layer that the request names is the one that it was computed with."""
+        """Return whether the request's layer name still refers to the layer of the job."""
         assert request.operation is not None
         if request.operation.layer is None:
             return True
@@ -187,13 +187,13 @@ class RequestReplays:
         return timeout_ms < _SHORTEST_TIMEOUT_MS
 
     def _get_replayer(self) -> LaunchReplayer | None:
-        """The replayer; made when it is first needed, since the backend has one only once it has started."""
+        """Return the replayer, made at the first use, because the backend can make one only after its start."""
         if not self._is_replayer_made:
             self._is_replayer_made = True
             self._replayer = self._engine.make_replayer()
             if self._replayer is not None:
                 loop = asyncio.get_running_loop()
-                # Of asyncio's own loops; what else is ready ends a turn.
+                # Only asyncio's own loops have one; another ready descriptor ends a turn.
                 selector = getattr(loop, "_selector", None)
                 self._selector_descriptor = -1 if selector is None else selector.fileno()
                 loop.add_reader(self._replayer.fileno(), self._run_replayer)
@@ -201,7 +201,7 @@ class RequestReplays:
         return self._replayer
 
     def _get_version(self) -> Hashable:
-        """Another value after each change of what requests are checked against."""
+        """Return a value that changes with the layers and keys that requests are checked against."""
         return self._layers.version, None if self._keyring is None else self._keyring.version
 
     def _remove_on_change(self) -> None:
@@ -212,7 +212,7 @@ class RequestReplays:
                 self.collect_samples()
 
     def _run_replayer(self) -> None:
-        """Let the replayer have a turn."""
+        """Let the replayer serve its connections for a short time, and handle its events."""
         replayer = self._replayer
         assert replayer is not None
         self._remove_on_change()
@@ -222,7 +222,7 @@ class RequestReplays:
         self._update_pending(flights, nbytes)
         if samples >= _COLLECTED_AT_ONCE:
             self.collect_samples()
-        # The rest of an answer first: what came in the same turn may be answered at once.
+        # Unsent bytes of a response first: frames received in this turn may be answered at once.
         for event in sorted(events, key=_is_not_unsent):
             self._handle_event(event)
         if flights and not self._is_scheduled:
@@ -259,7 +259,7 @@ class RequestReplays:
         elif kind == FAILED:
             error = self._engine.record_failed_replay(code)
             answers.respond_error(tag, error, _make_record(said, 0, None))
-            # The device may still write where the client, once it has an answer, keeps something else.
+            # The device may still write to memory that the client reuses once it has a response.
             answers.close_connection()
 
 
@@ -268,7 +268,7 @@ def _is_not_unsent(event: Event) -> bool:
 
 
 def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
-    """Of a request that has no result."""
+    """Make the record of a request that has no result."""
     began = time.perf_counter()
     return replace(
         learned.record, status=status, error_code=error, stage_seconds={}, current_stage="send", began_at=began

@@ -1,4 +1,4 @@
-"""Connections of clients on the same host, from the first to the last byte."""
+"""The connections of clients on the same host, from accepting to closing."""
 
 import asyncio
 import functools
@@ -18,7 +18,7 @@ from normserve.sockets import has_ended
 
 log = logging.getLogger(__name__)
 
-# Answers that wait for a client to read; no more of its requests are read meanwhile.
+# Unsent responses of a connection beyond which none of its requests are read.
 _MOST_UNSENT = 64
 _POLL_S = 0.01
 # A client's end is noticed at once, and its requests are ended soon after.
@@ -26,12 +26,12 @@ _SWEEP_S = 30.0
 
 
 class LocalServer:
-    """Serves connected sockets that others accept.  Belongs to the event loop's thread."""
+    """A server on connected sockets that other code accepts.  Belongs to the event loop's thread."""
 
     def __init__(self, service: LocalServices, users: LocalUsers, *, frame_s: float, send_s: float) -> None:
         """Args:
-        frame_s: a frame must be whole so long after its first byte.
-        send_s: a client must have read what it was sent so long after.
+        frame_s: seconds after its first byte within which a frame must be complete.
+        send_s: seconds within which a client must read a response.
         """
         self._services = service
         self._local_users = users
@@ -44,11 +44,11 @@ class LocalServer:
 
     @property
     def connection_count(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     def serve_connection(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
-        """Serve a connection until its end, of which `on_end` is told."""
+        """Serve a connection until its end, and then call `on_end`."""
         try:
             peer = PeerProcess.from_socket(connected)
             key_name = self._local_users.find_key_name(peer.uid)
@@ -69,7 +69,7 @@ class LocalServer:
         connection.start(FrameSocket(connected, connection, most_unsent=_MOST_UNSENT, **timing))
 
     async def close(self, within_s: float) -> None:
-        """Let what is under way be answered, then end all connections; what clients have mapped stays theirs."""
+        """Wait for requests in progress, then close all connections; clients keep their mappings."""
         give_up = asyncio.get_running_loop().time() + within_s
         while any(each.is_busy for each in self._connections) and asyncio.get_running_loop().time() < give_up:
             await asyncio.sleep(_POLL_S)
@@ -84,7 +84,7 @@ class LocalServer:
             self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._close_stale_connections)
 
     def _close_stale_connections(self) -> None:
-        """End connections whose clients have been gone since the last sweep, which nobody should have to do."""
+        """Close connections whose clients ended before the last sweep, which indicates a bug elsewhere."""
         self._sweep_timer = None
         gone = {each for each, connected in self._connections.items() if has_ended(connected.fileno())}
         for connection in gone & self._stale_connections:
@@ -109,7 +109,7 @@ class LocalServer:
 
 
 def make_refusal_frame(error: NormserveError) -> bytes:
-    """What a client is told that gets no connection."""
+    """Encode the response to a client whose connection is refused."""
     return encode_frame(0, LocalResponse(status=get_status(error), problem=make_problem_document(error, "")))
 
 

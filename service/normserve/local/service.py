@@ -1,4 +1,4 @@
-"""The objects that connections use."""
+"""The objects that all connections use."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from normserve.requests.authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestServices
 
 if TYPE_CHECKING:
-    # It uses answers, which are made of this.
+    # Imports only for types, because the import would be circular.
     from normserve.local.replaying import RequestReplays
 
 
 @dataclass(frozen=True, slots=True)
 class LocalServices:
-    """What connections work with.
+    """The services that all connections of clients on the same host use.
 
     Attributes:
-        key_authorisation: None where no key is asked for.
+        key_authorisation: None where the server requires no key.
         busy_poller: None where the event loop sleeps between requests.
-        request_replays: answers requests that recur; None where all are answered by Python code.
+        request_replays: the replayed requests; None where Python code answers all requests.
         orphaned_segments: segments of connections that have ended.
-        describe_server: what `/v1/info` answers.
+        describe_server: returns the document of `/v1/info`.
     """
 
     request_services: RequestServices

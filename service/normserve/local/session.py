@@ -12,16 +12,16 @@ from normserve.requests.lifecycle import RequestLifecycle
 
 
 class LocalSession:
-    """What a client has said of itself, and what the kernel has.
+    """The identity of a client, from its greeting and from the kernel.
 
     Attributes:
-        client_identity: who it is, as far as its messages have shown.
+        client_identity: the identity, as far as the client's messages have shown.
     """
 
     def __init__(self, uid: int, key_name: str | None, authorisation: KeyAuthorisation | None) -> None:
         """Args:
-        key_name: of the API key that is used for the user.
-        authorisation: None where no key is asked for.
+        key_name: name of the API key that is used for the user.
+        authorisation: None where the server requires no key.
         """
         self.client_identity = ClientIdentity(f"uid {uid}")
         self._key_name = key_name
@@ -30,7 +30,7 @@ class LocalSession:
         self._has_received_hello = False
 
     def has_lasting_permission(self, needed: Set[KeyScope]) -> bool:
-        """Whether the client may send a message now, and nothing but a change of the keys can alter that."""
+        """Return whether the client may send a message now and until the keys change."""
         if self._key_authorisation is None:
             return True
         grant = self._key_authorisation.find_key_entry(self._token, self._key_name)
@@ -39,27 +39,27 @@ class LocalSession:
         return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
     def accept_hello(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """What a client must know before it asks.
+        """Handle the client's greeting; return the document of the response.
 
-        Args: offered: what is known beyond that.
+        Args: offered: further entries of the document.
 
         Raises:
-            InvalidParameterError: it speaks another version.
+            InvalidParameterError: the client uses another version of the protocol.
         """
         if message.version != VERSION:
             raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
         self._has_received_hello = True
         self._token = None if message.key is None else message.key.encode()
-        # No key's name until it is known: what is refused is not logged as another's.
+        # No key's name until the key is verified: a refused request must not be logged under another key.
         self.client_identity = ClientIdentity(self.client_identity.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
     def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> ClientIdentity:
-        """Check that the client may send a message; returns the caller.
+        """Check that the client may send a message; return the client's identity.
 
         Raises:
-            MalformedPayloadError: the client has not said hello.
-            UnauthorizedError, ForbiddenError, RateLimitedError: its key does not allow it.
+            MalformedPayloadError: the client has not sent `HelloMessage` before.
+            UnauthorizedError, ForbiddenError, RateLimitedError: the client's key does not permit the message.
         """
         if not self._has_received_hello:
             raise MalformedPayloadError("the first message must be hello")

@@ -20,20 +20,20 @@ _READ_BYTES = 64 * 1024
 
 
 class FrameCallbacks(Protocol):
-    """Whom a wire tells what happens."""
+    """The callbacks of a frame socket."""
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
-        """A frame has come; its first byte at `began` and its last at `ended`, by `time.perf_counter`."""
+        """Handle a frame, received from `began` to `ended` by `time.perf_counter`."""
 
     def on_fault(self, error: NormserveError) -> None:
-        """What came is no frame; nothing after it can be told apart."""
+        """Handle received bytes that are no valid frame; later frames cannot be separated."""
 
     def on_end(self) -> None:
-        """The connection has ended; called once."""
+        """Handle the end of the connection; called once."""
 
 
 class FrameSocket:
-    """A connected Unix socket."""
+    """A connected Unix socket that carries frames."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class FrameSocket:
         most_unsent: int,
     ) -> None:
         """Args:
-        frame_s: a frame must be whole so long after its first byte.
-        send_s: the client must have read what it was sent so long after.
-        most_unsent: frames that may wait for a client to read; it is not read from meanwhile.
+        frame_s: seconds after its first byte within which a frame must be complete.
+        send_s: seconds within which the client must read a sent frame.
+        most_unsent: unsent frames beyond which no more frames are read from the client.
         """
         connection.setblocking(False)
         self._socket = connection
@@ -57,7 +57,7 @@ class FrameSocket:
         self._max_frame_s, self._max_send_s, self._max_unsent = frame_s, send_s, most_unsent
         self._frame_began_at = 0.0
         self._send_queue = SendQueue()
-        # Of frames that were not sent whole.
+        # Callbacks of frames that were not sent completely.
         self._lost_callbacks: list[Callable[[], None]] = []
         self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
@@ -69,16 +69,16 @@ class FrameSocket:
 
     @property
     def descriptor(self) -> int:
-        """The socket's."""
+        """The descriptor of the socket."""
         return self._socket.fileno()
 
     @property
     def pending_replays(self) -> int:
-        """Requests that the replayer has not answered yet."""
+        """Number of requests that the replayer has not answered yet."""
         return 0 if self._replayer is None or not self.is_open else self._replayer.count_launches(self.descriptor)
 
     def attach_replayer(self, replayer: LaunchReplayer) -> None:
-        """Have a replayer receive from now on, which answers some frames; the others go to `handle_bytes`."""
+        """Let a replayer receive from now on; it answers some frames and leaves the others to `handle_bytes`."""
         was_reading, wanted = self._is_receiving, self._is_receiving_wanted
         self.set_receiving(wanted=False)
         replayer.add_connection(self.descriptor)
@@ -89,7 +89,7 @@ class FrameSocket:
             self.set_receiving(wanted=True)
 
     def set_receiving(self, *, wanted: bool) -> None:
-        """Whether more frames are wanted now."""
+        """Start or stop receiving frames; too many unsent frames stop reception as well."""
         self._is_receiving_wanted = wanted
         wanted = wanted and self.is_open and len(self._send_queue) <= self._max_unsent
         if wanted == self._is_receiving:
@@ -101,16 +101,16 @@ class FrameSocket:
             add_reader(self._loop, self._socket, self._read_socket)
         else:
             self._loop.remove_reader(self._socket)
-        # While nothing is read, the rest of a frame cannot come.
+        # While nothing is read, the remaining bytes of a frame cannot arrive.
         self._set_frame_timer(runs=wanted and self._frame_reader.has_partial_frame)
 
     def send_frame(
         self, frame: bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send a frame, now or once the client reads; the descriptors that go with it are closed then.
+        """Send a frame, now or once the client reads; the accompanying descriptors are closed then.
 
         Args: on_lost: called at the connection's end, before its listener, if the client has certainly not read the
-            frame: it was not sent whole, or it was the last one and the client closed without reading everything.
+            frame: it was not sent completely, or it was the last one and the client closed with unread data.
         """
         if not self.is_open:
             close_descriptors(descriptors)
@@ -122,7 +122,7 @@ class FrameSocket:
             self.set_receiving(wanted=self._is_receiving_wanted)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection; calls `on_lost` of lost frames, then `on_end`."""
         if not self.is_open:
             return
         self.set_receiving(wanted=False)
@@ -150,13 +150,13 @@ class FrameSocket:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            # The client has closed and not read everything: not the end of what was sent last.
+            # The client has closed with unread data, which includes the end of the last frame that was sent.
             self._was_reset = True
             data = b""
         self.handle_bytes(data)
 
     def handle_bytes(self, data: bytes) -> None:
-        """Bytes have come; none where the client has ended the connection."""
+        """Handle received bytes; none where the client has ended the connection."""
         if not data:
             self.close()
             return
@@ -181,7 +181,7 @@ class FrameSocket:
             began = ended
 
     def _set_frame_timer(self, *, runs: bool) -> None:
-        """Let the clock run for a frame that is not whole, or stop it."""
+        """Start or stop the timer for the completion of a partial frame."""
         if runs and self._frame_timer is None:
             self._frame_timer = self._loop.call_later(self._max_frame_s, self.close)
         elif not runs and self._frame_timer is not None:
@@ -201,7 +201,7 @@ class FrameSocket:
         self.set_receiving(wanted=self._is_receiving_wanted)
 
     def _set_send_timer(self, *, runs: bool) -> None:
-        """Wait until the client reads, for a while, or stop waiting."""
+        """Restart or stop the timer for the client's reading, and the wait for the socket to be writable."""
         is_waiting = self._send_timer is not None
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -214,7 +214,7 @@ class FrameSocket:
             self._loop.remove_writer(self._socket)
 
     def _update_replayer(self) -> None:
-        """What is begun here must be ended here: a frame, and answers that the client does not read."""
+        """Inform the replayer of a partial frame or unsent responses here, which must be completed here."""
         if self._replayer is not None and self.is_open:
             self._replayer.set_caller_state(
                 self.descriptor, self._frame_reader.has_partial_frame, bool(self._send_queue)

@@ -1,1 +1,1 @@
-"""Host memory: the description of a tensor in it, and its ownership."""
+"""Host and device memory: descriptions of tensors in it, slabs and shared segments."""

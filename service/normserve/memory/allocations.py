@@ -1,6 +1,6 @@
-"""CUDA memory that a process has allocated with the runtime and shares with another process by handle.
+"""CUDA runtime allocations that a process shares with another process by an IPC handle.
 
-A handle has 64 bytes.  Any process that knows it may open it while the allocating process lives.  Freeing memory
+A handle has 64 bytes.  Any process with the handle may open it while the allocating process lives.  Freeing memory
 that another process has open is undefined behaviour, so a process that shares memory must keep it.  Virtual
 mappings (including expandable segments) and the driver's pools have no handles.
 """
@@ -30,7 +30,7 @@ _LAZY_PEER_ACCESS = 1
 
 
 class IpcAllocation(DeviceSegment):
-    """Another process's allocation: open for as long as this, or a view of it, is."""
+    """An opened allocation of another process, closed with the last reference to this object or a view."""
 
     def __init__(self, device: ShareableDevice, address: int, nbytes: int) -> None:
         super().__init__(device, None, address, nbytes)
@@ -42,16 +42,16 @@ class IpcAllocation(DeviceSegment):
 
 
 def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
-    """Map what another process has allocated.
+    """Open the IPC handle of another process's allocation.
 
     Args:
-        handle: of `HANDLE_BYTES`.
-        nbytes: that the other process says it has.
-        kind: `IpcAllocation`, or what is made of that.
+        handle: `HANDLE_BYTES` bytes.
+        nbytes: the allocation's size as stated by the other process.
+        kind: `IpcAllocation`, or a subclass.
 
     Raises:
-        ValueError: the handle has another length; or the memory has fewer bytes, or is another device's.
-        DeviceMemoryError: it is none that this process can open.
+        ValueError: the handle has another length; or the memory has fewer bytes, or is on another device.
+        DeviceMemoryError: this process cannot open the handle.
     """
     driver = device.driver
     if len(handle) != HANDLE_BYTES:
@@ -77,10 +77,10 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
 
 
 async def open_allocation_on_thread(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
-    """`open_allocation` for a client that sent the handle, beside the event loop.
+    """Do as `open_allocation` in a thread, with errors that may be sent to a client.
 
     Raises:
-        ValueError: it cannot be opened; the message is for the client.
+        ValueError: the handle cannot be opened; the message is for the client.
     """
     try:
         # It takes the driver half a millisecond, which others shall not wait.

@@ -17,7 +17,7 @@ _OUT_OF_MEMORY = 2
 
 
 class DeviceMemoryError(Exception):
-    """The driver, or a package that speaks to it, is not there or refuses."""
+    """The CUDA driver or its Python package is missing, or the driver refused a call."""
 
 
 class DeviceMemoryFullError(DeviceMemoryError):
@@ -25,20 +25,20 @@ class DeviceMemoryFullError(DeviceMemoryError):
 
 
 class ShareableDevice:
-    """One CUDA device, as far as sharing its memory goes.  Any thread may use it.
+    """A CUDA device whose memory can be shared between processes.  Any thread may use it.
 
     Attributes:
-        ordinal: among the devices that this process sees, as the driver and torch count them.
+        ordinal: index among the devices that this process sees, as in the driver and torch.
         driver: the functions of `cuda.bindings.driver`.
         uuid: 32 hexadecimal digits, the same in every process.
-        granularity: segments are multiples of so many bytes.
+        granularity: segment sizes are multiples of so many bytes.
     """
 
     def __init__(self, ordinal: int, driver: Any = None) -> None:
-        """Args: driver: has the functions of `cuda.bindings.driver`, which is taken if there is none.
+        """Args: driver: has the functions of `cuda.bindings.driver`, which is the default.
 
         Raises:
-            DeviceMemoryError: the device's memory cannot be shared so, or there is no such device.
+            DeviceMemoryError: the device's memory cannot be shared as descriptors, or there is no such device.
         """
         self.driver = driver = _import_driver() if driver is None else driver
         self.ordinal = ordinal
@@ -60,10 +60,10 @@ class ShareableDevice:
 
     @classmethod
     def find_by_uuid(cls, uuid: str, driver: Any = None) -> "ShareableDevice":
-        """The device of that UUID, wherever among this process's it is.
+        """Return the device of that UUID among the devices that this process sees.
 
         Raises:
-            DeviceMemoryError: this process does not see it, or its memory cannot be shared.
+            DeviceMemoryError: this process does not see the device, or its memory cannot be shared.
         """
         driver = _import_driver() if driver is None else driver
         call_driver(driver.cuInit, 0)
@@ -73,14 +73,14 @@ class ShareableDevice:
         raise DeviceMemoryError("this process does not see the server's device")
 
     def allocate(self, nbytes: int, kind: type[_S]) -> _S:
-        """New memory of zeros, mapped.
+        """Allocate and map memory that is filled with zeros.
 
         Args:
             nbytes: rounded up to the granularity.
-            kind: `DeviceSegment`, or what is made of that.
+            kind: `DeviceSegment`, or a subclass.
 
         Raises:
-            DeviceMemoryFullError: the device has no more.
+            DeviceMemoryFullError: the device has no more memory.
             DeviceMemoryError: the driver refuses.
         """
         nbytes = self.round_up(nbytes)
@@ -90,19 +90,19 @@ class ShareableDevice:
         return segment
 
     def round_up(self, nbytes: int) -> int:
-        """A segment's size for so many bytes."""
+        """Round a size up to whole granules, at least one."""
         return max(1, -(-nbytes // self.granularity)) * self.granularity
 
     def zero_segment(self, segment: "DeviceSegment") -> None:
-        """Overwrite all of it with zeros, which it holds when this returns."""
+        """Overwrite a segment with zeros, and wait until that is complete."""
         driver = self.driver
         with self.use_context():
             call_driver(driver.cuMemsetD8, segment.address, 0, len(segment))
-            # Only of the stream that it was put on: others' work need not be waited for.
+            # Only the stream of the memset: work on other streams need not be waited for.
             call_driver(driver.cuStreamSynchronize, 0)
 
     def export_descriptor(self, segment: "DeviceSegment") -> int:
-        """A descriptor to hand over, which is the caller's to close.
+        """Return a file descriptor of the segment for another process; the caller must close it.
 
         Raises:
             DeviceMemoryError: the driver refuses.
@@ -114,21 +114,21 @@ class ShareableDevice:
         return descriptor
 
     def map_descriptor(self, descriptor: int, nbytes: int, kind: type[_S]) -> _S:
-        """Map what another process made; the descriptor stays the caller's.
+        """Map memory from another process; the caller keeps ownership of the descriptor.
 
         Raises:
-            DeviceMemoryError: it is no such memory, or of another size.
+            DeviceMemoryError: the descriptor is of no such memory, or of another size.
         """
         handle = call_driver(self.driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
         return self._map_handle(handle, nbytes, kind)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """End a mapping, whose memory nothing uses any more."""
+        """Unmap memory that is not in use any more."""
         call_driver(self.driver.cuMemUnmap, address, nbytes)
         call_driver(self.driver.cuMemAddressFree, address, nbytes)
 
     def release_handle(self, handle: Any) -> None:
-        """Release memory: it is free once nothing maps it."""
+        """Release a memory handle; the memory is freed once nothing maps it."""
         call_driver(self.driver.cuMemRelease, handle)
 
     def _map_handle(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
@@ -169,7 +169,7 @@ class ShareableDevice:
 
     @contextlib.contextmanager
     def use_context(self) -> Iterator[None]:
-        """This thread uses the device's primary context inside, which is torch's as well."""
+        """Make the device's primary context, which torch uses as well, current in this thread."""
         call_driver(self.driver.cuCtxPushCurrent, self._primary_context)
         try:
             yield
@@ -182,11 +182,11 @@ class ShareableDevice:
 
 
 class DeviceSegment:
-    """A mapping of one piece of shared device memory: there for as long as this, or a view of it, is.
+    """A mapping of shared device memory, unmapped with the last reference to this object or a view.
 
     Attributes:
-        device: whose memory it is.
-        handle: the driver's.
+        device: the device of the memory.
+        handle: the driver's handle of the memory.
         address: of its first byte.
     """
 
@@ -198,7 +198,7 @@ class DeviceSegment:
         return self._nbytes
 
     def view(self) -> memoryview:
-        """All of it, as a `DeviceMemoryView`, for code that passes memory on and does not read it."""
+        """Return a view of the entire segment, for code that passes memory on and does not read it."""
         return cast(memoryview, DeviceMemoryView(self, 0, self._nbytes))
 
     def __del__(self) -> None:
@@ -210,7 +210,7 @@ class DeviceSegment:
 
 
 class DeviceMemoryView:
-    """A flat view of a segment, which it keeps mapped; as a `memoryview`, but its bytes cannot be read on the host.
+    """A flat view that keeps its segment mapped; like a `memoryview`, but its bytes cannot be read on the host.
 
     Attributes:
         obj: the segment.
@@ -236,7 +236,7 @@ class DeviceMemoryView:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """The same bytes, as libraries on CUDA tell one another of arrays."""
+        """The CUDA array interface of the view, as an array of uint8."""
         return {
             "shape": (len(self),),
             "typestr": "|u1",
@@ -254,7 +254,7 @@ def _import_driver() -> Any:
 
 
 def call_driver(function: Any, *arguments: Any) -> Any:
-    """The first that a function of the driver gives; None of one that gives nothing.
+    """Call a driver function and return its first result; None where the function has none.
 
     Raises:
         DeviceMemoryError: it fails.
@@ -264,7 +264,7 @@ def call_driver(function: Any, *arguments: Any) -> Any:
 
 
 def call_driver_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
-    """All that a function of the driver gives.
+    """Call a driver function and return all its results.
 
     Raises:
         DeviceMemoryError: it fails.
@@ -281,6 +281,6 @@ def call_driver_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
 
 
 def _read_uuid(driver: Any, device: Any) -> str:
-    # Of a part of a device (MIG) the older function of this name tells the whole one's.
+    # For a part of a device (MIG) the older function of this name returns the UUID of the entire device.
     tell = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
     return bytes(call_driver(tell, device).bytes).hex()

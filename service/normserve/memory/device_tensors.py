@@ -6,8 +6,8 @@ from normserve.memory.host_tensors import HostTensor
 class DeviceTensor(HostTensor):
     """A contiguous, row-major tensor in the memory of a device.
 
-    It differs from a `HostTensor` by `data`, a `DeviceMemoryView`, which has a length and keeps the memory alive.
-    Code that takes it for host memory gets a TypeError.
+    All attributes are as in `HostTensor` except `data`, a `DeviceMemoryView`: it has a size and keeps the memory,
+    and code that uses it as host memory gets a TypeError.
     """
 
     __slots__ = ()

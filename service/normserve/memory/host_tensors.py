@@ -1,4 +1,4 @@
-"""A tensor as the server passes it around: a description of memory with another owner.
+"""The server's description of a tensor in host memory that has another owner.
 
 It uses neither torch nor numpy: the codec creates these from a request body, and the executor returns them as
 results.
@@ -21,7 +21,7 @@ class DType(Enum):
     __hash__ = object.__hash__
 
     label: str
-    """The value; as quick to read as any attribute, which `value` is not."""
+    """The value; as fast to read as any attribute, in contrast to `value`."""
 
     itemsize: int
     """Bytes of one element."""
@@ -32,7 +32,7 @@ class DType(Enum):
 
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-"""What tensors of a request have; a result alone may have float8_e4m3fn, whose rows are nothing without a scale."""
+"""Element types of a request's tensors; only a result may be float8_e4m3fn, which needs a scale for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class HostTensor:
     Attributes:
         dtype: element type.
         shape: sizes, outermost first; () is a scalar.
-        data: flat view of `nbytes` bytes (format "B"); it keeps the memory that it shows alive.
-        fortran_order: the bytes are in column-major order instead (an npy file may say so).
+        data: flat view of `nbytes` bytes (format "B"); it keeps the memory alive.
+        fortran_order: the bytes are in column-major order instead, as in some npy files.
     """
 
     dtype: DType
@@ -53,5 +53,5 @@ class HostTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that shape and dtype ask for."""
+        """Bytes that the shape and dtype require."""
         return prod(self.shape) * self.dtype.itemsize

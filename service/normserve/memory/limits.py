@@ -9,7 +9,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _CgroupFiles(NamedTuple):
-    """Where a version of control groups says what counts: two files, and a line of `memory.stat`."""
+    """The files of a control group version with its limit and usage, and a key of `memory.stat`."""
 
     limit: str
     usage: str
@@ -17,16 +17,16 @@ class _CgroupFiles(NamedTuple):
 
 
 _VERSION_2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
-# Of the group and those within it, as its limit is.
+# Cached files of the group and its descendants, to which the group's limit applies.
 _VERSION_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def read_available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """What could be taken without taking it from another process.
+    """Return the bytes that this process could allocate before the host or a control group runs out of memory.
 
     Args:
-        proc: where the kernel says what the host has, and the control group of this process.
-        cgroups: where control groups are mounted, of version 2, or of version 1 with a folder for each controller.
+        proc: the mount point of procfs, with the host's memory and the control group of this process.
+        cgroups: the mount point of control groups, of version 2, or of version 1 with a folder for each controller.
     """
     return min([_read_host_available_bytes(proc), *_read_cgroup_available_bytes(proc, cgroups)])
 
@@ -39,7 +39,7 @@ def _read_host_available_bytes(proc: Path) -> int:
 
 
 def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
-    """What is left below each limit of the groups that this process is in, one within another."""
+    """Return the bytes left below each limit of this process's control group and its parents."""
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
 def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
     try:
         limit = (group / files.limit).read_text(encoding="ascii").strip()
-        # Version 1 writes a number beyond every host's memory in its place.
+        # Version 1 has a number beyond every host's memory instead.
         if limit == "max":
             return None
         taken = int((group / files.usage).read_text(encoding="ascii"))
@@ -75,6 +75,6 @@ def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
 
 
 def _parse_amounts(file: Path) -> dict[str, int]:
-    """Numbers by the names before them."""
+    """Parse lines of a name and a number into a dictionary."""
     fields = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) > 1}

@@ -24,27 +24,27 @@ _S = TypeVar("_S", bound="HostSegment")
 
 
 class HostSegment(mmap.mmap):
-    """A mapping of one piece of shared memory: there for as long as a view of it is.
+    """A mapping of shared memory, unmapped after its last view.
 
-    A `memoryview` of it keeps it mapped.
+    A `memoryview` of the segment keeps it mapped.
     """
 
     def discard_content(self) -> None:
-        """Remove its content and its pages from all mappings; from then on it reads as zeros."""
+        """Remove the content and the pages from all mappings, which read as zeros from then on."""
         with contextlib.suppress(OSError, ValueError):
             self.madvise(mmap.MADV_REMOVE)
 
 
 def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) -> tuple[int, _S]:
-    """New shared memory of zeros: the descriptor to hand over, which is the caller's to close, and its mapping.
+    """Create shared memory of zeros; return its descriptor, which the caller must close, and its mapping.
 
     Args:
         nbytes: rounded up to whole pages.
-        kind: what maps it: `HostSegment`, or what is made of that.
-        is_there_at_once: all of its pages are; else each comes when it is first written to, as with any memory.
+        kind: the class of the mapping: `HostSegment`, or a subclass.
+        is_there_at_once: allocate all pages now, and not each page at its first write.
 
     Raises:
-        MemoryError: there is no more.
+        MemoryError: there is not enough memory.
     """
     nbytes = round_up_to_pages(nbytes)
     # The system would take pages until there are none, and then end some process.
@@ -67,14 +67,14 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
 
 
 def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> HostSegment:
-    """Map memory that another process made; the descriptor stays the caller's.
+    """Map shared memory of another process; the caller keeps ownership of the descriptor.
 
     Args:
-        nbytes: how many of its bytes, from the first one; None maps all of them, however many the process made.
+        nbytes: how many bytes to map, from the first one; None maps all bytes of the memory.
         is_there_at_once: as in `make_segment`.
 
     Raises:
-        ValueError: it is no memory that keeps its size, or has fewer bytes.
+        ValueError: the memory is not sealed against shrinking, has huge pages, or has fewer bytes.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -92,7 +92,7 @@ def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once:
 
 
 def round_up_to_pages(nbytes: int) -> int:
-    """Whole pages, at least one."""
+    """Round a size up to whole pages, at least one."""
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
 
 

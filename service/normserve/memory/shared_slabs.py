@@ -20,12 +20,12 @@ from normserve.memory.slabs import Bytes, SlabAllocator
 
 @dataclass(frozen=True, slots=True)
 class SharedSlab:
-    """One slab's memory, as other processes come to it.
+    """The memory of one slab, with the descriptor by which other processes map it.
 
     Attributes:
-        number: names it; no other ever has the same.
-        descriptor: of its file; open as long as the memory is there.
-        address, nbytes: where it lies in this process.
+        number: identifies the slab; numbers are never reused.
+        descriptor: of the slab's file; open as long as the memory is mapped here.
+        address, nbytes: of the mapping in this process.
     """
 
     number: int
@@ -35,14 +35,14 @@ class SharedSlab:
 
 
 class SlabLocation(NamedTuple):
-    """Where bytes lie: in which memory, from which of its bytes on."""
+    """The location of bytes in a shared slab."""
 
     slab: SharedSlab
     offset: int
 
 
 class SharedSlabRegistry:
-    """Makes such memory, and finds what lies in it.  Memory may come and go on any thread."""
+    """A registry of shared slabs, which allocates and locates them.  Slabs may be made and freed on any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -54,13 +54,13 @@ class SharedSlabRegistry:
         self._unreported_numbers: list[int] = []
 
     def make_source(self) -> SlabAllocator:
-        """Of slabs, until a device's driver knows a better one."""
+        """Make an allocator of shared slabs, for use until the device's driver provides another."""
         return SlabAllocator(
             self.allocate, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment
         )
 
     def allocate(self, nbytes: int) -> Bytes:
-        """New memory for a slab.
+        """Allocate memory for a slab.
 
         Raises:
             MemoryError: there is no more.
@@ -68,7 +68,7 @@ class SharedSlabRegistry:
         return np.frombuffer(self.allocate_segment(nbytes), np.uint8)[:nbytes]
 
     def allocate_segment(self, nbytes: int) -> HostSegment:
-        """New memory of at least so many bytes; it ends with its last view.
+        """Allocate a registered segment of at least `nbytes`, which is unmapped with its last view.
 
         Raises:
             MemoryError: there is no more.
@@ -77,14 +77,14 @@ class SharedSlabRegistry:
         memory = SharedSlab(next(self._numbers), descriptor, _get_address(memoryview(segment)), len(segment))
         weakref.finalize(segment, self._close_slab, memory)
         with self._lock:
-            # What lay at this address before has ended, or it would not be free.
+            # An earlier slab at this address has ended, since the address is free.
             self._remove_ended()
             bisect.insort(self._addresses, memory.address)
             self._slabs_by_address[memory.address] = memory
         return segment
 
     def locate(self, view: memoryview) -> SlabLocation | None:
-        """Where a view's bytes lie; None if it is not in such memory."""
+        """Return the slab and offset of a view's bytes; None if they are not in a shared slab."""
         address = _get_address(view)
         with self._lock:
             self._remove_ended()
@@ -96,7 +96,7 @@ class SharedSlabRegistry:
         return SlabLocation(memory, offset) if offset + view.nbytes <= memory.nbytes else None
 
     def take_ended_numbers(self) -> list[int]:
-        """The numbers of the memory that has ended since this was asked last."""
+        """Return the numbers of the slabs that have been freed since the last call."""
         with self._lock:
             self._remove_ended()
             untold, self._unreported_numbers = self._unreported_numbers, []
@@ -115,6 +115,6 @@ class SharedSlabRegistry:
 
 
 def _get_address(view: memoryview) -> int:
-    """Where a view begins in this process."""
+    """Return the address of a view's first byte."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address

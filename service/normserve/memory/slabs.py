@@ -1,4 +1,4 @@
-"""The memory for request bodies and results."""
+"""The slabs of memory for request bodies and results."""
 
 import queue
 import threading
@@ -17,10 +17,10 @@ _SMALLEST_BYTES = 64 * 1024
 
 
 class _SlabLease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """A slab's memory as one borrower sees it: it returns to the pool with the last view of it.
+    """The memory of a lent slab, which returns to the pool with its last view.
 
-    What refers to the memory is not only the request: a transport that still sends from it, a device that still
-    reads it for a client that has left.  So a slab is not returned explicitly, but with its last view.
+    Not only the request refers to the memory: a transport may still send from it, and a device may still
+    read it for a client that has disconnected.  So a slab is not returned explicitly, but with its last view.
     """
 
     memory: Bytes | None = None
@@ -33,24 +33,24 @@ class _SlabLease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 def get_slab_memory(view: memoryview) -> Bytes | None:
-    """The memory of the slab that a view is of, as its source made it; None of what is no slab."""
+    """Return the memory that the source of slabs allocated for a view's slab; None for other views."""
     return view.obj.memory if isinstance(view.obj, _SlabLease) else None
 
 
 def allocate_plain(nbytes: int) -> Bytes:
-    """Memory as the operating system gives it: in huge pages where it has them, and untouched."""
+    """Allocate pageable, untouched memory, in huge pages where the operating system provides them."""
     return np.empty(nbytes, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class SlabAllocator:
-    """Where the memory of new slabs comes from.
+    """A source of memory for new slabs.
 
     Attributes:
-        allocate: makes it, or raises MemoryError.
-        sizes_per_doubling: in how many sizes to each power of two.
-        is_slow: it takes so long that the event loop has another thread make it.
-        allocate_segment: what other processes map as well, in which the memory is to be; None where there are none.
+        allocate: allocates the memory, or raises MemoryError.
+        sizes_per_doubling: how many slab sizes there are for each power of two.
+        is_slow: whether the event loop should allocate in another thread.
+        allocate_segment: allocates memory that other processes map as well; None where there are none.
     """
 
     allocate: Callable[[int], Bytes]
@@ -59,18 +59,18 @@ class SlabAllocator:
     allocate_segment: Callable[[int], HostSegment] | None = None
 
 
-# In four steps at most a fifth of a slab lies idle, and the next body of about the same length finds it.
+# With four sizes at most a fifth of a slab is unused, and a later body of about this length can reuse it.
 PLAIN = SlabAllocator(allocate_plain, sizes_per_doubling=4, is_slow=False)
 
 
 class SlabPool:
-    """Lends slabs and keeps returned ones for the next borrower.
+    """A pool that lends slabs and keeps returned ones for reuse.
 
-    Slabs in use are bounded by the permits of those who borrow, idle ones by `max_idle_bytes`.  Any thread may
-    borrow and give back.
+    Slabs in use are bounded by the permits of the borrowers, idle ones by `max_idle_bytes`.  Any thread may
+    borrow and return slabs.
 
     Attributes:
-        source: of new slabs; a device's driver may know a better one.
+        source: the allocator of new slabs; a device's driver may provide a better one.
     """
 
     def __init__(self, *, max_idle_bytes: int, source: SlabAllocator = PLAIN) -> None:
@@ -83,7 +83,7 @@ class SlabPool:
         self.source = source
 
     def borrow(self, nbytes: int) -> memoryview:
-        """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.
+        """Borrow a slab of at least `nbytes`, which is lent until its last view is gone.
 
         Raises:
             MemoryError: there is no more.
@@ -113,7 +113,7 @@ class SlabPool:
         return self._make_lease(memory)
 
     def has_idle(self, nbytes: int) -> bool:
-        """Whether a slab for so many bytes would be lent without making one."""
+        """Return whether a slab of at least `nbytes` could be borrowed without allocating one."""
         with self._lock:
             self._collect_returned()
             return bool(self._idle.get(_compute_slab_bytes(nbytes, self.source.sizes_per_doubling)))
@@ -125,14 +125,14 @@ class SlabPool:
 
     @property
     def used_bytes(self) -> int:
-        """Of slabs that are lent."""
+        """Bytes of lent slabs."""
         with self._lock:
             self._collect_returned()
             return self._used_bytes
 
     @property
     def idle_bytes(self) -> int:
-        """Of slabs that wait for a borrower."""
+        """Bytes of idle slabs."""
         with self._lock:
             self._collect_returned()
             return self._idle_bytes
@@ -163,7 +163,7 @@ class SlabPool:
 
 
 def _compute_slab_bytes(nbytes: int, steps: int) -> int:
-    """The smallest slab that holds `nbytes`."""
+    """Return the smallest slab size that holds `nbytes`."""
     if nbytes <= _SMALLEST_BYTES:
         return _SMALLEST_BYTES
     step = (1 << (nbytes - 1).bit_length()) // (2 * steps)

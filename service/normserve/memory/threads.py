@@ -1,4 +1,4 @@
-"""Making memory in a thread, while the event loop goes on."""
+"""Allocation in a thread, without blocking the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +11,10 @@ _Parameters = ParamSpec("_Parameters")
 async def make_on_thread(
     make: Callable[_Parameters, _Made], *args: _Parameters.args, **kwargs: _Parameters.kwargs
 ) -> _Made:
-    """`make(*args, **kwargs)` of another thread, which keeps no reference to what it has made.
+    """Run `make(*args, **kwargs)` in a thread that keeps no reference to the result.
 
     A thread that runs `asyncio.to_thread` holds the result for a moment after the caller has it. Memory that is
-    counted until its last reference has gone would then count still when its owner has dropped it.
+    charged until its last reference is dropped would then still be charged after its owner has dropped it.
     """
     made: list[_Made] = []
     await asyncio.to_thread(lambda: made.append(make(*args, **kwargs)))

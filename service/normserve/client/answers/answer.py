@@ -1,4 +1,4 @@
-"""An answer to a call, from whatever transport, and what its headers say about how it was made."""
+"""A response to a call, over any transport, and the timing in its headers."""
 
 import math
 import re
@@ -22,12 +22,12 @@ _FAMILIAR = ("text/html", "text/plain", "application/json", "application/problem
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """A complete answer.
+    """A complete response.
 
     Attributes:
-        status: as HTTP has it, whatever the transport.
-        headers: by their names in lower case.
-        body: in memory that nothing else uses; what is read from it are views.
+        status: as in HTTP, for every transport.
+        headers: values by header name in lower case.
+        body: a buffer of its own; tensors that are read from the body are views.
     """
 
     status: int
@@ -36,15 +36,15 @@ class ApiResponse:
 
     @property
     def nbytes(self) -> int:
-        """Of what was answered."""
+        """Bytes of the body."""
         return len(self.body)
 
     def list_memory(self) -> list[memoryview]:
-        """The memory that what was answered lies in."""
+        """Return the buffers that hold the body."""
         return [self.body]
 
     def parse_json(self) -> Any:
-        """What the body says, if it is JSON.
+        """Parse the body as JSON.
 
         Raises:
             UnexpectedAnswerError: it is not.
@@ -55,7 +55,7 @@ class ApiResponse:
             raise UnexpectedAnswerError("the answer must be JSON, it is not") from None
 
     def parse_object(self) -> dict[str, Any]:
-        """What the body says, if it is a JSON object.
+        """Parse the body as a JSON object.
 
         Raises:
             UnexpectedAnswerError: it is not.
@@ -66,7 +66,7 @@ class ApiResponse:
         return found
 
     def read_tensors(self) -> dict[str, HostTensor]:
-        """The tensors in the body, as views of it.
+        """Return the tensors in the body, as views of the body.
 
         Raises:
             UnexpectedAnswerError: it holds none that the codec can read.
@@ -81,7 +81,7 @@ class ApiResponse:
             raise UnexpectedAnswerError(f"the answer is not well-formed safetensors: {error.detail}") from error
 
     def read_timing(self) -> Timing:
-        """What the headers say about how the request was served; what means nothing is taken as left out."""
+        """Return the timing that the headers describe; a header with an invalid value counts as absent."""
         said = self.headers.get
         return Timing.later(
             _parse_timing,
@@ -108,16 +108,16 @@ def _parse_timing(
 
 
 def _parse_media_type(content_type: str) -> str:
-    """Without its parameters."""
+    """Return the media type without its parameters."""
     return content_type.partition(";")[0].strip().lower()
 
 
-# The headers of answers to the same request are the same.
+# Identical requests have responses with identical safetensors headers.
 _KEPT, _KEPT_BYTES = 256, 1024
 
 
 def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
-    """What the header in a body says of each tensor, all of it checked.
+    """Validate the safetensors header of a body and return its entries.
 
     Raises:
         NormserveError: it is no well-formed safetensors.
@@ -137,7 +137,7 @@ def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
 
 _known_entries: dict[tuple[bytes, int], Sequence[SafetensorsEntry]] = {}
 
-# As normserve writes it; what is written in another way takes longer to read.
+# The form in which normserve writes the header; other forms take longer to parse.
 _STAGES = ("recv", "queue", "copy_in", "kernel", "copy_out")
 _DURATIONS = re.compile(", ".join([rf"{stage};dur=([0-9]{{1,15}}\.[0-9]{{1,15}})" for stage in _STAGES]))
 
@@ -156,12 +156,12 @@ def _parse_server_timing(server_timing: str) -> dict[str, float]:
 
 
 def _parse_whole(text: str | None, default: int) -> int:
-    """A whole number of at most 18 digits."""
+    """Parse a whole number of at most 18 digits; return the default for anything else."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 19 else default
 
 
 def _parse_nonnegative(text: str | None) -> float | None:
-    """A finite number that is not negative; None for anything else."""
+    """Parse a finite number that is not negative; return None for anything else."""
     try:
         value = float(text or "")
     except ValueError:

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the value that `body` is.
+    """Parse a JSON document.
 
     Raises:
         ValueError: it is no JSON, nests deeper than Python's parser goes, names NaN or an infinity, which JSON

@@ -24,7 +24,7 @@ _WIDEST_BYTES = max(dtype.itemsize for dtype in DType)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedResult:
-    """One tensor of an answer.
+    """The expected shape and dtype of one tensor of a response.
 
     Attributes:
         shape: its sizes.
@@ -32,7 +32,7 @@ class ExpectedResult:
         is_optional: whether only the server knows if there is one.
         has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
             the channels in its place, which it divides.
-        max_bytes: what it can have.
+        max_bytes: the most bytes that the tensor can have.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class ExpectedResult:
         object.__setattr__(self, "max_bytes", prod(self.shape) * itemsize)
 
     def find_fault(self, tensor: HostTensor) -> str | None:
-        """Say what is wrong with a tensor's description; None when it is what was asked for."""
+        """Describe the mismatch between a tensor and this expectation; return None where there is none."""
         if tensor.dtype is self.dtype and tensor.shape == self.shape:
             return None
         if self.dtype not in (None, tensor.dtype):
@@ -62,18 +62,18 @@ class ExpectedResult:
 
 @dataclass(frozen=True)
 class ExpectedResults:
-    """All of an answer's tensors, by their names in the API."""
+    """The expected tensors of a response, by their names in the API."""
 
     by_name: Mapping[str, ExpectedResult]
 
     @functools.cached_property
     def max_bytes(self) -> int:
-        """What the answer can have as safetensors: their bytes, and the longest header that the codec reads."""
+        """The most bytes of the response as safetensors: those of all tensors and the longest accepted header."""
         header = _LENGTH_BYTES + safetensors.REQUEST_LIMITS.max_header_bytes
         return header + sum(output.max_bytes for output in self.by_name.values())
 
     def check(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Compare an answer's tensors with what was asked for.
+        """Compare the tensors of a response with the expected ones.
 
         Raises:
             UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
@@ -95,16 +95,16 @@ class ExpectedResults:
             raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
 
 
-# What callers ask for is often the same, but for the numbers in it.
+# Callers often repeat a request with other contents of the tensors.
 _KEPT = 256
 
 
 def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
-    """What a forward pass answers.
+    """Return the expected results of a forward pass.
 
     Args:
         op: the operation's name in the API.
-        tensors: what is sent.
+        tensors: the tensors of the request.
         params: the request's query.
     """
     described, query = _make_tensor_specs(tensors), tuple(params.items())
@@ -116,7 +116,7 @@ def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[s
 
 
 def expect_backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
-    """What a backward pass answers; args as `forward`."""
+    """Return the expected results of a backward pass; args as `expect_forward`."""
     described, query = _make_tensor_specs(tensors), tuple(params.items())
     return (
         _expect_numbered(_expect_backward, op, described, query)
@@ -131,7 +131,7 @@ def _make_tensor_specs(tensors: Mapping[str, HostTensor]) -> "_Described":
 
 @dataclass(frozen=True, slots=True)
 class _TensorSpec:
-    """A tensor that is sent, without its memory."""
+    """The dtype and shape of a tensor of the request."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -177,7 +177,7 @@ def _expect_numbered(
     described: "_Described",
     query: "_Query",
 ) -> ExpectedResults:
-    """What several tensors that share parameters are answered with: numbered results, and sums over all."""
+    """Return the expected results for several x with shared parameters: numbered results, and sums over all x."""
     shared = tuple([each for each in described if each[0].partition(".")[0] not in OF_ROWS])
     outputs: dict[str, ExpectedResult] = {}
     for number in range(sum(name.startswith("x.") for name, *_ in described)):
@@ -204,7 +204,7 @@ def _find_dtype(name: str | None, of_x: DType) -> DType | None:
 
 
 def _find_parameter_size(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> int:
-    """The length of a parameter vector; 0 where x has no such axis, which the server refuses."""
+    """Return the length of a parameter vector; 0 where x lacks the axis, which the server refuses."""
     axis = 1 if op == "group_norm" and params.get("layout") != "nhwc" else len(shape) - 1
     return shape[axis] if 0 <= axis < len(shape) else 0
 

@@ -38,11 +38,11 @@ _FROM_BETWEEN = (500, 502)
 
 
 def make_api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
-    """Make the error of an answer with a status of 400 or above, from the server or a proxy.
+    """Make the error of a response with a status of 400 or above, from the server or a proxy.
 
     Args:
-        status, headers, body: of the answer; none of the last is needed.
-        api_key: what the error's texts must not hold.
+        status, headers, body: of the response; the body may be empty.
+        api_key: left out of the error's texts.
     """
     problem = _read_problem(body)
     code = problem.get("code")
@@ -69,7 +69,7 @@ def _read_problem(body: bytes) -> Mapping[str, Any]:
 
 
 def _parse_retry_after_s(retry_after: str | None) -> float | None:
-    """How long a Retry-After asks to wait: a number of seconds, or a date; None when it is neither."""
+    """Return the seconds until a Retry-After, a number of seconds or a date; None for any other text."""
     if not retry_after:
         return None
     if retry_after.strip().isdecimal():
@@ -79,6 +79,6 @@ def _parse_retry_after_s(retry_after: str | None) -> float | None:
         if date.tzinfo is None:
             date = date.replace(tzinfo=UTC)
         return max(0.0, (date - datetime.now(UTC)).total_seconds())
-    # The last two of dates beyond what Python's own can say.
+    # IndexError and OverflowError are raised for dates outside the range of Python's datetime.
     except (ValueError, TypeError, IndexError, OverflowError):
         return None

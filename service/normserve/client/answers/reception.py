@@ -9,9 +9,9 @@ from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.quoting import quote_text
 
-#: What a description of one thing may have: a problem document, a layer, the server itself.  All are a few KiB.
+#: The most bytes of one document: a problem, a layer or the server's description.  All are a few KiB.
 DOCUMENT_BYTES = 2**20
-#: What the list of all layers may have.  How many there are is the server's to say: some 300 bytes each, and by
+#: The most bytes of the list of all layers.  The server limits the number of layers: some 300 bytes each, and by
 #: default 10,000 at most; this limit is twenty times as many.
 LIST_BYTES = 64 * 2**20
 
@@ -19,35 +19,35 @@ _FIRST_ERROR = 400
 
 
 def is_compressed(headers: Mapping[str, str]) -> bool:
-    """Whether a body is compressed; a small compressed body could expand without limit."""
+    """Return whether a body is compressed; a small compressed body could expand without limit."""
     return headers.get("content-encoding", "").strip().lower() not in ("", "identity")
 
 
 def parse_content_length(headers: Mapping[str, str]) -> int | None:
-    """What Content-Length says; None when it says nothing that can be a length."""
+    """Return the length in the Content-Length header; None where the header is absent or holds no valid length."""
     text = headers.get("content-length", "").strip()
     # Longer numbers than 63 bits have are no lengths, and take Python time to read.
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 class LimitedBody:
-    """Takes the pieces of a body while they are what was asked for.
+    """A buffer for the pieces of a response body, with a limit on their total size.
 
     An error's body only explains its status, so one that is too long or compressed is left unread.
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
         """Args:
-        status, headers: of the answer.
-        most_bytes: what the body of a successful answer can have.
+        status, headers: of the response.
+        most_bytes: the most bytes that the body of a successful response can have.
 
         Raises:
-            UnexpectedAnswerError: the head alone says that it is not what was asked for.
+            UnexpectedAnswerError: the head alone shows that the body is compressed or too long.
         """
         self._is_error = status >= _FIRST_ERROR
         self._max_bytes = DOCUMENT_BYTES if self._is_error else most_bytes
         self._content = bytearray()
-        #: Whether the rest of the body is of use.
+        #: Whether the remaining pieces of the body are needed.
         self.is_wanted = True
         if is_compressed(headers):
             self._refuse("the answer must not be compressed, it is")
@@ -55,10 +55,10 @@ class LimitedBody:
             self._refuse(f"the answer must have at most {self._max_bytes} bytes, {length} are announced")
 
     def append(self, piece: bytes | memoryview) -> None:
-        """Take the next piece.
+        """Append the next piece.
 
         Raises:
-            UnexpectedAnswerError: that is more than there can be.
+            UnexpectedAnswerError: the body is longer than the limit.
         """
         if len(self._content) + len(piece) > self._max_bytes:
             self._refuse(f"the answer must have at most {self._max_bytes} bytes, more came")
@@ -66,7 +66,7 @@ class LimitedBody:
             self._content += piece
 
     def get_body(self) -> memoryview:
-        """All that was taken."""
+        """Return all pieces that were kept, as one buffer."""
         return memoryview(self._content)
 
     def _refuse(self, reason: str) -> None:
@@ -77,17 +77,17 @@ class LimitedBody:
 
 
 def refuse_redirect(status: int) -> None:
-    """Refuse what points elsewhere, wherever that is.
+    """Refuse a response that is a redirection.
 
     Raises:
-        UnexpectedAnswerError: it does.
+        UnexpectedAnswerError: the status is 3xx.
     """
     if 300 <= status < _FIRST_ERROR:
         raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {status}")
 
 
 class TransportErrorTranslator:
-    """Turn what a transport raises while a request is under way into the client's errors."""
+    """A context manager that turns the exceptions of a transport into the client's errors."""
 
     __slots__ = ("_deadline",)
 
@@ -109,6 +109,6 @@ class TransportErrorTranslator:
             raise deadline.make_error() from error
         if isinstance(error, httpx.NetworkError | httpx.ProxyError | OSError):
             raise ConnectionFailedError(quote_text(str(error), 200) or type(error).__name__) from error
-        # What these say repeats what the server sent, so it stays out of the message and the chain of causes.
+        # The texts of these errors quote the server, so they stay out of the message and the chain of causes.
         if isinstance(error, httpx.HTTPError):
             raise ConnectionFailedError("the connection ended early, or the answer is not HTTP") from None

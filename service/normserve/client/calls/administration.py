@@ -23,13 +23,13 @@ def put_layer(
     activation: ActivationName | None = None,
     weight_offset: float | None = None,
 ) -> ApiCall[bool]:
-    """Register parameters under a name, or replace those that are; they stay on the server's device.
+    """Register parameters under a name, or replace that layer; the parameters stay on the server's device.
 
     Args:
         name: one to 128 of the characters A-Z a-z 0-9 . _ -
         op: "layer_norm", "rms_norm" or "group_norm".
         weight, bias: [N], or [H, N] where each head has its own; [C] of group_norm.
-        eps, num_groups, activation, weight_offset: as in the operation; a request that names the layer says none.
+        eps, num_groups, activation, weight_offset: as in the operation; a request with the layer's name has none.
 
     Returns:
         True when the layer is new, False when it replaced one.
@@ -41,12 +41,12 @@ def put_layer(
 
 
 def layers() -> ApiCall[list[dict[str, Any]]]:
-    """Return what is known of every registered layer."""
+    """Return a description of every registered layer."""
     return ApiCall("GET", "/v1/layers", _read_layers, max_bytes=LIST_BYTES)
 
 
 def layer(name: str) -> ApiCall[dict[str, Any]]:
-    """Return what is known of one registered layer.
+    """Return the description of one registered layer.
 
     Raises:
         UnknownLayerError: there is none of that name.
@@ -55,7 +55,7 @@ def layer(name: str) -> ApiCall[dict[str, Any]]:
 
 
 def delete_layer(name: str) -> ApiCall[None]:
-    """Forget a registered layer.
+    """Remove a registered layer.
 
     Raises:
         UnknownLayerError: there is none of that name.

@@ -1,4 +1,4 @@
-"""Conversion of numpy arrays and torch tensors to and from descriptions of memory, which are accepted as well.
+"""Conversion of numpy arrays and torch tensors to and from `HostTensor` descriptions, which are accepted as well.
 
 torch is imported only for results on a device: a caller that passes torch tensors has imported it already.
 """
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _FLOATS = {dtype.value: dtype for dtype in FLOATS}
 _NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}
 
-# What most arrays are of; to find the name of a type takes numpy longer.
+# The element types of most arrays; finding the name of a type takes numpy longer.
 _LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
 
 _EMPTY = memoryview(b"")
@@ -41,9 +41,9 @@ _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def describe_array(name: str, value: object) -> HostTensor:
-    """Describe an array's memory; only what is no contiguous, little-endian host memory is copied.
+    """Describe an array's memory; only an array that is not contiguous, little-endian host memory is copied.
 
-    What is in a device's memory is copied to the host's when it is needed there.
+    A tensor in a device's memory is copied to host memory when a transport needs it there.
 
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
@@ -58,7 +58,7 @@ def describe_array(name: str, value: object) -> HostTensor:
 
 
 def convert_tensor(tensor: HostTensor, like: T) -> T:
-    """Return the tensor as the kind of array that `like` is, on its device; in host memory without a copy.
+    """Convert the tensor to the kind of array and the device of `like`; in host memory without a copy.
 
     Raises:
         TypeError: that kind of array cannot hold the element type.
@@ -69,7 +69,7 @@ def convert_tensor(tensor: HostTensor, like: T) -> T:
 
 
 def parse_dtype(dtype: object) -> tuple[DType, bool]:
-    """The element type that a name, a numpy or a torch type stands for, and whether it is torch's.
+    """Return the element type that a name, a numpy or a torch dtype denotes, and whether the dtype is torch's.
 
     Raises:
         TypeError: it is no element type of the API.
@@ -83,10 +83,10 @@ def parse_dtype(dtype: object) -> tuple[DType, bool]:
 
 
 def make_array(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """An array in that memory, of whatever that holds.
+    """Return an array in the given memory, with the elements that the memory holds.
 
     Raises:
-        TypeError: numpy was asked for and has no such type.
+        TypeError: numpy has no such type, and `as_torch` is False.
     """
     tensor = HostTensor(dtype, shape, data)
     if not as_torch:
@@ -99,18 +99,18 @@ def make_array(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_tor
 
 
 def get_address(array: np.ndarray[Any, Any]) -> int:
-    """Of an array's first byte."""
+    """Return the address of an array's first byte."""
     try:
-        # A quarter of what `__array_interface__` takes.
+        # Takes a quarter of the time of `__array_interface__`.
         return ctypes.addressof(_first_byte(array))
-    # It is not to be written, or has no bytes, or they do not lie one after another.
+    # The array is read-only, empty or not contiguous.
     except (TypeError, ValueError):
         where: int = array.__array_interface__["data"][0]
         return where
 
 
 def get_cuda_index(device: object) -> int | None:
-    """The number of a CUDA device, the current one if it has none; None of any other device."""
+    """Return the index of a CUDA device, the current device's where none is given; None for any other device."""
     torch: Any = importlib.import_module("torch")
     named = torch.device(device)
     if named.type != "cuda":
@@ -120,7 +120,7 @@ def get_cuda_index(device: object) -> int | None:
 
 
 def make_device_tensor(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
-    """A tensor in the memory of a device, torch's own."""
+    """Return a new uninitialised tensor in a device's memory, from torch's allocator."""
     torch: Any = importlib.import_module("torch")
     return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
 
@@ -129,14 +129,14 @@ def check_dtype_support(like: object, dtype: str) -> None:
     """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
 
     Raises:
-        TypeError: numpy was handed in and has no such type.
+        TypeError: `like` is a numpy array, and numpy has no such type.
     """
     if isinstance(like, np.ndarray) and dtype in _NOT_OF_NUMPY:
         get_numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
 def is_torch_tensor(value: object) -> bool:
-    """Whether it is a tensor of torch, of any class."""
+    """Return whether a value is a tensor of torch, of any class."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -152,7 +152,7 @@ def _find_dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
 def _describe_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
     dtype = _LITTLE.get(array.dtype)
     if dtype is not None and array.flags.c_contiguous:
-        # What has no elements cannot be cast.
+        # An empty array cannot be cast.
         data = array.data.cast("B") if array.size else _EMPTY
         return HostTensor(dtype, array.shape, data)
     dtype = _find_dtype(name, array.dtype.name, ".astype(np.float32)")
@@ -184,7 +184,7 @@ def _convert_to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
 
 @functools.cache
 def get_numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """numpy's type of little-endian elements.
+    """Return numpy's dtype for little-endian elements of this type.
 
     Raises:
         TypeError: numpy has none.
@@ -208,6 +208,6 @@ def _convert_to_torch(tensor: HostTensor, like: Any) -> Any:
         return torch.empty(tensor.shape, dtype=dtype, device=like.device)
     data = tensor.data
     if np.frombuffer(data, np.uint8).ctypes.data % tensor.dtype.itemsize:
-        # A header of an odd length: torch takes it for granted that elements lie at multiples of their size.
+        # After a header of odd length the data are unaligned, and torch requires aligned elements.
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape).to(like.device)

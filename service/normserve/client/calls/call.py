@@ -1,4 +1,4 @@
-"""A call of the API without input or output: the request, and how the response is read."""
+"""A call of the API without input or output: the request, and the reading of its response."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class ApiCall(Generic[R]):
-    """One request, and how its answer is read.
+    """One request, and the function that reads its response.
 
     Attributes:
         method, path, params: as in HTTP; the path is relative to the server's URL.
-        read_result: makes the result of a successful answer.
-        tensors: what is sent, by the API's names; None is no body.
-        expected_results: the tensors of a successful answer; None where it holds none.
-        statuses: those of a successful answer.
-        max_bytes: what the body of a successful answer can have.
+        read_result: makes the result of a successful response.
+        tensors: those of the body, by their names in the API; None is no body.
+        expected_results: the tensors of a successful response; None where it holds none.
+        statuses: those of a successful response.
+        max_bytes: the most bytes that the body of a successful response can have.
     """
 
     method: str
@@ -42,7 +42,7 @@ class ApiCall(Generic[R]):
 
     @property
     def encoded_query(self) -> str:
-        """The parameters as a URL has them."""
+        """The URL-encoded parameters."""
         return _encode_query(tuple(self.params.items())) if self.params else ""
 
     @property
@@ -51,7 +51,7 @@ class ApiCall(Generic[R]):
         return _make_target(self.path, tuple(self.params.items()))
 
     def encode_body(self) -> list[bytes | memoryview] | None:
-        """The tensors as safetensors in pieces, of which all but the first are their own memory; None is no body.
+        """Encode the tensors as safetensors: a header, then the tensors' own buffers; None is no body.
 
         Raises:
             ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
@@ -59,13 +59,13 @@ class ApiCall(Generic[R]):
         return None if self.tensors is None else _encode_tensors(self.tensors)
 
     def read_response(self, answer: ApiResponse, api_key: str | None = None) -> R:
-        """Return what the answer says.
+        """Return the result that a response holds.
 
-        Args: api_key: what no error may repeat.
+        Args: api_key: left out of the text of errors.
 
         Raises:
-            ApiError: it is a problem document, or an error of a proxy.
-            UnexpectedAnswerError: it is nothing that was asked for.
+            ApiError: the response is a problem document, or an error of a proxy.
+            UnexpectedAnswerError: the response does not fit the request.
         """
         if answer.status >= 400:
             raise make_api_error(answer.status, answer.headers, bytes(answer.body), api_key)
@@ -75,7 +75,7 @@ class ApiCall(Generic[R]):
         return self.read_result(answer)
 
 
-# What callers ask for is often the same, but for the numbers in it.
+# Callers often repeat a request with other contents of the tensors.
 _KEPT = 256
 
 
@@ -90,10 +90,10 @@ def _make_target(path: str, params: tuple[tuple[str, str], ...]) -> str:
 
 
 def _encode_tensors(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """As `safetensors.encode`."""
+    """Do as `safetensors.encode`, with a cached header."""
     for name, tensor in tensors.items():
         if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
-            # Which says what is wrong.
+            # Raises the error.
             return safetensors.encode({name: tensor})
     header, order = _encode_header(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]))
     return [header, *(tensors[name].data for name in order)]
@@ -101,13 +101,13 @@ def _encode_tensors(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryvie
 
 @functools.lru_cache(_KEPT)
 def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
-    """All that precedes the data, and the order of those."""
+    """Return the bytes that precede the data, and the tensors' names in the order of their data."""
     tensors = {name: (dtype, shape) for name, dtype, shape in described}
     return safetensors.encode_header(tensors), safetensors.sort_by_element_size(tensors)
 
 
 def describe_tensors(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
-    """Return the memory of these arrays; one that is None is left out.
+    """Return descriptions of these arrays; an array that is None is left out.
 
     Raises:
         TypeError: one is no array, or of no element type of the API.
@@ -116,7 +116,7 @@ def describe_tensors(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
 
 
 def make_query(params: Mapping[str, object]) -> dict[str, str]:
-    """Return the query that carries these parameters; one that is None is left out."""
+    """Return the query that carries these parameters; a parameter that is None is left out."""
     return {name: _format_parameter(value) for name, value in params.items() if value is not None}
 
 

@@ -7,11 +7,11 @@ from normserve.memory.host_tensors import DType, HostTensor
 
 
 class TorchCudaTensor(HostTensor):
-    """A tensor in the memory of a device.
+    """A tensor in the memory of a CUDA device.
 
     Attributes:
         view_tensor: torch's, of any strides.
-        data: its bytes in the host's memory, copied there when they are first asked for.
+        data: the tensor's bytes in host memory, copied there at the first access.
     """
 
     __slots__ = ("_copy", "view_tensor")
@@ -35,7 +35,7 @@ class TorchCudaTensor(HostTensor):
 
 
 def copy_to_host_bytes(tensor: Any) -> memoryview:
-    """A tensor's bytes in row-major order; copied where they do not lie so in the host's memory."""
+    """Return a tensor's bytes in row-major order, copied unless the tensor is contiguous in host memory."""
     torch: Any = sys.modules["torch"]
     flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
     seen: memoryview = flat.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The operations: arguments become a request, and its answer a result.
+"""The operations: each function turns arguments into a request, and its response into a result.
 
 The functions here are the clients' methods without the sending; the methods take their signatures and texts
 from here.  Each hands on its arguments by the names that they have in the HTTP API: those of `_TENSORS` go into the
@@ -21,7 +21,7 @@ from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
 from normserve.memory.host_tensors import HostTensor
 
 Tensors = TensorLike | Sequence[TensorLike]
-"""A tensor, or one for each of several x."""
+"""A tensor, or a list with one tensor for each of several x."""
 
 T = TypeVar("T", bound=Tensors)
 
@@ -44,7 +44,7 @@ def layer_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
+    """Compute y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
 
     Args:
         x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.  Or a
@@ -83,7 +83,7 @@ def rms_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """y = dropout(activation(w * h / sqrt(mean(h^2) + eps))), h = x + residual.
+    """Compute y = dropout(activation(w * h / sqrt(mean(h^2) + eps))), h = x + residual.
 
     Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
     """
@@ -109,7 +109,7 @@ def group_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """`layer_norm` over each of `num_groups` groups of channels, together with their positions.
+    """Do as `layer_norm` over each of `num_groups` groups of channels and all their positions.
 
     Args: as `layer_norm`, and
         x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
@@ -135,9 +135,9 @@ def layer_norm_chain(
     layers: Sequence[str] | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """y = LN_k(... LN_2(LN_1(x))), each `layer_norm` with a weight and a bias of its own, in one pass over x.
+    """Compute y = LN_k(... LN_2(LN_1(x))), each `layer_norm` with its own weight and bias, in one pass over x.
 
-    What one norm hands to the next stays float32.  There is no backward pass.
+    The values between two norms stay float32.  There is no backward pass.
 
     Args:
         x: [..., N], as of `layer_norm`.
@@ -176,7 +176,7 @@ def layer_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """The gradients of `layer_norm`: all that was handed in there is handed in again, and dy.
+    """Compute the gradients of `layer_norm` from dy and all arguments of the forward call.
 
     Args: as `layer_norm`, and
         dy: the gradient of y, as x.
@@ -203,7 +203,7 @@ def rms_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """The gradients of `rms_norm`.
+    """Compute the gradients of `rms_norm`.
 
     Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
     """
@@ -231,7 +231,7 @@ def group_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """The gradients of `group_norm`.
+    """Compute the gradients of `group_norm`.
 
     Args: as `group_norm`, and those of `layer_norm_backward`.
     """
@@ -291,12 +291,12 @@ def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCa
 
 
 def _get_first_tensor(x: T) -> Any:
-    """One of several tensors."""
+    """Return x, or the first tensor where x is a list of several."""
     return x[0] if isinstance(x, list | tuple) else x
 
 
 def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbered results as lists under one name."""
+    """Return the results with numbered ones as lists under one name."""
     found: dict[str, Any] = {}
     for name, tensor in results.items():
         base, dot, _ = name.partition(".")
@@ -308,7 +308,7 @@ def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Tensors, and parameters, of those that were given."""
+    """Divide the arguments into tensors and parameters, without those that are None."""
     tensors: dict[str, object] = {}
     params: dict[str, object] = {}
     for name, value in arguments.items():
@@ -327,6 +327,6 @@ def _read_checked_tensors(answer: ApiResponse, expected: ExpectedResults) -> Map
 
 
 def _find_gradient_source(gradient: str, x: object, tensors: Mapping[str, object]) -> object:
-    """What a gradient belongs to; x for one of a registered layer's parameters."""
+    """Return the argument that a gradient belongs to; x for a parameter of a registered layer."""
     owner = tensors.get(gradient.removeprefix("d"))
     return x if owner is None else owner

@@ -1,6 +1,6 @@
-"""Several tensors in one call, over shared memory: joined there along the first axis, and the results divided.
+"""Several tensors in one call over shared memory: concatenated along the first axis, and the results divided.
 
-Over HTTP they go as they are, numbered, and the server joins them where they lie in the body.
+Over HTTP they are sent separately, numbered, and the server concatenates them.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ R = TypeVar("R")
 _signature = functools.cache(inspect.signature)
 
 SEVERAL = (list, tuple)
-"""What an operation's first argument is where it is several tensors."""
+"""The types of an operation's first argument where that is several tensors."""
 
 
 class ConcatenationPlan(NamedTuple):
-    """A buffer for one argument.
+    """A buffer for the concatenated tensors of one argument.
 
     Attributes:
-        parts: what goes there.
-        device: None is the host's memory.
+        parts: the tensors to concatenate.
+        device: the device of the buffer; None is host memory.
     """
 
     parts: Sequence[Any]
@@ -37,7 +37,7 @@ class ConcatenationPlan(NamedTuple):
     device: Any
 
     def concatenate_into(self, memory: Any) -> Any:
-        """The parts, one after another, in memory of this shape and dtype."""
+        """Concatenate the parts into a buffer of this shape and dtype."""
         if isinstance(memory, np.ndarray):
             return np.concatenate(self.parts, out=memory)
         torch: Any = sys.modules["torch"]
@@ -45,15 +45,15 @@ class ConcatenationPlan(NamedTuple):
 
 
 def get_first_argument(arguments: Sequence[object], named: Mapping[str, object]) -> object:
-    """An operation's first tensor, or several tensors; None where there is none."""
+    """Return an operation's first tensor, or its list of tensors; None where there is none."""
     return arguments[0] if arguments else named.get("x")
 
 
 class TensorListCall:
-    """A call of several tensors as one of one."""
+    """A call with several tensors, turned into a call with one concatenated tensor."""
 
     def __init__(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Args: build: the operation, whose arguments these are.
+        """Args: build: the operation that the arguments belong to.
 
         Raises:
             TypeError: they are not the operation's.
@@ -63,7 +63,7 @@ class TensorListCall:
         self._row_counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
     def iterate_buffers(self) -> Iterator[tuple[str, ConcatenationPlan]]:
-        """Buffers that are needed, by the arguments' names.
+        """Yield the names of the arguments to concatenate, and their buffers.
 
         Raises:
             ValueError: tensors cannot be joined.
@@ -87,11 +87,11 @@ class TensorListCall:
             yield name, ConcatenationPlan(parts, (sum(self._row_counts), *first.shape[1:]), first.dtype, device)
 
     def make_arguments(self, joined: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the call of one tensor, all by name."""
+        """Return the arguments of the call with one tensor, all by name."""
         return self._arguments | dict(joined)
 
     def split_result(self, result: R) -> R:
-        """The result with a list of tensors, views of one, where it had one."""
+        """Return the result with lists of views in place of concatenated tensors."""
         ends = list(accumulate(self._row_counts, initial=0))
         told: Any = result
         lists = {

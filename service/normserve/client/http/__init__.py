@@ -1,1 +1,1 @@
-"""Calls over HTTP/1.1: sockets of our own, and httpx for what they do not do."""
+"""Calls over HTTP/1.1: over sockets of our own, or through httpx where those do not suffice."""

@@ -1,4 +1,4 @@
-"""Where a server listens, as its URL says."""
+"""The address of a server, parsed from its URL."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _UNIX = "http+unix://"
 _SHARED = "unix://"
 _PORTS = {"http": 80, "https": 443}
 
-#: What a URL may be, as a message says it.
+#: The accepted forms of a URL, for messages.
 FORMS = "http://HOST:PORT, https://HOST:PORT, http+unix://PATH or unix://PATH"
 
 # A URL without its scheme; nothing that could be a password.
@@ -18,15 +18,15 @@ _BARE = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}/?", re.ASCI
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server listens.
+    """The address of a server.
 
     Attributes:
-        host, port: of the socket; "localhost" and 0 of one in the file system.
-        is_tls: whether it is https.
-        prefix: the path that stands before every request's.
-        query: what stands behind it.
+        host, port: of the socket; "localhost" and 0 for a Unix domain socket.
+        is_tls: whether the scheme is https.
+        prefix: the path of the URL, which precedes the path of every request.
+        query: the query of the URL, which is appended to that of every request.
         socket_path: of a Unix domain socket; None is TCP.
-        is_shared_memory: it is the socket of clients that share memory with the server, which is no HTTP.
+        is_shared_memory: the socket speaks the protocol of clients that share memory with the server, not HTTP.
     """
 
     host: str
@@ -39,7 +39,7 @@ class ServerAddress:
 
     @classmethod
     def parse_url(cls, url: str) -> "ServerAddress":
-        """Read a URL.
+        """Parse a URL.
 
         Raises:
             ValueError: it is none of `FORMS`; the text does not repeat it, since it may hold a password.
@@ -63,18 +63,18 @@ class ServerAddress:
 
     @property
     def host_header(self) -> str:
-        """As the Host header has it: with a port that does not go without saying."""
+        """The value of the Host header, with the port unless it is the scheme's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         is_usual = self.port == _PORTS["https" if self.is_tls else "http"]
         return host if is_usual or self.socket_path is not None else f"{host}:{self.port}"
 
     @property
     def display_name(self) -> str:
-        """For messages: HOST:PORT or the socket's path, nothing that is secret."""
+        """The address for messages: HOST:PORT or the socket's path, without secrets."""
         return self.socket_path if self.socket_path is not None else f"{self.host}:{self.port}"
 
     def make_target(self, path: str) -> str:
-        """What a request line asks for; `path` is below the server's URL, with its query."""
+        """Return the target of a request line; `path` is relative to the server's URL and may have a query."""
         if self.query:
             path += ("&" if "?" in path else "?") + self.query
         return self.prefix + path

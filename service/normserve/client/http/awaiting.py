@@ -1,4 +1,4 @@
-"""Connections of an event loop's tasks, and the waiting for them."""
+"""Connection pool and socket waits for the tasks of an event loop."""
 
 import asyncio
 import os
@@ -28,10 +28,10 @@ R = TypeVar("R")
 
 
 class AsyncConnectionPool:
-    """As `blocking.Sockets`, for tasks; another event loop begins with none."""
+    """A pool of connections to one address for tasks; a new event loop starts with an empty pool."""
 
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
-        """Args: as `blocking.Sockets`."""
+        """Args: as `blocking.ConnectionPool`."""
         self._address = address
         self._tls_settings = trust
         self._max_connections = most
@@ -42,7 +42,7 @@ class AsyncConnectionPool:
         self._idle = IdleConnectionStack(most, keep_s)
 
     async def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """As `blocking.Sockets.take`; the caller ends the waiting when the deadline is over."""
+        """Do as `blocking.ConnectionPool.acquire`; the caller must enforce the deadline on the wait."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process_id != os.getpid():
             self._reset(loop)
@@ -59,7 +59,7 @@ class AsyncConnectionPool:
             raise
 
     def release(self, connection: ClientHttpConnection) -> None:
-        """Take a connection back."""
+        """Return a connection to the pool."""
         if connection.is_reusable and not self._closed:
             self._idle.push(connection)
         else:
@@ -67,7 +67,7 @@ class AsyncConnectionPool:
         self._free_slots.release()
 
     def close(self) -> None:
-        """Close all; those in use when they come back."""
+        """Close all idle connections; a connection in use is closed when it is released."""
         self._closed = True
         self._idle.close_all()
 
@@ -119,7 +119,7 @@ class AsyncConnectionPool:
 
 
 async def run_steps(steps: Steps[R]) -> R:
-    """As `blocking.drive`; it waits until it is cancelled."""
+    """Do as `blocking.run_steps`, without a deadline; the wait ends with the task's cancellation."""
     try:
         descriptor, events = next(steps)
     except StopIteration as stop:
@@ -136,7 +136,7 @@ async def run_steps(steps: Steps[R]) -> R:
 
 
 class _StepRunner:
-    """Steps that the event loop takes when what they wait for has come, without waking the task in between."""
+    """A driver that resumes the steps from event loop callbacks, without waking the task in between."""
 
     def __init__(self, steps: Steps[Any]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class _StepRunner:
         self._events = 0
 
     def wait_for(self, descriptor: int, events: int) -> None:
-        """Go on when one of these comes."""
+        """Register the next step to run when one of these events occurs."""
         if self._events and has_error(descriptor):
             self.remove_callbacks()
         changed = events ^ self._events
@@ -163,7 +163,7 @@ class _StepRunner:
                 self._loop.remove_writer(descriptor)
 
     def remove_callbacks(self) -> None:
-        """Wait for nothing more."""
+        """Remove the callbacks for all events."""
         if self._events & READ:
             self._loop.remove_reader(self._descriptor)
         if self._events & WRITE:

@@ -1,4 +1,4 @@
-"""Connections of threads, and the waiting for them."""
+"""Connection pool and socket waits for threads."""
 
 import math
 import os
@@ -34,9 +34,9 @@ R = TypeVar("R")
 _LONGEST_S = 2.0**31 / 1000 - 1
 
 
-# The kernel sends for so long at a time; between, it is looked whether there is an answer already, and still time.
+# One send call waits at most so long; between calls, early responses and the deadline are checked.
 _SENDING_S = 0.02
-# It receives for so long at a time, unless there is less: what is set once need not be set for each answer.
+# One receive call waits at most so long; the timeout is set once, and anew only when less time is left.
 _RECEIVING_S = 1.0
 
 _LATE = "there was no more time"
@@ -45,14 +45,14 @@ _ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
 
 class ConnectionPool:
-    """Connections to one address, for threads to take and give back; a forked process begins with none."""
+    """A pool of connections to one address, shared by threads; a forked process starts with an empty pool."""
 
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
         """Args:
-        address: where to.
-        trust: of connections with TLS.
-        most: in use at once; who wants more waits.
-        keep_s: how long an idle connection is kept.
+        address: of the server.
+        trust: the TLS settings of the connections.
+        most: connections in use at once; further callers wait.
+        keep_s: seconds for which an idle connection is kept.
         """
         self._address = address
         self._tls_settings = trust
@@ -62,22 +62,22 @@ class ConnectionPool:
         self._reset()
 
     def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Return a connection, and whether it was used before; `release` it back, whatever comes of it.
+        """Return a connection, and whether it was used before; the caller must `release` it in any case.
 
         Args:
-            deadline: of opening it, and of waiting for another's.
-            fresh: take none that was used before.
+            deadline: of opening the connection, and of waiting for one in use.
+            fresh: always open a new connection.
 
         Raises:
-            RuntimeError: these are closed.
-            httpx.ConnectError: it cannot be opened.
-            httpx.TimeoutException: not in time.
+            RuntimeError: the pool is closed.
+            httpx.ConnectError: the connection cannot be opened.
+            httpx.TimeoutException: the deadline passed before.
         """
         if self._process_id != os.getpid():
             self._reset()
         free = self._free_slots
         left_s = deadline.get_remaining_s()
-        # What a timeout of the system's own waits for has a limit.
+        # The system limits the timeouts of locks.
         if not free.acquire(timeout=None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
             raise httpx.PoolTimeout(_LATE)
         try:
@@ -91,7 +91,7 @@ class ConnectionPool:
             raise
 
     def release(self, connection: ClientHttpConnection) -> None:
-        """Take a connection back."""
+        """Return a connection to the pool."""
         if connection.is_reusable and not self._closed:
             self._idle.push(connection)
         else:
@@ -99,7 +99,7 @@ class ConnectionPool:
         self._free_slots.release()
 
     def close(self) -> None:
-        """Close all; those in use when they come back."""
+        """Close all idle connections; a connection in use is closed when it is released."""
         self._closed = True
         self._idle.close_all()
 
@@ -151,7 +151,10 @@ class ConnectionPool:
 
 
 def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
-    """Receives with calls of the kernel's that wait: a body with one, which wakes this thread when it is whole."""
+    """Make a function that receives with blocking system calls.
+
+    A body takes one call, which wakes this thread only when the body is complete.
+    """
 
     def receive_into(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
         flags = _ALL if whole else 0
@@ -175,17 +178,17 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
 
 
 def _pack_timeval(seconds: float) -> bytes:
-    """As the kernel has it."""
+    """Pack seconds into the kernel's struct timeval."""
     whole = int(min(seconds, _LONGEST_S))
     return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
 
 
 def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
-    """Wait for what the steps wait for, and return what they do.
+    """Wait for each event that the steps yield, and return the result of the steps.
 
     Args:
-        deadline: of all of them.
-        late: what to raise when it is over.
+        deadline: of all waits together.
+        late: the exception to raise when the deadline passes.
     """
     try:
         descriptor, events = next(steps)

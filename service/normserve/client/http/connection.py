@@ -1,8 +1,8 @@
-"""One HTTP/1.1 connection, without waiting: who drives it waits.
+"""One HTTP/1.1 connection without waits: the caller that drives it waits for the socket.
 
-What takes time is a generator: it yields a descriptor and the events of `select.poll` that it waits for, is sent
-those that came, and returns its result.  So threads and event loops drive the same code, over sockets that never
-block.  A body is sent from where it lies, and an answer of known length received into memory of its own, one copy
+Operations that may wait are generators: each yields a descriptor and the events of `select.poll`, is sent those
+that occurred, and returns its result.  So threads and event loops drive the same code over sockets that never
+block.  A body is sent from the caller's buffers, and a response of known length received into its buffer, one copy
 each, in the kernel.
 """
 
@@ -21,7 +21,7 @@ from normserve.client.http.parts import coalesce_small, drop_sent
 from normserve.client.http.receiving import NOW, TURN_BYTES, BlockingReceive, SocketReceiver
 from normserve.client.http.steps import READ, WRITE, Steps
 
-# Of a body that comes in pieces.
+# Size of the pieces of a body without a fitting buffer.
 _PIECE_BYTES = 256 * 1024
 # Of a request, with one call.
 _MOST_PARTS = 64
@@ -33,16 +33,16 @@ class ClientHttpConnection(SocketReceiver):
     """An open connection, used by one exchange at a time.
 
     Attributes:
-        is_reusable: whether the last exchange left it so that another may follow.
-        has_answered: whether a byte of an answer to the last request came.
-        idle_since: when it was last used, by time.monotonic.
+        is_reusable: whether another exchange may follow the last one.
+        has_answered: whether a byte of a response to the last request was received.
+        idle_since: time of the last use, by time.monotonic.
     """
 
     def __init__(self, connected: socket.socket, *, blocks: bool = False) -> None:
         """Args:
-        connected: does not block, and has done its handshake.
-        blocks: that it does block after all, sending not for long (SO_SNDTIMEO): who has a thread to spare need not
-            be woken for each part that the socket takes.
+        connected: a non-blocking socket, whose TLS handshake is complete.
+        blocks: the socket does block, and sends with a short timeout (SO_SNDTIMEO): a blocking thread need not
+            be woken for each part that the socket accepts.
         """
         super().__init__(connected)
         self.is_reusable = True
@@ -53,7 +53,7 @@ class ClientHttpConnection(SocketReceiver):
         self._sent_at_once = 0
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self.is_reusable = False
         self._socket.close()
 
@@ -65,23 +65,23 @@ class ClientHttpConnection(SocketReceiver):
         room: memoryview | None = None,
         fill: BlockingReceive | None = None,
     ) -> Steps[ApiResponse]:
-        """Send a request and return its answer.
+        """Send a request and return its response.
 
         Args:
             head, parts: of the request.
-            most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
-            room: memory for the body, used if that has a length and fits; None always makes new memory.
-            fill: receives the answer of a socket that blocks, for who may block the thread.
+            most_bytes: limit of a successful response's body; the body of an error is dropped beyond a limit.
+            room: buffer for the body, used if the body has a known length and fits; None always allocates one.
+            fill: receives the response from a blocking socket, for callers that may block the thread.
 
         Raises:
-            UnexpectedAnswerError: the answer is longer than that, or compressed.
-            httpx.TransportError: there is none, or the answer is not HTTP.
+            UnexpectedAnswerError: the response is longer than `most_bytes`, or compressed.
+            httpx.TransportError: there is no response, or it is not HTTP.
         """
         sent = yield from self.send_request([head, *parts])
         answer = yield from self.receive_head(fill)
         status, headers = answer.status, answer.headers
         length, reception = answer.body_bytes, None
-        # What is as it should be needs no second look.
+        # A response as expected needs no limited buffer.
         if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
             reception = LimitedBody(status, headers, most_bytes)
         if length is not None and (reception is None or reception.is_wanted):
@@ -102,9 +102,9 @@ class ClientHttpConnection(SocketReceiver):
         return ApiResponse(status, headers, reception.get_body())
 
     def send_request(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
-        """Send these one after another; return whether all of it went, and not an answer came before.
+        """Send the parts of a request in order; return whether all were sent before a response arrived.
 
-        A server that refuses a request need not read it: what it says is more than that it no longer listens.
+        A server that refuses a request need not read it: its response counts for more than its closed socket.
         """
         self.is_reusable = self.has_answered = False
         self._send_error = None
@@ -140,7 +140,7 @@ class ClientHttpConnection(SocketReceiver):
         return True
 
     def receive_head(self, fill: BlockingReceive | None = None) -> Steps[ResponseHead]:
-        """Receive an answer's head; interim ones before it are left out.
+        """Receive the head of a response; interim responses (1xx) are skipped.
 
         Args: fill: as in `exchange`.
         """
@@ -158,14 +158,14 @@ class ClientHttpConnection(SocketReceiver):
             yield self._descriptor, READ | WRITE
 
     def receive_piece(self, head: ResponseHead) -> Steps[bytes | memoryview | None]:
-        """Receive the next piece of an answer's body; None is its end."""
+        """Receive the next piece of a response's body; None is its end."""
         while True:
             if head.body_bytes == 0 or (head.chunk_decoder is not None and head.chunk_decoder.is_complete):
                 return None
             if self._begin == self._end:
                 into = np.empty(min(_PIECE_BYTES, head.body_bytes or _PIECE_BYTES), np.uint8).data
                 if self._is_tls:
-                    # As between interim answers.
+                    # Let the caller check the deadline, as between interim responses.
                     yield self._descriptor, READ | WRITE
                 got = yield from self._receive(into)
                 piece = into[:got]
@@ -186,18 +186,18 @@ class ClientHttpConnection(SocketReceiver):
             return piece
 
     def end_response(self, head: ResponseHead, sent: bool) -> None:
-        """Say that an answer was read to its end.
+        """Record that a response was read to its end, and whether the connection is reusable.
 
         Args:
-            head: of it.
-            sent: what `send_request` returned.
+            head: of the response.
+            sent: the result of `send_request`.
         """
         has_more = self._begin < self._end or (head.chunk_decoder is not None and head.chunk_decoder.has_excess)
         self.is_reusable = sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
     def _send_without_waiting(self, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send what the socket takes without a wait; return whether that is all."""
+        """Send as many bytes as the socket accepts without a wait; return whether those are all."""
         self._sent_at_once = 0
         try:
             self._sent_at_once = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
@@ -211,13 +211,13 @@ class ClientHttpConnection(SocketReceiver):
         return self._socket.sendmsg(views[:_MOST_PARTS], (), self._send_flags)
 
     def _receive_early_response(self) -> bool:
-        """Whether an answer that is no interim one came while there is more to send, or nothing can."""
+        """Return whether to stop sending: a final response has begun, or the connection has ended."""
         try:
             if not self._receive_to_buffer_now():
                 return True
         except (*_LATER, ssl.SSLWantReadError):
             return False
-        # Of an interim one the head is left out when it is whole; until then there is time.
+        # Skip the complete heads of interim responses; an incomplete one is left for later.
         while self._buffer.startswith(b"HTTP/1.1 1", self._begin, self._end) and self._take_head() is not None:
             pass
         if self._end - self._begin > HEAD_BYTES:
@@ -226,6 +226,6 @@ class ClientHttpConnection(SocketReceiver):
         return bool(beginning) and not b"HTTP/1.1 1".startswith(beginning)
 
     def _take_head(self) -> bytes | None:
-        """Take the next head, if it is whole."""
+        """Take the next head from the buffer; return None if it is incomplete."""
         end = self._buffer.find(b"\r\n\r\n", self._begin, self._end)
         return None if end < 0 else bytes(self._take_buffered(end + 4 - self._begin))

@@ -1,4 +1,4 @@
-"""What says who asks, and whom to believe."""
+"""Credentials of the client, and its trust in server certificates."""
 
 import ssl
 
@@ -9,7 +9,7 @@ def validate_api_key(api_key: str) -> str:
     """Return the key if a header can contain it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: a header cannot contain the key.
     """
     # As part of a header, anything else fails with each request, and with the key in the error's text.
     if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
@@ -20,7 +20,7 @@ def validate_api_key(api_key: str) -> str:
 def make_verify_argument(
     verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
 ) -> ssl.SSLContext | bool:
-    """What httpx is told about TLS; it deprecates paths."""
+    """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)
     if certificate is None:

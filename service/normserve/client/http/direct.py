@@ -1,4 +1,4 @@
-"""Calls over connections of our own."""
+"""Calls over the client's own HTTP connections, without httpx."""
 
 import base64
 import functools
@@ -23,7 +23,7 @@ _CONTENT_TYPE = SAFETENSORS.encode()
 
 
 class RequestEncoder:
-    """Makes the requests of calls to one server."""
+    """An encoder of calls as HTTP requests to one server."""
 
     def __init__(self, address: ServerAddress, api_key: str | None = None, userinfo: str = "") -> None:
         """Args:
@@ -43,11 +43,11 @@ class RequestEncoder:
             self._common_headers.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
         elif api_key is not None:
             self._common_headers.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
-        # What callers ask for is often the same, but for the numbers in it.
+        # Callers often repeat a request with other contents of the tensors.
         self._get_head = functools.lru_cache(256)(self._encode_head)
 
     def encode(self, call: ApiCall[Any]) -> tuple[bytes, list[bytes | memoryview]]:
-        """A call's head and the parts of its body."""
+        """Return the head of a call's request, and the parts of its body."""
         parts = call.encode_body()
         length = None if parts is None else sum(map(len, parts))
         head = self._get_head(call.method, call.target, length)
@@ -64,14 +64,14 @@ class RequestEncoder:
 
 
 class DirectTransport:
-    """A `Transport` of the blocking client."""
+    """A `CallTransport` over the client's own connections."""
 
     def __init__(self, requests: RequestEncoder, sockets: ConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `CallTransport.exchange`."""
         head, parts = self._requests.encode(call)
         fill = make_blocking_receiver(deadline)
         with TransportErrorTranslator(deadline):
@@ -95,14 +95,14 @@ class DirectTransport:
 
 
 class AsyncDirectTransport:
-    """An `AsyncTransport` of the asynchronous client."""
+    """An `AsyncCallTransport` over the client's own connections."""
 
     def __init__(self, requests: RequestEncoder, sockets: AsyncConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `AsyncCallTransport.exchange`."""
         head, parts = self._requests.encode(call)
         with TransportErrorTranslator(deadline):
             fresh = False
@@ -129,9 +129,9 @@ def _refuse_redirect(answer: ApiResponse) -> ApiResponse:
 
 
 def _can_resend(call: ApiCall[Any], connection: ClientHttpConnection) -> bool:
-    """Whether a call that broke with a kept connection may be sent once more at once.
+    """Return whether a call that failed on a reused connection may be sent once more at once.
 
     The server may have closed the connection while the request was under way.  Operations change nothing, and to
-    register a layer twice is to register it; but what was deleted would not be found the second time.
+    register a layer twice is to register it; but the second deletion of a layer would not find it.
     """
     return not connection.has_answered and call.method != "DELETE"

@@ -1,4 +1,4 @@
-"""The heads of requests and answers: written here, read by httptools."""
+"""The heads of requests and responses: encoded here, parsed by httptools."""
 
 import re
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from typing import Any
 import httptools
 import httpx
 
-#: The longest head of an answer.
+#: Bytes of the longest head of a response.
 HEAD_BYTES = 64 * 1024
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# What would end a line, or a string in C.
+# Bytes that would end a line, or a string in C.
 _NO_VALUE = re.compile(rb"[\0\r\n]")
 _NO_TARGET = re.compile(rb"[^!-~]")
 
@@ -27,10 +27,10 @@ _OF_CONNECTIONS = frozenset(["connection", "proxy-connection", "keep-alive", "tr
 
 
 def encode_request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The bytes before a body.
+    """Encode the request line and the headers.
 
     Raises:
-        httpx.LocalProtocolError: a part of it would be read as something else.
+        httpx.LocalProtocolError: a part is invalid and would change the meaning of the head.
     """
     lines = [b"%b %b HTTP/1.1" % (method, target)]
     if not _NAME.fullmatch(method) or not target or _NO_TARGET.search(target):
@@ -44,14 +44,14 @@ def encode_request_head(method: bytes, target: bytes, headers: Iterable[tuple[by
 
 @dataclass(slots=True)
 class ResponseHead:
-    """The head of an answer.
+    """The head of a response.
 
     Attributes:
-        status: of its first line.
+        status: that of the status line.
         headers: by name in lower case; values of one name are joined by commas.
-        body_bytes: of the body; None where its end says itself.
-        chunk_decoder: reads a body in chunks; None where it is none.
-        is_keep_alive: whether the server keeps the connection behind it.
+        body_bytes: length of the body; None where the head does not state it.
+        chunk_decoder: decodes a chunked body; None for any other body.
+        is_keep_alive: whether the server keeps the connection open after the response.
     """
 
     status: int
@@ -62,10 +62,10 @@ class ResponseHead:
 
 
 class ResponseHeadParser:
-    """Reads the heads of one connection's answers.
+    """A parser of the response heads of one connection.
 
-    One with the same lines as an earlier one is read without the parser. Which lines those are is the server's
-    choice, so that no other server's answers count.
+    A head with the same header names as an earlier one is matched by a pattern, without httptools.  The server
+    chooses these names, so each connection has patterns of its own.
     """
 
     __slots__ = ("_patterns",)
@@ -75,10 +75,10 @@ class ResponseHeadParser:
         self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
     def parse(self, raw: bytes) -> ResponseHead:
-        """Read a head, the empty line at its end included.
+        """Parse a head, the empty line at its end included.
 
         Raises:
-            httpx.RemoteProtocolError: it is none.
+            httpx.RemoteProtocolError: the bytes are no head of a response.
         """
         if (as_before := self._parse_by_pattern(raw)) is not None:
             return as_before
@@ -112,7 +112,7 @@ class ResponseHeadParser:
         return ResponseHead(status, headers, length, chunks, stays)
 
     def _parse_by_pattern(self, raw: bytes) -> ResponseHead | None:
-        """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
+        """Parse a head with the same header names as an earlier one; return None for any other head."""
         if raw.isascii():
             text = raw.decode("ascii")
             for pattern, names in self._patterns:
@@ -122,7 +122,7 @@ class ResponseHeadParser:
         return None
 
     def _add_pattern(self, raw: bytes, names: Iterable[bytes]) -> None:
-        """Remember the line names of a result's head, if each comes once and none is about the connection."""
+        """Store a pattern of a result's head, unless a header repeats or controls the connection."""
         if len(self._patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
             return
         keys = [_decode_lower(name) for name in names]
@@ -155,7 +155,7 @@ def _run_parser(protocol: "_HeaderCollector | _MessageCollector", raw: bytes) ->
 
 
 class _HeaderCollector:
-    """What the parser says of a head, the last of each name."""
+    """Callbacks of httptools that collect the headers of a head, the last value of each name."""
 
     def __init__(self) -> None:
         self.parser: Any = None
@@ -170,7 +170,7 @@ class _HeaderCollector:
 
 
 class _MessageCollector:
-    """What the parser says of a head, all of it, and of the chunks behind it."""
+    """Callbacks of httptools that collect all headers of a head and the chunks of the body."""
 
     def __init__(self) -> None:
         self.parser: Any = None
@@ -199,11 +199,11 @@ class _MessageCollector:
 
 
 class ChunkDecoder:
-    """Reads a body in chunks.
+    """A decoder of a chunked body.
 
     Attributes:
-        is_complete: whether the last one was read.
-        has_excess: whether more came than that, which is nothing that was asked for.
+        is_complete: whether the last chunk was decoded.
+        has_excess: whether unrequested bytes follow the last chunk.
     """
 
     def __init__(self, found: _MessageCollector) -> None:
@@ -213,10 +213,10 @@ class ChunkDecoder:
         self.has_excess = False
 
     def decode(self, data: bytes) -> bytes:
-        """Return what of the body is in the next bytes that came.
+        """Decode the next received bytes; return the bytes of the body among them.
 
         Raises:
-            httpx.RemoteProtocolError: they are no chunks, or go on for long without any of the body.
+            httpx.RemoteProtocolError: the chunks are malformed, or have too many bytes between them.
         """
         found = self._collector
         try:
@@ -228,7 +228,7 @@ class ChunkDecoder:
         self.is_complete = found.ended_count > 0
         self.has_excess = self.has_excess or found.message_count > 1
         piece, found.pieces = b"".join(found.pieces), []
-        # Extensions and trailers are kept by the parser while they come.
+        # The parser buffers extensions and trailers while it receives them.
         self._overhead_bytes = 0 if piece else self._overhead_bytes + len(data)
         if self._overhead_bytes > HEAD_BYTES:
             raise httpx.RemoteProtocolError("there are too many bytes between the answer's chunks")

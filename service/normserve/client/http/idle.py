@@ -1,4 +1,4 @@
-"""Idle connections."""
+"""The idle connections of a pool."""
 
 import collections
 import time
@@ -7,19 +7,19 @@ from normserve.client.http.connection import ClientHttpConnection
 
 
 class IdleConnectionStack:
-    """Keeps connections for the next call; threads may share it, since appending and popping take no lock."""
+    """A stack of idle connections for later calls; threads may share it without a lock."""
 
     def __init__(self, most: int, keep_s: float) -> None:
         """Args:
-        most: kept at once.
-        keep_s: how long one is kept.
+        most: connections to keep.
+        keep_s: seconds for which an idle connection is kept.
         """
         self._max_connections = most
         self._idle_timeout_s = keep_s
         self._idle: collections.deque[ClientHttpConnection] = collections.deque()
 
     def pop(self) -> ClientHttpConnection | None:
-        """Return the connection that was used last, if one is still open."""
+        """Remove and return the most recently used connection that is still open; return None without one."""
         while True:
             try:
                 kept = self._idle.pop()
@@ -30,7 +30,7 @@ class IdleConnectionStack:
             kept.close()
 
     def push(self, connection: ClientHttpConnection) -> None:
-        """Keep one more; those idle for long, and those beyond the limit, are closed."""
+        """Add a connection; expired connections, and those beyond the limit, are closed."""
         self._idle.append(connection)
         while self._idle:
             try:
@@ -46,7 +46,7 @@ class IdleConnectionStack:
             oldest.close()
 
     def close_all(self) -> None:
-        """Close all."""
+        """Close all idle connections."""
         while self._idle:
             try:
                 self._idle.pop().close()

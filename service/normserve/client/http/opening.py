@@ -1,4 +1,4 @@
-"""Where and how to connect; the waiting is in who drives it."""
+"""Steps for opening a connection; the code that drives them waits."""
 
 import os
 import socket
@@ -11,26 +11,26 @@ import httpx
 from normserve.client.http.address import ServerAddress
 from normserve.client.http.steps import READ, WRITE, Steps
 
-#: A place to connect to: the family of its socket, and where.
+#: An address to connect to: the socket's family, and the address in that family.
 Place = tuple[socket.AddressFamily, Any]
 
 # TCP grows its buffers by itself, up to about this; the kernel may allow less.
 _UNIX_BUFFER_BYTES = 4 * 2**20
 
-# Of a host with more addresses, one that does not answer takes no more time than this.
+# Of a host with several addresses, each but the last is tried for at most this long.
 _FIRST_TRIES_S = 3.0
 
 
 def list_socket_addresses(found: Sequence[tuple[Any, ...]]) -> list[Place]:
-    """The places of what `getaddrinfo` found, each once."""
+    """Return the distinct addresses in the result of `getaddrinfo`."""
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
 def make_socket(family: socket.AddressFamily) -> socket.socket:
-    """A socket that does not block.
+    """Make a non-blocking socket.
 
     Raises:
-        OSError: there are too many.
+        OSError: too many descriptors are open.
     """
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)
@@ -42,20 +42,20 @@ def make_socket(family: socket.AddressFamily) -> socket.socket:
 
 
 def wrap_tls(connected: socket.socket, address: ServerAddress, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """A connected socket with TLS, whose handshake is still to be done; the one that was given is used up."""
+    """Wrap a connected socket in TLS, with the handshake still to do; the given socket is unusable afterwards."""
     return context.wrap_socket(connected, server_hostname=address.host, do_handshake_on_connect=False)
 
 
 def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
-    """Connect a socket that does not block.
+    """Connect a non-blocking socket.
 
     Raises:
-        OSError: it cannot be connected.
+        OSError: the connection cannot be made.
     """
     try:
         unconnected.connect(where)
     except BlockingIOError:
-        # Who listens at a path takes a connection at once or has too many.
+        # A Unix socket accepts a connection at once, or its backlog is full.
         if unconnected.family == socket.AF_UNIX:
             raise
         yield unconnected.fileno(), WRITE
@@ -64,10 +64,10 @@ def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
 
 
 def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
-    """Do a handshake of TLS.
+    """Do the TLS handshake.
 
     Raises:
-        OSError: it failed.
+        OSError: the handshake failed.
     """
     while True:
         try:
@@ -80,23 +80,23 @@ def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
 
 
 def compute_attempt_s(left_s: float | None, *, is_last: bool) -> float | None:
-    """How long to try one place."""
+    """Return the seconds to spend on connecting to one address; None is without limit."""
     if is_last:
         return left_s
     return _FIRST_TRIES_S if left_s is None else min(left_s, _FIRST_TRIES_S)
 
 
 class TlsSettings:
-    """Whom connections with TLS believe; made when the first one needs it, which takes a while."""
+    """TLS settings shared by connections; the context is made, slowly, at its first use."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
-        """Args: verify: as httpx has it."""
+        """Args: verify: as in httpx."""
         self._verify = verify
         self._context: ssl.SSLContext | None = None
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For every connection."""
+        """The TLS context of every connection."""
         if self._context is None:
             verify = self._verify
             context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)

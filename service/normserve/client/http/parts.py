@@ -1,11 +1,11 @@
-"""The parts of a request as views of what is still to be sent."""
+"""The parts of a request as views of the bytes that are still to be sent."""
 
 # One record of TLS; more than one part in it saves a record and a call.
 _RECORD_BYTES = 16 * 1024
 
 
 def coalesce_small(views: list[memoryview]) -> list[memoryview]:
-    """Views of which the small ones at the beginning are one."""
+    """Join the small views at the beginning into one."""
     small = b""
     for place, view in enumerate(views):
         if len(small) + len(view) > _RECORD_BYTES:
@@ -15,7 +15,7 @@ def coalesce_small(views: list[memoryview]) -> list[memoryview]:
 
 
 def drop_sent(views: list[memoryview], sent: int) -> None:
-    """Leave out the first bytes."""
+    """Remove the first `sent` bytes from the views, in place."""
     while sent:
         if sent < len(views[0]):
             views[0] = views[0][sent:]

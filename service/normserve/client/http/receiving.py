@@ -1,4 +1,4 @@
-"""What comes through a socket, with TLS or without, received without waiting into memory where it stays."""
+"""Non-blocking reception from a socket, with or without TLS, into the final buffer."""
 
 import select
 import socket
@@ -11,57 +11,57 @@ from normserve.client.http.steps import READ, WRITE, Steps
 
 
 class BlockingReceive(Protocol):
-    """Receives for who may block its thread."""
+    """A function that receives from a blocking socket."""
 
     def __call__(self, connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
-        """Receive into memory, however long it takes, as long as there is time; return how much, 0 is the end.
+        """Receive into memory, waiting until the deadline if necessary; return the number of bytes, 0 at the end.
 
-        Args: whole: wait for all that fits, and not only for what comes first.
+        Args: whole: wait until the memory is full, and not only for the first bytes.
         """
 
 
-# A small answer comes at once, and of a large one no more has to be moved to where it stays.
+# A small response fits entirely, and of a large one at most this much is copied to the final buffer.
 _FIRST_BYTES = 16 * 1024
-# After so many bytes without a wait others get their turn, and the time is looked at.
+# After so many bytes without a wait, other connections get a turn, and the deadline is checked.
 TURN_BYTES = 4 * 2**20
 # A large body is received in portions of this size at least.
 _LEAST_BYTES = 256 * 1024
 
-# A socket without TLS may be one that blocks; what is not asked to does not.
+# A socket without TLS may be a blocking one; this flag makes a single call non-blocking.
 NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class IncompleteResponseError(httpx.RemoteProtocolError):
-    """The server closed the connection before its answer was whole."""
+    """The server closed the connection before its response was complete."""
 
 
 class SocketReceiver:
-    """An open socket, and what came through it and was not taken yet.
+    """An open socket and a buffer of received bytes that have not been taken yet.
 
     Attributes:
-        has_answered: whether a byte of an answer to the last request came.
+        has_answered: whether a byte of a response to the last request was received.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        """Args: connected: has done its handshake."""
+        """Args: connected: the socket, whose TLS handshake is complete."""
         self.has_answered = False
         self._socket = connected
         self._descriptor = connected.fileno()
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._poll = select.poll()
         self._poll.register(self._descriptor, READ)
-        # What came and was not taken yet lies between the two.
+        # Received bytes that were not taken yet are between the two offsets.
         self._buffer = bytearray(_FIRST_BYTES)
         self._begin = self._end = 0
-        # Why the last request was not sent; who had no answer to it is told.
+        # Why the last request was not sent; raised where there is no response to it.
         self._send_error: OSError | None = None
 
     def is_quiet(self) -> bool:
-        """Whether an idle connection has nothing to read: neither its end nor unrequested bytes."""
+        """Return whether an idle connection has nothing to read: neither its end nor unrequested bytes."""
         return not self._poll.poll(0)
 
     def _take_buffered(self, most_bytes: int) -> memoryview:
-        """What came, valid until more is received."""
+        """Take received bytes from the buffer; the view is valid until more bytes are received."""
         begin = self._begin
         self._begin = min(self._end, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._begin]
@@ -88,7 +88,7 @@ class SocketReceiver:
                 raise self._make_broken_error(error) from error
 
     def _receive_to_buffer_now(self, fill: BlockingReceive | None = None) -> int:
-        """Receive what is there, or with `fill` what comes next, behind what was not taken yet."""
+        """Receive into the buffer without waiting, or with `fill` waiting for the first bytes."""
         if self._begin:
             self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
@@ -145,7 +145,7 @@ class SocketReceiver:
                 yield self._descriptor, READ | WRITE
 
     def _receive(self, view: memoryview) -> Steps[int]:
-        """Receive into memory; 0 is the end."""
+        """Receive into memory; return the number of bytes, 0 at the end."""
         while True:
             if not self._is_tls:
                 yield self._descriptor, READ

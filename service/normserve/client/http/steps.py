@@ -1,4 +1,4 @@
-"""What waits for its socket without blocking: generators that threads and event loops drive alike."""
+"""Steps that may wait for a socket: generators that both threads and event loops drive."""
 
 import select
 from collections.abc import Generator
@@ -10,5 +10,5 @@ R = TypeVar("R")
 READ: int = getattr(select, "POLLIN", 1)
 WRITE: int = getattr(select, "POLLOUT", 4)
 
-#: Yields a descriptor and the events of `select.poll` that it waits for, and is sent those that came.
+#: Yields a descriptor and the events of `select.poll` to wait for, and is sent the events that occurred.
 Steps: TypeAlias = Generator[tuple[int, int], int, R]

@@ -1,4 +1,4 @@
-"""Calls through httpx: by way of a proxy, or of a transport that the caller made for it."""
+"""Calls through httpx: by way of a proxy, or over an httpx transport that the caller made."""
 
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class SocketTransport(httpx.HTTPTransport):
-    """httpx's own transport, with as many connections as a `Client` of this package may have."""
+    """httpx's own transport with the connection limits of this package's `Client`."""
 
     def __init__(
         self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
@@ -28,9 +28,9 @@ class SocketTransport(httpx.HTTPTransport):
         """Make a transport for an `httpx.Client`.
 
         Args:
-            verify: of https, as `httpx.HTTPTransport` has it.
-            max_connections: in use at once.
-            uds: the path of a Unix domain socket to connect to, whatever a request's URL says.
+            verify: for https, as in `httpx.HTTPTransport`.
+            max_connections: connections in use at once.
+            uds: the path of a Unix domain socket to connect to, whatever the host in a request's URL.
         """
         super().__init__(verify=verify, limits=_make_limits(max_connections), uds=uds)
 
@@ -50,11 +50,11 @@ def _make_limits(max_connections: int) -> httpx.Limits:
 
 
 class HttpxTransport:
-    """A `Transport` over httpx's blocking client."""
+    """A `CallTransport` over httpx's blocking client."""
 
     def __init__(self, transport: httpx.BaseTransport | None = None, **options: Any) -> None:
         """Args:
-        transport: of httpx; None leaves the choice to httpx, proxies of the environment included.
+        transport: httpx's; None leaves the choice to httpx, proxies of the environment included.
         options: of httpx's client.
         """
         hooks = {"response": [_refuse_redirect]}
@@ -62,7 +62,7 @@ class HttpxTransport:
         enforce_deadlines(self._client)
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `CallTransport.exchange`."""
         parts = call.encode_body()
         request = self._client.build_request(
             call.method,
@@ -93,7 +93,7 @@ class HttpxTransport:
 
 
 class AsyncHttpxTransport:
-    """An `AsyncTransport` over httpx's asynchronous client."""
+    """An `AsyncCallTransport` over httpx's asynchronous client."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, **options: Any) -> None:
         """Args: as `HttpxTransport`."""
@@ -101,7 +101,7 @@ class AsyncHttpxTransport:
         self._client = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `AsyncCallTransport.exchange`."""
         parts = call.encode_body()
         request = self._client.build_request(
             call.method,
@@ -133,7 +133,7 @@ class AsyncHttpxTransport:
 def _add_fixed_options(options: dict[str, Any]) -> dict[str, Any]:
     return {
         **options,
-        # A request says itself how much time is left.
+        # Each request carries its own remaining time.
         "timeout": None,
         # The key must not go where a server points to, and a server has nothing to remember here.
         "follow_redirects": False,
@@ -162,10 +162,10 @@ async def _split_chunks_async(parts: Sequence[bytes | memoryview]) -> AsyncItera
 
 
 class _EmptyCookieJar(CookieJar):
-    """Keeps none, and reads none: Python's reader of them meets errors that it does not expect."""
+    """A cookie jar that stores no cookies, because Python's parser of them raises unexpected errors."""
 
     def extract_cookies(self, response: object, request: object) -> None:
-        """Leave them where they are."""
+        """Ignore the cookies of a response."""
 
 
 def _refuse_redirect(response: httpx.Response) -> None:

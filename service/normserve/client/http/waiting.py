@@ -1,4 +1,4 @@
-"""Sockets of the blocking client that wait no longer than the call's deadline, all waits together.
+"""Sockets of the blocking httpx client that respect the call's deadline over all waits together.
 
 httpx's timeouts begin anew at each read and each write, so a server that sends a byte now and then is waited for
 without end.  Its connection pool opens sockets through a network backend, which is replaced here by one that asks
@@ -19,7 +19,7 @@ _Options = Iterable[Any] | None
 
 
 def enforce_deadlines(http: httpx.Client) -> None:
-    """Make the sockets of a client wait no longer than its requests' deadlines.
+    """Make the sockets of an httpx client wait no longer than the deadlines of its requests.
 
     A transport that is not httpx's own is left as it is: it is given the time that is left when a request begins,
     for each of its waits.
@@ -31,7 +31,7 @@ def enforce_deadlines(http: httpx.Client) -> None:
 
 
 def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
-    """Seconds to wait at most."""
+    """Return the most seconds to wait; raise the error when none are left."""
     left_s = timeout.deadline.get_remaining_s() if isinstance(timeout, RemainingSeconds) else timeout
     if left_s is not None and left_s <= 0:
         raise error("the call's time is over")
@@ -39,7 +39,7 @@ def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutExceptio
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):
-    """Opens sockets as another backend does."""
+    """A network backend that opens sockets through another backend and enforces deadlines on them."""
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
         self._backend = inner
@@ -52,7 +52,7 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: _Options = None,
     ) -> httpcore.NetworkStream:
-        """Try each address of a host: the inner backend would give each of them the whole time."""
+        """Try each address of a host with the remaining time, which the inner backend would grant to each anew."""
         failure: Exception | None = None
         for address in _resolve_addresses(host, port):
             left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
@@ -81,7 +81,7 @@ def _resolve_addresses(host: str, port: int) -> list[str]:
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """Waits as long as another stream may."""
+    """A network stream that waits no longer than the request's deadline."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._stream = inner
@@ -94,7 +94,7 @@ class _DeadlineStream(httpcore.NetworkStream):
         connected = self._stream.get_extra_info("socket")
         is_tls = self._stream.get_extra_info("ssl_object") is not None
         if is_tls and not isinstance(connected, ssl.SSLSocket):
-            # TLS within a proxy's TLS: the socket takes what that stream makes of the bytes.
+            # TLS within a proxy's TLS: the bytes must be encrypted by that stream first.
             self._stream.write(buffer, _get_remaining_s(timeout, httpcore.WriteTimeout))
             return
         rest = memoryview(buffer)

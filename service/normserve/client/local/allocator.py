@@ -1,8 +1,8 @@
-"""Divides the memory that a client shares with the server; of whichever kind it is.
+"""Allocation of ranges in the memory that a client shares with the server, of the host or of a device.
 
-A place is taken for a tensor and returns with the last view of it.  Returning may happen within any allocation of
-any thread, so that it is only noted there.  A place that is free stays as it is until another one is looked for,
-since a call that comes again takes it again; then it is joined to its neighbours.
+A range is allocated for a tensor and returns with its last view.  A return may happen within any allocation of
+any thread, so it is only queued there.  A free range is cached as it is until a range of another size is needed,
+since a repeated call takes the range again; then it is merged with its neighbours.
 """
 
 import threading
@@ -21,10 +21,10 @@ _LINE_BYTES = 64
 
 
 class MappedSegment:
-    """One segment: where it is mapped, and which parts of it are free.
+    """A mapped segment and its free ranges.
 
     Attributes:
-        mapping: what keeps it mapped.
+        mapping: the object that keeps the segment mapped.
     """
 
     def __init__(self, number: int, memory: Any, address: int, nbytes: int) -> None:
@@ -36,17 +36,17 @@ class MappedSegment:
 
 
 class ArenaAllocator(ABC, Generic[B]):
-    """Segments, and the blocks at places in them that are taken.  Threads share one.
+    """An allocator of blocks in segments, which threads share.
 
     Attributes:
-        nbytes: of all segments.
+        nbytes: bytes of all segments.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._segments: dict[int, MappedSegment] = {}
         self._returned_ranges: deque[SegmentRange] = deque()
-        # Free, and not in the holes.
+        # Free ranges that are not merged into the segments' free ranges.
         self._cached_ranges: set[SegmentRange] = set()
         self._lock = threading.Lock()
         self._allocated_count = 0
@@ -54,25 +54,25 @@ class ArenaAllocator(ABC, Generic[B]):
 
     @property
     def segment_numbers(self) -> list[int]:
-        """The numbers of all."""
+        """The numbers of all segments."""
         return list(self._segments)
 
     def allocate(self, nbytes: int) -> B | None:
-        """A block of at least so many bytes; None where there is no space."""
+        """Allocate a block of at least `nbytes`; return None where there is no space."""
         blocks = self.allocate_all((nbytes,))
         return None if blocks is None else blocks[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[B] | None:
-        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
+        """Allocate a block of at least so many bytes for each size; return None where not all of them fit."""
         places = self._allocate_ranges(sizes)
         return None if places is None else self._make_blocks(places)
 
     def allocate_at(self, places: Sequence[SegmentRange]) -> list[B] | None:
-        """A block at each of several places where blocks were before; None where one of them is in use."""
+        """Allocate blocks at ranges of earlier blocks; return None where one of the ranges is in use."""
         return self._make_blocks(places) if self._allocate_exact_ranges(places) else None
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
-        """The segment and the offset of what begins at an address; None where the server cannot read it."""
+        """Return the segment and the offset of an address; None where the server cannot read a tensor there."""
         for part in self._segments.values():
             if part.address <= address < part.address + part.nbytes:
                 offset = address - part.address
@@ -80,22 +80,22 @@ class ArenaAllocator(ABC, Generic[B]):
         return None
 
     def get_address(self, place: SegmentRange) -> int:
-        """That at which a place begins."""
+        """Return the address of a range's first byte."""
         return self._segments[place.segment].address + place.offset
 
     def queue_return(self, place: SegmentRange) -> None:
-        """The last view of a place is gone."""
+        """Queue a range without views for its return to the free ranges."""
         self._returned_ranges.append(place)
         if self._on_empty is not None:
             self._check_empty()
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
-        """Call this once no place is in use, which may be now; nothing may be taken from here on."""
+        """Call `then` once no range is in use, possibly now; nothing may be allocated from here on."""
         self._on_empty = then
         self._check_empty()
 
     def remove_idle_segments(self) -> list[int]:
-        """Forget all segments in which no place is in use; their numbers, for the caller to free them."""
+        """Remove all segments without a range in use; return their numbers, for the caller to free them."""
         with self._lock:
             self._collect_returned()
             self._merge_cached()
@@ -106,7 +106,7 @@ class ArenaAllocator(ABC, Generic[B]):
 
     @abstractmethod
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[B]:
-        """What keeps each of these places, and notes its return."""
+        """Make a block for each range, which keeps the range and queues its return."""
 
     def _add_segment(self, part: MappedSegment) -> None:
         with self._lock:
@@ -117,7 +117,7 @@ class ArenaAllocator(ABC, Generic[B]):
             self.nbytes += part.nbytes
 
     def _allocate_ranges(self, sizes: Sequence[int]) -> Sequence[SegmentRange] | None:
-        """Places of at least so many bytes, taken, with the lowest addresses; none where not all fit."""
+        """Allocate a range for each size, at the lowest addresses; return None where not all of them fit."""
         with self._lock:
             self._collect_returned()
             self._merge_cached()
@@ -132,7 +132,7 @@ class ArenaAllocator(ABC, Generic[B]):
         return places
 
     def _allocate_exact_ranges(self, places: Sequence[SegmentRange]) -> bool:
-        """Take just these; False, and none is taken, where not all of them are free."""
+        """Allocate exactly these ranges; return False and allocate none where not all of them are free."""
         with self._lock:
             self._collect_returned()
             if self._cached_ranges.issuperset(places):
@@ -165,7 +165,7 @@ class ArenaAllocator(ABC, Generic[B]):
             self._allocated_count -= 1
 
     def _check_empty(self) -> None:
-        # The thread that holds the lock while another place returns checks again.
+        # The thread that holds the lock while another range returns checks again.
         while self._returned_ranges or not self._allocated_count:
             if not self._lock.acquire(blocking=False):
                 return

@@ -1,4 +1,4 @@
-"""The host memory that a client shares with the server, in blocks."""
+"""The host memory that a client shares with the server, divided into blocks."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ _BYTES = np.dtype(np.uint8)
 
 
 class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Bytes of the arena that were taken; an array whose base it is keeps it.
+    """Allocated bytes of the arena; an array with the block as its base keeps the block.
 
     Attributes:
-        segment_range: where they lie, as the protocol says it.
+        segment_range: the segment, offset and size of the bytes.
     """
 
     __slots__ = ("arena", "segment_range")
@@ -25,16 +25,16 @@ class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     segment_range: SegmentRange
 
     def __del__(self) -> None:
-        # A slice of it, which is of this class as well, has no home.
+        # A slice of the block, which is of this class as well, has no arena.
         if (home := getattr(self, "arena", None)) is not None:
             home.queue_return(self.segment_range)
 
 
 class HostArena(ArenaAllocator[ArenaBlock]):
-    """Segments of the host's memory, and the blocks in them.  Threads share one."""
+    """Segments of host memory and the blocks in them, which threads share."""
 
     def add_segment(self, number: int, segment: HostSegment) -> None:
-        """Take in what the server has made.
+        """Add a segment that the server has made.
 
         Raises:
             ValueError: there is a segment of that number.
@@ -44,7 +44,7 @@ class HostArena(ArenaAllocator[ArenaBlock]):
         )
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
-        """As `locate_address` of these bytes."""
+        """Do as `locate_address` for the first of these bytes."""
         return self.locate_address(_get_address(data))
 
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:

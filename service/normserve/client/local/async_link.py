@@ -20,10 +20,10 @@ _R = TypeVar("_R")
 
 
 class AsyncLocalClientConnection:
-    """A connected socket, and the tasks that wait for responses on it.
+    """A connected socket, shared by tasks that wait for their responses.
 
     Attributes:
-        protocol, call_caches, is_open: as of `link.Link`.
+        protocol, call_caches, is_open: as of `link.LocalClientConnection`.
     """
 
     def __init__(self, api_key: str | None) -> None:
@@ -37,7 +37,7 @@ class AsyncLocalClientConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, and of the event loop that runs."""
+        """Whether the connection is open and belongs to the running event loop."""
         return self.is_open and self._is_on_own_loop()
 
     def _is_on_own_loop(self) -> bool:
@@ -47,7 +47,7 @@ class AsyncLocalClientConnection:
             return False
 
     async def connect(self, path: str) -> None:
-        """Raises: ClientError: the server is not there, or does not want this client."""
+        """Connect and exchange greetings; raise ClientError if the server is unreachable or refuses this client."""
         try:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
@@ -65,7 +65,7 @@ class AsyncLocalClientConnection:
             raise
 
     async def run_exchanges(self, exchanges: Exchanges[_R]) -> _R:
-        """As `link.Link.run`."""
+        """Do as `link.LocalClientConnection.run_exchanges`."""
         reply = None
         try:
             while True:
@@ -80,7 +80,7 @@ class AsyncLocalClientConnection:
             return result
 
     async def send_and_wait(self, request: LocalRequest) -> LazyLocalResponse:
-        """As `link.Link.request`."""
+        """Do as `link.LocalClientConnection.send_and_wait`."""
         protocol = self.protocol
         if protocol.make_failure is not None:
             raise protocol.make_failure()
@@ -102,20 +102,20 @@ class AsyncLocalClientConnection:
         return pending.response
 
     def close_when_unused(self) -> None:
-        """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
+        """Close the connection once no result or pending call has a block of the arenas."""
         self.protocol.release_retained()
         if self.is_open:
             self.protocol.call_when_unused(partial(self._call_on_loop, self._free_segments_and_close))
 
     def _call_on_loop(self, work: Callable[[], None]) -> None:
-        """A block may return on any thread, and its event loop may be over."""
+        """Call `work` on the connection's event loop, or here if that is closed or running in this thread."""
         if self._loop.is_closed() or self._is_on_own_loop():
             work()
         else:
             self._loop.call_soon_threadsafe(work)
 
     def _free_segments_and_close(self) -> None:
-        """Give the arena back: no view of it is left."""
+        """Free all segments, which have no views left, and close the connection."""
         if self.is_open:
             self._try_send(self.protocol.encode_free_all())
             self._close()
@@ -123,7 +123,7 @@ class AsyncLocalClientConnection:
                 self.protocol.fail(partial(ConnectionFailedError, "the connection has ended"))
 
     def _try_send(self, frame: bytes) -> None:
-        """Send what has no response, if the kernel takes it."""
+        """Send a frame that has no response, if the kernel accepts it without a wait."""
         if frame:
             with suppress(OSError):
                 self._socket.send(frame)
@@ -134,7 +134,7 @@ class AsyncLocalClientConnection:
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._send_queued)
         except OSError:
-            # The server may have said why it closed; what is received says that.
+            # The server may have sent its reason for closing, which is received as a response.
             self._send_queue.discard_all()
 
     def _send_queued(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the asynchronous client."""
+"""Calls of the asynchronous client over shared memory."""
 
 import asyncio
 import weakref
@@ -17,7 +17,7 @@ _R = TypeVar("_R")
 
 
 class AsyncLocalTransport:
-    """An `AsyncTransport` that shares memory with a server on the same host."""
+    """An `AsyncCallTransport` that shares memory with a server on the same host."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -27,18 +27,18 @@ class AsyncLocalTransport:
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `AsyncCallTransport.exchange`."""
         return await self._run_exchanges(lambda protocol: protocol.exchange_call(call), deadline)
 
     def get_usable_connection(self) -> AsyncLocalClientConnection | None:
-        """As `LocalTransport.get_usable_connection`."""
+        """Do as `LocalTransport.get_usable_connection`."""
         link = self._connection
         return link if link is not None and link.is_usable else None
 
     async def exchange_cached(
         self, link: AsyncLocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """As `LocalTransport.exchange_cached`."""
+        """Do as `LocalTransport.exchange_cached`."""
         key, elsewhere = signature
         known = recurring.calls.get(key)
         if known is None or not link.is_open:
@@ -58,13 +58,13 @@ class AsyncLocalTransport:
         return recurring.end_call(key, again, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
-        """As `LocalTransport.allocate_memory`."""
+        """Do as `LocalTransport.allocate_memory`."""
         return await self._run_exchanges(lambda protocol: protocol.allocate_memory(nbytes), deadline)
 
     async def allocate_device_tensor(
         self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline
     ) -> Any:
-        """As `LocalTransport.allocate_device_tensor`."""
+        """Do as `LocalTransport.allocate_device_tensor`."""
         return await self._run_exchanges(
             lambda protocol: protocol.allocate_device_tensor(index, dtype, shape), deadline
         )
@@ -80,7 +80,7 @@ class AsyncLocalTransport:
             raise deadline.make_error() from None
 
     async def close(self) -> None:
-        """End the connection, once no view of a result is left."""
+        """Close the connection once no view of a result is left."""
         self._retire_connection()
         self._connection = None
 
@@ -99,7 +99,7 @@ class AsyncLocalTransport:
             return self._connection
 
     def _retire_connection(self) -> None:
-        """Release a connection that cannot be used here any more."""
+        """Release a connection that cannot be used any more."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._connection is not None:

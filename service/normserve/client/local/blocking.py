@@ -1,4 +1,4 @@
-"""Calls of the blocking client."""
+"""Calls of the blocking client over shared memory."""
 
 import threading
 import weakref
@@ -14,7 +14,7 @@ from normserve.memory.host_tensors import DType
 
 
 class LocalTransport:
-    """A `Transport` that shares memory with a server on the same host."""
+    """A `CallTransport` that shares memory with a server on the same host."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -24,26 +24,26 @@ class LocalTransport:
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """As `Transport.exchange`."""
+        """Do as `CallTransport.exchange`."""
         link = self._get_connection(deadline)
         return link.run_exchanges(link.protocol.exchange_call(call), deadline)
 
     def get_usable_connection(self) -> LocalClientConnection | None:
-        """The connection, if there is one that can be used."""
+        """Return the connection if there is a usable one."""
         link = self._connection
         return None if link is None or not link.is_usable else link
 
     def exchange_cached(
         self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """The result of a call that was answered before; None where that is not known.
+        """Repeat a known call and return its result; None where the call must be built anew.
 
         Args:
-            link, recurring: that it was answered on, and is known to.
+            link, recurring: the connection, and its cache of calls.
             signature: the call's.
 
         Raises:
-            ClientError: there is no answer, or it is an error.
+            ClientError: there is no response, or it is an error.
         """
         # No `Exchanges`, which would take a tenth of the client's time.
         key, elsewhere = signature
@@ -61,7 +61,7 @@ class LocalTransport:
         return recurring.end_call(key, again, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
-        """Bytes of the arena, which are the caller's until the last view of them is gone.
+        """Allocate bytes of the arena, which return with their last view.
 
         Raises:
             ClientError: the server has no more, or is not there.
@@ -70,7 +70,7 @@ class LocalTransport:
         return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
 
     def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
-        """A tensor in the arena in a device's memory; None where the server shares none of that device's.
+        """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
 
         Args: index: the device's, as torch counts.
 
@@ -81,7 +81,7 @@ class LocalTransport:
         return link.run_exchanges(link.protocol.allocate_device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
-        """End the connection, once no view of a result is left."""
+        """Close the connection once no view of a result is left."""
         with self._connect_lock:
             link, self._connection = self._connection, None
             if link is not None:

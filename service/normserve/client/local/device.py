@@ -1,7 +1,7 @@
 """The memory of a device that a client shares with the server, divided into blocks by the client alone.
 
-A block returns with the last view of it, and not before the stream that was current then has been found idle: until
-that, kernels may still read or write there.
+A block returns after its last view, once the stream that was current at the end of that view is found idle: until
+then, kernels may still read or write the memory.
 """
 
 import importlib
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # Small kernels are over sooner than a thread is woken.
 _SPIN_S = 50e-6
 
-# As other libraries on CUDA are told of elements; they have no bfloat16 and no float8.
+# Element types of the CUDA array interface, which has no bfloat16 and no float8.
 _TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<i2", DType.FLOAT8_E4M3FN: "|u1"}
 _NOT_OF_OTHERS = (DType.BFLOAT16, DType.FLOAT8_E4M3FN)
 
@@ -32,10 +32,10 @@ _StreamKey = tuple[int, int, int]
 
 
 class DeviceBlock:
-    """Bytes of the arena; what is made of them keeps the block.
+    """Allocated bytes of a device's arena; a tensor made from the block keeps the block.
 
     Attributes:
-        segment_range: where they lie, as the protocol says it.
+        segment_range: the segment, offset and size of the bytes.
     """
 
     __slots__ = ("__cuda_array_interface__", "_arena", "address", "segment_range")
@@ -52,7 +52,7 @@ class DeviceBlock:
 
 
 class _UnownedAddress:
-    """An address that a tensor is made at."""
+    """A device address from which a tensor is made that does not own the memory."""
 
     __slots__ = ("__cuda_array_interface__", "address")
 
@@ -63,7 +63,7 @@ class _UnownedAddress:
 
 
 class _ClientDeviceSegment(DeviceSegment):
-    """A segment of the client's: it goes once the device uses it no more."""
+    """A client's mapping of a segment, which is unmapped only after the device has finished its work."""
 
     def __del__(self) -> None:
         try:
@@ -78,10 +78,10 @@ class _ClientDeviceSegment(DeviceSegment):
 
 
 class DeviceArena(ArenaAllocator[DeviceBlock]):
-    """Segments of a device's memory, and the blocks in them.  Threads share one.
+    """Segments of a device's memory and the blocks in them, which threads share.
 
     Attributes:
-        ordinal: the device's, as torch counts.
+        ordinal: torch's index of the device.
     """
 
     def __init__(self, device: ShareableDevice) -> None:
@@ -89,14 +89,14 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._torch: Any = importlib.import_module("torch")
         self._device = device
         self.ordinal = device.ordinal
-        # Told each time: a default device of torch's would have tensors made elsewhere, as copies.
+        # Passed explicitly: with another default device of torch's, tensors would be copies in other memory.
         self._torch_device = self._torch.device(f"cuda:{device.ordinal}")
         # Blocks without a view, each with the stream that may still use it.
         self._pending_returns: deque[tuple[SegmentRange, _StreamKey]] = deque()
         self._streams: dict[_StreamKey, Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
-        """Take in what the server has made.
+        """Map and add a segment that the server has made.
 
         Raises:
             ValueError: the descriptor is of no such memory, or there is a segment of that number.
@@ -111,24 +111,24 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return [DeviceBlock(self, place, self.get_address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
-        """As `locate_address` of a contiguous tensor; None of any other."""
+        """Do as `locate_address` for a contiguous tensor; return None for any other."""
         return self.locate_address(tensor.data_ptr()) if tensor.is_contiguous() else None
 
     def make_tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """A tensor in a block, which it keeps."""
+        """Make a tensor in a block; the tensor keeps the block."""
         if math.prod(shape):
             return self.make_tensor_factory(dtype, shape)(block)
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
     def make_unowned_tensor(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """A tensor of at least one element at a place, which it does not keep; it can be written in any mode."""
+        """Make a tensor of at least one element that does not keep its range; it is no inference tensor."""
         with self._torch.inference_mode(False):
             return self.make_tensor_factory(dtype, shape)(_UnownedAddress(self.get_address(place)))
 
     def make_tensor_factory(
         self, dtype: DType, shape: tuple[int, ...]
     ) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
-        """What makes a tensor in a block, which it keeps; of at least one element."""
+        """Return a function that makes a tensor of at least one element in a block; the tensor keeps the block."""
         as_tensor, device, typestr = self._torch.as_tensor, self._torch_device, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
 
@@ -145,7 +145,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return make
 
     def copy_into(self, tensor: Any, source: Any) -> None:
-        """Copy to a tensor of the arena what another tensor, or memory of the host, has."""
+        """Copy another tensor, or host memory, to a tensor of the arena."""
         if isinstance(source, memoryview):
             if not len(source):
                 return
@@ -153,7 +153,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         tensor.copy_(source)
 
     def find_busy_stream(self) -> "BusyStream | None":
-        """What must be waited for before the server may read what the current stream writes, if anything.
+        """Return the current stream if the server must wait for its work before reading; otherwise None.
 
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
@@ -163,7 +163,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             raise RuntimeError("a call of the service cannot be captured in a CUDA graph")
         stream = self._get_stream(key)
         with self._lock:
-            # Those alone are sure to come before what is asked now: threads share streams.
+            # Only ranges queued before the query are covered by its result: threads share streams.
             dying = self._take_pending_returns()
             is_idle = stream.query()
             if dying:
@@ -181,7 +181,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 return
             self._get_stream(key).synchronize()
         except Exception:
-            # The process ends, or the device has failed: who knows what uses it still.
+            # The process ends, or the device has failed: the range may still be in use.
             return
         super().queue_return(place)
 
@@ -194,7 +194,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         super().call_when_empty(then)
 
     def unmap_segments(self) -> None:
-        """Unmap all segments; no block of them is in use."""
+        """Unmap all segments, whose blocks must all have returned."""
         self._cached_ranges.clear()
         self._segments.clear()
 
@@ -210,7 +210,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
     def _return_idle(
         self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
     ) -> None:
-        """Places whose streams are idle have returned; the others go on waiting."""
+        """Return ranges whose streams are idle, and keep the others pending."""
         for place, key in dying:
             if are_idle.get(key):
                 self._returned_ranges.append(place)
@@ -218,11 +218,11 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 self._pending_returns.append((place, key))
 
     def _get_current_stream(self) -> _StreamKey | None:
-        """This thread's; None while it is captured."""
+        """Return the key of this thread's current stream; None while the stream is being captured."""
         inside = self._torch._C
         if inside._cuda_isCurrentStreamCapturing():
             return None
-        # What torch.cuda.current_stream makes a new object of each time.
+        # `torch.cuda.current_stream` would make a new object of this key each time.
         key: _StreamKey = inside._cuda_getCurrentStream(self.ordinal)
         return key
 
@@ -236,14 +236,14 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
 
 
 class BusyStream:
-    """A stream has work that must be over first."""
+    """A stream with unfinished work that must be waited for."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda = cuda
         self._stream = stream
 
     def wait_idle(self) -> None:
-        """Until what the stream has now is over."""
+        """Wait until the work that the stream has now is finished."""
         give_up = time.perf_counter() + _SPIN_S
         while not self._stream.query():
             if time.perf_counter() > give_up:
@@ -254,7 +254,7 @@ class BusyStream:
 
 
 def make_device_arena(offer: Any) -> DeviceArena | None:
-    """An arena in the memory of the device that a server offers; None where there is no use for it."""
+    """Make an arena in the memory of the device that a server offers; return None where that is impossible."""
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:

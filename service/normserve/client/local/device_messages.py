@@ -1,4 +1,4 @@
-"""From calls with tensors on a device to the protocol's messages, and from its answers to those of calls."""
+"""Conversion of calls with tensors on a device to protocol messages, and of the responses back."""
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ _LEAST_GROWTH, _MOST_GROWTH = 64 * 2**20, 256 * 2**20
 _R = TypeVar("_R")
 
 DeviceNeeds = Generator[int | BusyStream, None, _R]
-"""Yields how many bytes the arena lacks, until it has them, and what must be waited for."""
+"""A generator that yields the bytes that the arena lacks, or a stream to wait for, and returns a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCallMessage:
-    """A call as a message.
+    """The message of a call, and the device memory that its tensors and results use.
 
     Attributes:
-        retained_inputs: what keeps the memory that the server reads.
-        result_blocks: where each result will lie.
+        retained_inputs: objects that keep the memory that the server reads.
+        result_blocks: the block of each result, by name.
     """
 
     message: Message
@@ -38,7 +38,7 @@ class DeviceCallMessage:
 
 
 def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
-    """The x of a call that may be computed where it lies, on a device; None of any other call."""
+    """Return the x of an operation's call if x is on a CUDA device; None for any other call."""
     if call.expected_results is None or call.tensors is None:
         return None
     x = call.tensors.get("x")
@@ -46,7 +46,7 @@ def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
 
 
 def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[DeviceCallMessage]:
-    """Put a call's tensors where the server finds them, each copied once if it does not lie there already."""
+    """Put a call's tensors into the arena, copying only those outside it, and build the message."""
     assert call.tensors is not None
     assert call.expected_results is not None
     if busy := arena.find_busy_stream():
@@ -65,7 +65,7 @@ def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[D
 
 
 def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
-    """A block of the arena."""
+    """Allocate a block of the arena, which grows if necessary."""
     while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
@@ -89,11 +89,11 @@ def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArenaResponse(ArenaResponse):
-    """An answer whose tensors lie in the memory of a device.
+    """A response with tensors in the memory of a device.
 
     Attributes:
-        arena: that they lie in.
-        device_blocks: where each does.
+        arena: the arena of the tensors.
+        device_blocks: the block of each tensor, by name.
     """
 
     arena: DeviceArena | None = None
@@ -111,12 +111,12 @@ class DeviceArenaResponse(ArenaResponse):
 def make_device_response(
     told: frames.LocalResponse, arena: DeviceArena, blocks: Mapping[str, DeviceBlock]
 ) -> ArenaResponse:
-    """The protocol's answer as that of a call."""
+    """Convert a response of the protocol to that of a call."""
     if told.status >= 400:
         return make_arena_response(told, {})
     return DeviceArenaResponse(told.status, {}, memoryview(b""), told, {}, arena, blocks)
 
 
 def list_device_segment_sizes(lacking: int, nbytes: int) -> list[int]:
-    """As `messages.growth`, of memory whose every segment takes a millisecond to come."""
+    """Do as `messages.list_segment_sizes` for device memory, of which each segment takes a millisecond to make."""
     return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

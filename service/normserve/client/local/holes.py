@@ -1,4 +1,4 @@
-"""The free parts of a segment."""
+"""The free ranges of a segment."""
 
 import bisect
 from operator import itemgetter
@@ -7,7 +7,7 @@ _start_of = itemgetter(0)
 
 
 class FreeRanges:
-    """The pieces of a segment that are free: in order, and never side by side."""
+    """The free ranges of a segment, in order, with adjacent ranges merged."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -15,11 +15,11 @@ class FreeRanges:
 
     @property
     def is_all_free(self) -> bool:
-        """Whether all of the segment is free."""
+        """Whether the entire segment is free."""
         return self._ranges == [(0, self._nbytes)]
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of so many bytes; the first hole that has them is cut."""
+        """Allocate from the first free range that is large enough; return the offset, or None where none is."""
         for index, (start, stop) in enumerate(self._ranges):
             if stop - start >= nbytes:
                 if stop - start == nbytes:
@@ -30,7 +30,7 @@ class FreeRanges:
         return None
 
     def allocate_at(self, start: int, stop: int) -> bool:
-        """Take just these, if all of them are free."""
+        """Allocate exactly this range; return whether all of it was free."""
         holes = self._ranges
         index = bisect.bisect(holes, start, key=_start_of) - 1
         if index < 0 or holes[index][1] < stop:
@@ -43,7 +43,7 @@ class FreeRanges:
         return True
 
     def free(self, start: int, stop: int) -> None:
-        """These are free again."""
+        """Free a range and merge it with its neighbours."""
         holes = self._ranges
         index = bisect.bisect(holes, (start, stop))
         if index < len(holes) and holes[index][0] == stop:

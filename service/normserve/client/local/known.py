@@ -1,4 +1,4 @@
-"""Calls that were answered, and that are asked for again without being made anew."""
+"""Known calls, which are repeated from a cached message without being built anew."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
 
-# So many places that a call had for copies and results are taken again, if they are free: the server answers
-# soonest what it has been asked word for word, and the next call, which has these results for its tensors, is the
-# same, too.
+# So many ranges that a call had for copies and results are allocated again, if they are free: the server answers
+# a request fastest that has the same bytes as an earlier one, and the next call, whose inputs are these results, is
+# the same, too.
 _MOST_PLACES = 4
 
-# Of results as they are told: those of a call have some hundred bytes, unless its server fills them up.
+# Of encoded results: those of a call have some hundred bytes, unless its server fills them up.
 _LONGEST_KEPT = 4096
 
 
@@ -26,8 +26,8 @@ class CopiedInput:
     """A tensor of a call that is copied into shared memory.
 
     Attributes:
-        name: in the API.
-        make_copy_target: as `Memory.target` of a place.
+        name: the tensor's name in the API.
+        make_copy_target: as `SharedArrayMemory.make_copy_target` of a range.
     """
 
     name: str
@@ -44,9 +44,9 @@ class ResultField:
     """A tensor of a call's result.
 
     Attributes:
-        name: in the API, and of the field that holds it.
-        field_index: of that field.
-        make_array: makes it in a block.
+        name: the tensor's name in the API, and that of the result's field.
+        field_index: the position of that field.
+        make_array: makes the tensor in a block.
     """
 
     name: str
@@ -58,14 +58,14 @@ class ResultField:
 
 @dataclass(slots=True)
 class EncodedCall:
-    """A call with places for copies and results.
+    """The encoded message of a call with certain ranges for its copies and results.
 
     Attributes:
-        segment_ranges: of each of them.
+        segment_ranges: the ranges of the copies, then those of the results.
         content: the message, encoded.
-        copy_targets: of the copies.
-        encoded_results: as the last answer that was understood told them, encoded; an answer that says the same is
-            as good.
+        copy_targets: the targets of the copies.
+        encoded_results: the encoded results of the last valid response; a response with the same bytes is valid,
+            too.
     """
 
     segment_ranges: Sequence[SegmentRange]
@@ -76,16 +76,16 @@ class EncodedCall:
 
 @dataclass(frozen=True, slots=True)
 class CachedCall:
-    """A call that was answered once.
+    """A known call: its message and the layout of its result.
 
     Attributes:
-        message: without copies, and without places for the results.
-        result_type: of what the client makes of the answer, a dataclass.
-        field_count, timing_index: how many fields that has, and the position of `timing_index`.
+        message: without copied tensors, and without ranges for the results.
+        result_type: the dataclass of the call's result.
+        field_count, timing_index: how many fields the result has, and the position of `timing` among them.
         copied_inputs: the tensors that are copied.
         results: the tensors in the result.
-        block_sizes: bytes that each of the copies needs, and then each of the results.
-        encoded_calls: what was sent, with several places for these, the last ones at the end.
+        block_sizes: bytes of each copy, then of each result.
+        encoded_calls: the call as sent with different ranges, the newest at the end.
     """
 
     message: frames.ComputeMessage
@@ -98,7 +98,7 @@ class CachedCall:
     encoded_calls: list[EncodedCall] = field(default_factory=list)
 
     def encode_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
-        """The call with copies and results at places where they have not been lately."""
+        """Encode the call with these ranges for copies and results, and keep the encoded call."""
         count = len(self.copied_inputs)
         copies = {
             each.name: each.make_reference(place)
@@ -117,7 +117,7 @@ class CachedCall:
         return asked
 
     def has_same_results(self, told: frames.LazyLocalResponse) -> bool:
-        """Whether an answer's results are what they were before."""
+        """Return whether a response has results of the cached names, dtypes and shapes."""
         try:
             located = frames.decode_results(told)
         except MalformedPayloadError:
@@ -127,7 +127,7 @@ class CachedCall:
 
 
 class PendingCachedCall:
-    """A call that is asked for again: what is sent, and what to make of the answer.  It keeps the memory of both.
+    """A repeated call in progress, which keeps the blocks of its copies and results.
 
     Attributes:
         content: the message, encoded.
@@ -145,14 +145,14 @@ class PendingCachedCall:
     def copy_inputs(
         self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """Copy what the call's tensors hold that lie elsewhere.
+        """Copy the call's tensors from outside shared memory to their ranges.
 
-        Args: copy: as `Memory.copy`.
+        Args: copy: as `SharedArrayMemory.copy_all`.
         """
         copy(self._encoded_call.copy_targets, [elsewhere[copied.name] for copied in self._call.copied_inputs])
 
     def make_result_arrays(self) -> None:
-        """Make the results' tensors, while the server computes what they hold."""
+        """Make the arrays of the results, while the server computes their contents."""
         made, known, blocks = self._fields, self._call, self._blocks
         if known.copied_inputs:
             blocks = blocks[len(known.copied_inputs) :]
@@ -160,14 +160,14 @@ class PendingCachedCall:
             made[result.field_index] = result.make_array(block)
 
     def make_result(self, told: frames.LazyLocalResponse) -> Any:
-        """The call's result; None where the answer is not what it was before."""
+        """Return the call's result; None where the response's results differ from the cached ones."""
         known = self._call
         if told.status != 200:
             return None
         if told.results != self._encoded_call.encoded_results:
             if not known.has_same_results(told):
                 return None
-            # A copy, because what was read keeps all of the answer.
+            # A copy, because the raw results keep the entire response.
             results = bytes(told.results)
             if len(results) <= _LONGEST_KEPT:
                 self._encoded_call.encoded_results = msgspec.Raw(results)

@@ -41,21 +41,21 @@ _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
 class LocalClientConnection:
-    """A connected socket, and the threads that wait for responses on it.
+    """A connected socket, shared by threads that wait for their responses.
 
-    Of the threads that wait one receives, for all of them.
+    One of the waiting threads receives for all of them.
 
     Attributes:
-        protocol: what is sent and received.
-        call_caches: the protocol's.
-        is_open: nothing has failed, and it is not given back.
+        protocol: the requests, responses and memory of the connection.
+        call_caches: those of the protocol.
+        is_open: whether the connection has neither failed nor been closed.
     """
 
     def __init__(self, path: str, api_key: str | None, deadline: Deadline) -> None:
-        """Connect.
+        """Connect and exchange greetings.
 
         Raises:
-            ClientError: the server is not there, or does not want this client.
+            ClientError: the server is not reachable, or refuses this client.
         """
         self._socket = socket.socket(socket.AF_UNIX)
         self.protocol = LocalClientProtocol(api_key)
@@ -91,11 +91,11 @@ class LocalClientConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
+        """Whether the connection is open and was made by this process, not by its parent before a fork."""
         return self.is_open and self._owner_process_id == _process
 
     def run_exchanges(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
-        """Carry out exchanges; return their result.
+        """Carry out the exchanges and return their result.
 
         Raises:
             ClientError: as `send_and_wait`, or what the exchanges raise.
@@ -117,7 +117,7 @@ class LocalClientConnection:
         """Send a request and wait for its response.
 
         Raises:
-            ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
+            ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
             RequestTimeoutError: there was no response in time.
         """
         pending, frame = self.protocol.begin_request(request)
@@ -132,7 +132,7 @@ class LocalClientConnection:
             raise
 
     def close_when_unused(self) -> None:
-        """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
+        """Close the connection once no result or pending call has a block of the arenas."""
         self.protocol.release_retained()
         self.protocol.call_when_unused(self._free_segments_and_close)
 
@@ -147,7 +147,7 @@ class LocalClientConnection:
         except RequestTimeoutError:
             raise
         except OSError:
-            # The server may have said why it closed; the thread that receives reads that.
+            # The server may have sent its reason for closing, which the receiving thread will read.
             outgoing.discard_all()
         finally:
             self._send_lock.release()
@@ -164,7 +164,7 @@ class LocalClientConnection:
                 outgoing.send_all(self._socket, _AT_ONCE)
 
     def _try_send(self, frame: bytes) -> None:
-        """Send what has no response, if the kernel takes it: where another thread cannot send, nor can this one."""
+        """Send a frame that has no response, unless the socket is full or another thread is sending."""
         if frame and self._send_lock.acquire(blocking=False):
             try:
                 if not self._send_queue:
@@ -174,7 +174,7 @@ class LocalClientConnection:
                 self._send_lock.release()
 
     def _wait_writable(self, deadline: Deadline) -> bool:
-        """Wait until the server has read some of what it was sent; False where it does not in time."""
+        """Wait until the socket may be writable; return False if the deadline has passed."""
         left_s = deadline.get_remaining_s()
         if left_s is not None and left_s <= 0:
             return False
@@ -229,7 +229,7 @@ class LocalClientConnection:
                 self._fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
                 return
             except BaseException:
-                # It is unknown whether anything came.
+                # It is unknown whether bytes were received and lost.
                 self._fail(partial(ConnectionFailedError, "an answer was lost to an interruption"))
                 raise
             if protocol.make_failure is not None:
@@ -238,7 +238,7 @@ class LocalClientConnection:
                 return
 
     def _limit_receive_timeout(self, deadline: Deadline) -> None:
-        """Let the next wait in the kernel end in time."""
+        """Limit the socket's receive timeout to the remaining time."""
         left_s = deadline.get_remaining_s()
         if left_s is not None and left_s <= 0:
             raise deadline.make_error()
@@ -260,7 +260,7 @@ class LocalClientConnection:
         self._socket.close()
 
     def _free_segments_and_close(self) -> None:
-        """Give the arena back: no view of it is left."""
+        """Free all segments, which have no views left, and close the connection."""
         if self.is_usable:
             self._try_send(self.protocol.encode_free_all())
         self._close()

@@ -1,4 +1,4 @@
-"""The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
+"""The kinds of memory that a connection shares with the server, each with its kind of arrays."""
 
 import ctypes
 import sys
@@ -23,48 +23,48 @@ _SIZED: dict[DType, np.dtype[Any]] = {DType.BFLOAT16: np.dtype("<i2"), DType.FLO
 
 
 class AllocatedBlock(Protocol):
-    """A block.
+    """A block of shared memory.
 
     Attributes:
-        segment_range: its segment, offset and bytes.
+        segment_range: the block's segment, offset and size.
     """
 
     segment_range: SegmentRange
 
 
 class SharedArrayMemory(Protocol):
-    """Shared memory, and one kind of arrays in it."""
+    """Shared memory for one kind of arrays."""
 
     def describe(self, value: Any) -> tuple[Hashable, ...]:
-        """The place, dtype and shape of an array; () of what is not of this kind, or whose bytes are not as sent.
+        """Return an array's location, dtype and shape; () for other values, or where the bytes are not as sent.
 
-        The place is None where the array lies elsewhere, and must be copied.
+        The location is None where the array is outside shared memory, and must be copied.
         """
 
     def locate(self, tensor: HostTensor) -> tuple[int, int] | None:
-        """The segment and the offset of a call's tensor; None where it lies elsewhere."""
+        """Return the segment and the offset of a call's tensor; None where it is outside shared memory."""
 
     def allocate_all(self, sizes: Sequence[int]) -> Sequence[AllocatedBlock] | None:
-        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
+        """Allocate a block of at least so many bytes for each size; return None where not all of them fit."""
 
     def allocate_at(self, places: Sequence[SegmentRange]) -> Sequence[AllocatedBlock] | None:
-        """A block at each of several places where blocks were before; None where one of them is in use."""
+        """Allocate blocks at ranges of earlier blocks; return None where one of the ranges is in use."""
 
     def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-        """What makes an array of at least one element for the caller in a block, which the array keeps."""
+        """Return a function that makes an array of at least one element in a block; the array keeps the block."""
 
     def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
-        """What `copy_all` copies to at a place, which it does not keep; of at least one element."""
+        """Return the target of `copy_all` for an array of at least one element; it does not keep its range."""
 
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        """Copy arrays that lie elsewhere, whose bytes follow one another."""
+        """Copy contiguous arrays to their targets in shared memory."""
 
     def find_busy_stream(self) -> BusyStream | None:
-        """What must end before the server may read what the caller has written, if anything."""
+        """Return the stream whose work must end before the server may read the caller's tensors, if any."""
 
 
 class _HostArrayMemory:
-    """Memory of the host."""
+    """Shared host memory for arrays of any library."""
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
@@ -81,7 +81,7 @@ class _HostArrayMemory:
 
 
 class NumpyArrayMemory(_HostArrayMemory):
-    """Memory of the host with numpy's arrays."""
+    """Shared host memory for numpy arrays."""
 
     def describe(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) is not np.ndarray or not value.flags.c_contiguous:
@@ -101,7 +101,7 @@ class NumpyArrayMemory(_HostArrayMemory):
 
 
 class TorchArrayMemory(_HostArrayMemory):
-    """Memory of the host with torch's tensors."""
+    """Shared host memory for torch tensors."""
 
     def __init__(self, arena: HostArena) -> None:
         super().__init__(arena)
@@ -130,7 +130,7 @@ class TorchArrayMemory(_HostArrayMemory):
 
 
 class CudaArrayMemory:
-    """Memory of a device with torch's tensors."""
+    """Shared memory of a CUDA device for torch tensors."""
 
     def __init__(self, arena: DeviceArena) -> None:
         self._arena = arena

@@ -1,4 +1,4 @@
-"""From calls to the protocol's messages, and from its answers to those of calls."""
+"""Conversion of calls to protocol messages, and of the responses back."""
 
 import functools
 import json
@@ -35,16 +35,16 @@ _LEAST_GROWTH, _MOST_GROWTH = 4 * 2**20, 64 * 2**20
 _R = TypeVar("_R")
 
 Needs = Generator[int, None, _R]
-"""Yields how many bytes the arena lacks, until it has them."""
+"""A generator that yields the bytes that the arena lacks, and returns a value once they are allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCallMessage:
-    """A call as a message.
+    """The message of a call, and the host memory that its copies and results use.
 
     Attributes:
-        copied_inputs: blocks that tensors from elsewhere were copied to.
-        result_blocks: where each result will lie.
+        copied_inputs: blocks with copies of tensors from outside the arena.
+        result_blocks: the block of each result, by name.
     """
 
     message: Message
@@ -53,7 +53,7 @@ class HostCallMessage:
 
 
 def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMessage]:
-    """Put a call's tensors where the server finds them, each copied once if it does not lie there already.
+    """Put a call's tensors into the arena, copying only those outside it, and build the message.
 
     Raises:
         ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
@@ -74,7 +74,7 @@ def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMes
         return HostCallMessage(_make_administration_message(call, located), inputs)
     results, places = {}, {}
     for name, output in call.expected_results.items():
-        # What `taken` does, without a generator of its own: there is space except at first.
+        # Inlined `allocate_host_block`, without a generator of its own: there is space except at first.
         while (room := arena.allocate(output.max_bytes)) is None:
             yield output.max_bytes
         results[name], places[name] = room, room.segment_range
@@ -84,13 +84,13 @@ def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMes
 def make_compute_message(
     call: ApiCall[Any], located: dict[str, TensorReference], places: dict[str, SegmentRange]
 ) -> frames.ComputeMessage:
-    """The message of an operation."""
+    """Make the message of an operation."""
     op, direction = _parse_operation(call.path)
     return frames.ComputeMessage(op, located, places, direction, call.encoded_query)
 
 
 def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
-    """The message of an operation with the caller's current span, if there is one; any other as it is.
+    """Add the caller's current span, if there is one, to the message of an operation.
 
     Args: message: a `msgspec.Raw` is an encoded operation.
     """
@@ -106,7 +106,7 @@ def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
 
 @functools.lru_cache(maxsize=64)
 def _parse_operation(path: str) -> tuple[str, str]:
-    """The operation's name, and the pass."""
+    """Parse a path into the operation's name and the pass."""
     op = path.removeprefix("/v1/")
     return (op.removesuffix(_BACKWARD), "backward") if op.endswith(_BACKWARD) else (op, "forward")
 
@@ -127,7 +127,7 @@ def _make_administration_message(call: ApiCall[Any], located: Mapping[str, Tenso
 
 
 def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
-    """How many there are of a tensor."""
+    """Return the bytes of a row-major tensor after a check against its shape."""
     if tensor.fortran_order:
         raise ValueError(f"{name} must be row-major")
     nbytes = tensor.data.nbytes
@@ -137,7 +137,7 @@ def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
 
 
 def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
-    """A block of the arena."""
+    """Allocate a block of the arena, which grows if necessary."""
     while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
@@ -145,39 +145,39 @@ def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
 
 @dataclass(frozen=True, slots=True)
 class ArenaResponse(ApiResponse):
-    """An answer whose tensors lie in the arena."""
+    """A response with tensors in the arena."""
 
     local_response: frames.LocalResponse = field(default_factory=lambda: frames.LocalResponse(0))
     result_blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Of all results."""
+        """Bytes of all results."""
         told = self._decode_references().values()
         return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in told if each.dtype in DTYPES)
 
     def list_memory(self) -> list[memoryview]:
-        """The memory of each result.
+        """Return the buffer of each result.
 
         Raises:
-            UnexpectedAnswerError: the answer says what cannot be.
+            UnexpectedAnswerError: the response describes results that cannot be.
         """
         return [tensor.data for tensor in self.read_tensors().values()]
 
     def parse_json(self) -> Any:
-        """What the document says."""
+        """Return the response's document, which is parsed already."""
         return self.local_response.document
 
     def read_tensors(self) -> dict[str, HostTensor]:
-        """The results, as views of their blocks, which they keep.
+        """Return the results as views that keep their blocks.
 
         Raises:
-            UnexpectedAnswerError: the answer says what cannot be.
+            UnexpectedAnswerError: the response describes results that cannot be.
         """
         return {name: self._make_tensor(name, each) for name, each in self._decode_references().items()}
 
     def read_timing(self) -> Timing:
-        """What the server says about how it answered."""
+        """Return the timing in the response."""
         return make_timing(self.local_response)
 
     def _decode_references(self) -> dict[str, TensorReference]:
@@ -198,8 +198,8 @@ class ArenaResponse(ApiResponse):
 
 
 def make_timing(told: frames.LocalResponse) -> Timing:
-    """What the server says about how it answered."""
-    # Not all of the answer, which may hold more.
+    """Make the timing in a response."""
+    # Only these fields, so that the response itself is not kept.
     said = told.stages_ms, told.kernel_bytes, told.kernel_bandwidth, told.batch_size, told.request_id
     return Timing.later(_read_timing_fields, said)
 
@@ -213,7 +213,7 @@ def _read_timing_fields(
 
 
 def make_arena_response(told: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:
-    """The protocol's answer as that of a call."""
+    """Convert a response of the protocol to that of a call."""
     if told.status < 400:
         return ArenaResponse(told.status, {}, _EMPTY, told, blocks)
     headers = {"x-request-id": told.request_id}
@@ -223,19 +223,19 @@ def make_arena_response(told: frames.LocalResponse, blocks: Mapping[str, ArenaBl
 
 
 def raise_for_status(told: frames.LocalResponse) -> None:
-    """Raises: ApiError: the answer is an error."""
+    """Raise ApiError if the response is an error."""
     # In no name of this frame, which the error holds: a ring would keep the blocks of all frames above.
     if told.status >= 400:
         raise make_local_api_error(told)
 
 
 def make_local_api_error(told: frames.LocalResponse) -> ApiError:
-    """The error that an answer of a status of 400 or above is."""
+    """Make the error of a response with a status of 400 or above."""
     refused = make_arena_response(told, {})
     return make_api_error(refused.status, refused.headers, bytes(refused.body))
 
 
 def list_segment_sizes(lacking: int, nbytes: int) -> list[int]:
-    """Sizes of a new segment that are worth a try, for so many bytes that an arena of `nbytes` lacks."""
+    """Return the sizes to try in turn for a new segment when an arena of `nbytes` lacks `lacking` bytes."""
     lacking += -lacking % 4096
     return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

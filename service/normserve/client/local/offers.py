@@ -8,12 +8,12 @@ from normserve.client.local.device import DeviceArena, make_device_arena
 
 _UNKNOWN = object()
 
-# What remains to be done of closed connections whose arenas are still in use.
+# The pending clean-up of closed connections whose arenas are still in use.
 _LEAVING: dict["DeviceMemoryOffer", Callable[[], None]] = {}
 
 
 class DeviceMemoryOffer:
-    """Of one connection."""
+    """The server's offer of device memory to one connection."""
 
     def __init__(self) -> None:
         self._offer: object = _UNKNOWN
@@ -22,18 +22,18 @@ class DeviceMemoryOffer:
 
     @property
     def is_known(self) -> bool:
-        """Whether the server has told: one that starts does not know yet."""
+        """Whether the server has stated its offer, which it cannot do while it starts."""
         return self._offer is not _UNKNOWN
 
     def read_hello_document(self, greeting: Any) -> None:
-        """What the server's greeting says."""
+        """Read the offer in the server's greeting."""
         if isinstance(greeting, dict):
             self._offer = greeting.get("device", _UNKNOWN)
 
     def get_arena(self, index: int) -> DeviceArena | None:
-        """The arena in a device's memory; None where the server offers none of that device's.
+        """Return the arena in a device's memory; None where the server offers no memory of that device.
 
-        Args: index: the device's, as torch counts.
+        Args: index: torch's index of the device.
         """
         if not self._is_arena_made and self.is_known:
             self._is_arena_made = True
@@ -42,13 +42,13 @@ class DeviceMemoryOffer:
         return arena if arena is not None and index == arena.ordinal else None
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
-        """As `DeviceArena.add_device_segment`."""
+        """Do as `DeviceArena.add_device_segment`."""
         if self._arena is None:
             raise ValueError("the server sent device memory that was not requested")
         self._arena.add_device_segment(number, descriptor, nbytes)
 
     def call_when_empty(self, host: HostArena, then: Callable[[], None]) -> None:
-        """Call this once no block of any arena is in use; nothing may be taken from here on.
+        """Call `then` once no block of any arena is in use; nothing may be allocated from here on.
 
         Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a reference
         cycle is collected without the connection's open socket.
@@ -64,7 +64,7 @@ class DeviceMemoryOffer:
         host.call_when_empty(finish if device is None else lambda: device.call_when_empty(finish))
 
     def unmap_segments(self) -> Sequence[int]:
-        """The numbers of the device's segments, which are not mapped any more from here on."""
+        """Unmap all segments of the device's memory and return their numbers."""
         if self._arena is None:
             return ()
         numbers = self._arena.segment_numbers

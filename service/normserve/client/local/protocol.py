@@ -1,7 +1,7 @@
 """A connection to a server on the same host, without its socket: its requests, responses and memory.
 
-A thread, an event loop or a load test drives it.  Each sends what `begin` returns, gives `receive` what it
-received, and carries out `Exchanges`; how it waits, and for how long, is its own.
+A thread, an event loop or a load test drives it.  Each sends the bytes from `begin_request`, passes received bytes
+to `receive_data`, and carries out `Exchanges`; each waits in its own way, and for as long as it chooses.
 """
 
 import itertools
@@ -52,13 +52,13 @@ _R = TypeVar("_R")
 
 
 class LocalRequest(msgspec.Struct):
-    """A message whose response is wanted.
+    """A message to send, with the objects to keep until its response.
 
     Attributes:
         message: a `msgspec.Raw` is encoded already.
-        retained: kept until the response arrives, even if the caller no longer waits for it.
-        on_sent: called while the server works.
-        freed_segments: numbers of segments that are freed before.
+        retained: kept until the response arrives, even if the caller no longer waits for that.
+        on_sent: called after sending, while the server works.
+        freed_segments: numbers of segments that the server frees before it handles the message.
     """
 
     message: Message | msgspec.Raw
@@ -68,11 +68,11 @@ class LocalRequest(msgspec.Struct):
 
 
 Exchanges: TypeAlias = Generator[LocalRequest | BusyStream, Any, _R]
-"""Yields a request, and is sent its `LazyLocalResponse`; or work of a device, and continues once it is complete."""
+"""A generator that yields a request and is sent its `LazyLocalResponse`, or yields a stream to wait for."""
 
 
 class PendingLocalRequest(msgspec.Struct):
-    """A request that was begun, until the response arrives.
+    """A request that is waiting for its response.
 
     Attributes:
         retained: as of `LocalRequest`.
@@ -87,13 +87,13 @@ class PendingLocalRequest(msgspec.Struct):
 
 
 class LocalClientProtocol:
-    """The arenas, the requests and the responses of one connection.
+    """The arenas, requests and responses of one connection.
 
     Threads may share one if only one of them at a time calls `receive_data`.
 
     Attributes:
-        arena: in the host's memory.
-        call_caches: calls that are made again.
+        arena: the arena in host memory.
+        call_caches: known calls, by the kind of their arrays.
         make_failure: makes the error with which the connection failed; None while it is usable.  Each caller gets
             an error of its own, because an error that was raised refers to the frames that it passed through.
     """
@@ -107,7 +107,7 @@ class LocalClientProtocol:
         self._reader = FrameReader(DOCUMENT_BYTES)
         self._tags = itertools.count(1)
         self._pending: dict[int, PendingLocalRequest] = {}
-        # Those that bring a segment each, by their tags.
+        # Requests for a new segment, by their tags.
         self._pending_grows: dict[int, frames.GrowArenaMessage] = {}
 
     @property
@@ -116,7 +116,7 @@ class LocalClientProtocol:
         return bool(self._pending)
 
     def begin_request(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
-        """Begin a request; return what is pending and the bytes to be sent."""
+        """Register a request; return its pending state and the bytes to send."""
         message = request.message
         tag = next(self._tags) % (TAGS - 1) + 1
         frame = frames.encode_frame(tag, add_traceparent(message) if TRACING in sys.modules else message)
@@ -130,13 +130,13 @@ class LocalClientProtocol:
         return pending, frame
 
     def encode_cancel(self, pending: PendingLocalRequest) -> bytes:
-        """Return the bytes to be sent when nobody waits for a request any more."""
+        """Return the bytes to send when the caller stops waiting for a request."""
         return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
     def receive_data(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
-        """Take in what `recvmsg` returned; return whether a request was answered.
+        """Handle the result of `recvmsg`; return whether a request was answered.
 
-        If the server ended the connection, refused it or sent what it must not, the connection has failed.
+        If the server ended the connection, refused it or sent invalid data, the connection has failed.
         """
         is_answered = False
         reader = self._reader
@@ -166,7 +166,7 @@ class LocalClientProtocol:
         return is_answered
 
     def fail(self, failure: Callable[[], ClientError]) -> None:
-        """End the connection with an error, unless it has failed; memory that clients can see stays as it is."""
+        """Fail the connection with an error, unless it has failed; memory that callers can see stays mapped."""
         if self.make_failure is not None:
             return
         self.make_failure = failure
@@ -175,35 +175,35 @@ class LocalClientProtocol:
                 pending.on_done()
 
     def close_descriptors(self) -> None:
-        """Close the descriptors that came; the socket is closed."""
+        """Close received descriptors that were not used; the socket is closed."""
         self._reader.close()
 
     def release_retained(self) -> None:
-        """Keep no memory for pending requests: their responses may never come."""
+        """Release the memory kept for pending requests, whose responses may never arrive."""
         # The server itself keeps the memory that it works in.
         for pending in list(self._pending.values()):
             pending.retained = None
 
     def call_when_unused(self, leave: Callable[[], None]) -> None:
-        """Call `encode_free_all` once no block of the arenas is in use; nothing may be taken from here on."""
+        """Call `leave` once no block of the arenas is in use; nothing may be allocated from here on."""
         self._device_offer.call_when_empty(self.arena, leave)
 
     def encode_free_all(self) -> bytes:
-        """Give up all segments, which are not in use; return the bytes to be sent."""
+        """Unmap and free all segments, which must be unused; return the bytes to send."""
         return _encode_frees([*self.arena.segment_numbers, *self._device_offer.unmap_segments()])
 
     def exchange_hello(self) -> Exchanges[None]:
-        """Introduce the client; learn what the server offers.
+        """Exchange greetings with the server and read its offer of device memory.
 
         Raises:
-            ApiError: the server does not want this client.
+            ApiError: the server refuses this client.
         """
         reply = yield LocalRequest(frames.HelloMessage(VERSION, self._api_key))
         raise_for_status(reply)
         self._device_offer.read_hello_document(reply.document)
 
     def exchange_call(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
-        """Make a call."""
+        """Send a call and return its response, growing the arenas if necessary."""
         x = get_device_x(call)
         arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:
@@ -213,13 +213,13 @@ class LocalClientProtocol:
         return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.result_blocks)
 
     def allocate_memory(self, nbytes: int) -> Exchanges[memoryview]:
-        """Take bytes of the arena, which are the caller's until the last view of them is gone."""
+        """Allocate bytes of the arena, which return with their last view."""
         return (yield from self.run_host_allocation(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
     def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
-        """Make a tensor in the arena in a device's memory; None where the server shares none of that device's.
+        """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
 
-        Args: index: the device's, as torch counts.
+        Args: index: torch's index of the device.
         """
         arena = yield from self._find_device_arena(index)
         if arena is None:
@@ -228,7 +228,7 @@ class LocalClientProtocol:
         return arena.make_tensor((yield from self._run_device_allocation(needs, arena)), dtype, shape)
 
     def run_host_allocation(self, needs: Needs[_R]) -> Exchanges[_R]:
-        """Let what needs memory of the host have it; return its result."""
+        """Run a generator that allocates host memory, growing the arena as needed; return its result."""
         try:
             while True:
                 yield from self._grow_host_arena(next(needs))
@@ -237,7 +237,7 @@ class LocalClientProtocol:
             return result
 
     def _run_device_allocation(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
-        """Let what needs memory of the device have it, and what it waits for be done; return its result."""
+        """Run a generator that allocates device memory or waits for streams; return its result."""
         try:
             while True:
                 lacking = next(needs)
@@ -250,7 +250,7 @@ class LocalClientProtocol:
             return result
 
     def _find_device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
-        """Find the arena in the memory of a device, by torch's number."""
+        """Return the arena in the memory of a device with this torch index; None where the server offers none."""
         if not self._device_offer.is_known:
             yield from self.exchange_hello()
         arena = self._device_offer.get_arena(index)
@@ -276,7 +276,7 @@ class LocalClientProtocol:
         raise_for_status(reply)
 
     def _map_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
-        """Map the segment that a response brings, if it brings one: as much of it as was requested, and no more."""
+        """Map as many bytes as requested of the segment in a response, if there is one."""
         if reply.segment is None:
             if request is not None and reply.status < 400:
                 raise ValueError("the answer to a request for memory must bring a segment, it brings none")

@@ -1,8 +1,8 @@
-"""Calls that come again: what they are is found out once.
+"""Caches of known calls, so that a repeated call is not built anew.
 
-A call's tensors lie at the same places of shared memory as before, or elsewhere: these are copied, if possible to
-where others like them were copied before.  How to wait for the device and for answers is the clients', each in its
-own way; all else is here and in `known`.
+Tensors of a repeated call are at the same addresses in shared memory, or outside it: these are copied, if possible
+to ranges of earlier copies.  Each client waits for the device and for responses in its own way; the other parts are
+here and in `known`.
 """
 
 import functools
@@ -34,19 +34,19 @@ _PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 Signature = tuple[Hashable, Mapping[str, Any]]
-"""What a call is: a key, and by the names of their arguments the tensors that must be copied.
+"""The identity of a call: a key, and the tensors that must be copied, by the names of their arguments.
 
-Calls of the same key differ in nothing but what their tensors hold, and where those lie that must be copied.
+Calls with the same key differ only in the contents of their tensors and the addresses of those that must be copied.
 """
 
 
 class CallCache:
-    """Those of one connection with arrays of one kind.
+    """The known calls of one connection with arrays of one kind.
 
     Attributes:
-        calls: what is known of calls, by their keys.
-        find_busy_stream: what must be waited for before `begin_call` asks for one again, and once more if anything
-            was copied, if there is anything.
+        calls: the known calls, by their keys.
+        find_busy_stream: returns the stream to wait for, if any, before `begin_call`, and again after it if tensors
+            were copied.
     """
 
     def __init__(self, memory: SharedArrayMemory) -> None:
@@ -58,7 +58,7 @@ class CallCache:
     def compute_signature(
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
-        """What a call is; None of one that is not known again."""
+        """Return the signature of a call; None for a call that cannot be cached."""
         described = self._memory.describe
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class CallCache:
         return tuple(parts), elsewhere
 
     def _describe_sequence(self, value: Any) -> tuple[Hashable, ...]:
-        """Of a chain several tensors in shared memory, or names; () of anything else."""
+        """Describe a chain's list of tensors in shared memory or of names; return () for anything else."""
         kind = type(value)
         if kind is not list and kind is not tuple:
             return ()
@@ -102,9 +102,9 @@ class CallCache:
         return (kind, *parts)
 
     def begin_call(self, known: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
-        """Ask for a call again; None where it needs more memory than there is.
+        """Allocate the blocks of a repeated call and copy its inputs; return None where memory is lacking.
 
-        Args: elsewhere: as of `Signature`; copied.
+        Args: elsewhere: the tensors to copy, as in `Signature`.
         """
         for asked in known.encoded_calls:
             blocks = self._take_at(asked.segment_ranges)
@@ -123,12 +123,12 @@ class CallCache:
     def end_call(
         self, key: Hashable, again: PendingCachedCall, told: frames.LazyLocalResponse, api_key: str | None
     ) -> Any:
-        """The call's result; None where it is not what it was before, and must be asked for anew.
+        """Return the call's result; None where the response differs from before and the call must be built anew.
 
-        Args: api_key: what no error may repeat.
+        Args: api_key: left out of the text of errors.
 
         Raises:
-            ApiError: the server refused.
+            ApiError: the response is an error.
         """
         result = again.make_result(told)
         if result is not None:
@@ -140,7 +140,7 @@ class CallCache:
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
     def add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
-        """Remember an operation that was answered."""
+        """Cache an answered call of an operation."""
         key, elsewhere = signature
         if call.expected_results is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
             return
@@ -180,23 +180,23 @@ class CallCache:
 
 @functools.cache
 def _get_parameter_name(build: Callable[..., object], position: int) -> str:
-    """Of a method's argument; "" where it has none there."""
+    """Return the name of a method's positional parameter; "" where there is none at the position."""
     names = list(inspect.signature(build).parameters)
     return names[position] if position < len(names) else ""
 
 
 class CallCaches:
-    """The recurring calls of one connection, by the kind of their arrays."""
+    """The caches of one connection, one for each kind of arrays."""
 
     def __init__(self, arena: HostArena) -> None:
-        """Args: arena: in host memory."""
+        """Args: arena: the arena in host memory."""
         self._arena = arena
         self._numpy = CallCache(NumpyArrayMemory(arena))
         self._torch: CallCache | None = None
         self._cuda: CallCache | None = None
 
     def get_cache(self, x: object) -> CallCache | None:
-        """Those of the kind that x is; None of no array, and of a tensor on a device before `add_device_cache`."""
+        """Return the cache for x's kind of array; None for other values and for device tensors without a cache."""
         if type(x) is np.ndarray:
             return self._numpy
         torch: Any = sys.modules.get("torch")
@@ -210,6 +210,6 @@ class CallCaches:
         return self._torch
 
     def add_device_cache(self, arena: DeviceArena) -> None:
-        """Tensors in device memory can recur from now on."""
+        """Add a cache for tensors in device memory, unless there is one."""
         if self._cuda is None:
             self._cuda = CallCache(CudaArrayMemory(arena))

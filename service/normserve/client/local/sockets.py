@@ -1,4 +1,4 @@
-"""How clients receive from their sockets; the blocking one polls for a response where the last one came soon."""
+"""Reception from clients' sockets; the blocking client polls for a response if the last one arrived quickly."""
 
 import os
 import socket
@@ -12,23 +12,23 @@ _MOST_DESCRIPTORS = 4
 # As enumerations these take a microsecond each time.
 _CLOSE_ON_EXEC, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT)
 _RECEIVED = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC
-#: What a client gives to `recvmsg`; it does not wait.
+#: Arguments of `recvmsg` for a reception without a wait.
 RECEIVED_AT_ONCE = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
 
-# An answer that comes so soon, waking included, might have been polled for; and how long that is tried.  On virtual
-# machines waking alone can take 0.2 ms.
+# A response within the first time, waking included, might have been polled for; the second is how long to poll.  On
+# virtual machines waking alone can take 0.2 ms.
 _SOON_S, _POLLED_S = 400e-6, 300e-6
 # On one core the server would wait meanwhile.
 _MAY_POLL = len(os.sched_getaffinity(0)) > 1
-#: Shorter ones cannot be told from none.
+#: The shortest timeout; shorter ones might be rounded to 0, which is no timeout.
 SHORTEST_WAIT_S = 1e-4
 
 
 class PollingReceiver:
-    """Receives from a socket that blocks.
+    """A receiver on a blocking socket, which polls before it sleeps.
 
     Attributes:
-        is_prompt: the last response came soon after it was waited for, so that the next one is polled for.
+        is_prompt: the last response arrived quickly, so the next one is polled for.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -38,20 +38,20 @@ class PollingReceiver:
         self._polled_s = 0.0
 
     def receive(self) -> Any:
-        """Return the result of `recvmsg`.
+        """Receive, and return the result of `recvmsg`.
 
         Raises:
-            BlockingIOError: nothing came; from now on it is waited for.
+            BlockingIOError: nothing arrived in time; the next call sleeps until something does.
         """
         return self._poll() if self.is_prompt else self._wait()
 
     def _poll(self) -> Any:
-        """What comes soon.
+        """Receive by polling for a short time.
 
         A thread that sleeps takes longer to wake than a server with a GPU takes for a small request.  Other threads
         that want to run on this core do so meanwhile.
 
-        Raises: BlockingIOError: nothing has.
+        Raises: BlockingIOError: nothing arrived.
         """
         receive = self._connected.recvmsg
         try:
@@ -68,7 +68,7 @@ class PollingReceiver:
                     raise
 
     def _wait(self) -> Any:
-        """What comes at some time."""
+        """Receive by sleeping in the kernel until something arrives or the socket's timeout passes."""
         began = time.perf_counter() - self._polled_s
         received = self._connected.recvmsg(*_RECEIVED)
         self.is_prompt, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0

@@ -1,4 +1,4 @@
-"""torch modules whose forward and backward run in the service, over whatever transport their client has.
+"""torch modules whose forward and backward passes run in the service, over any transport of a client.
 
     from normserve.client import Client
     from normserve.client.torch import LayerNorm
@@ -6,11 +6,11 @@
     client = Client("unix:///run/normserve.sock")
     norm = LayerNorm(1024, client=client)
 
-Constructors, parameters, state_dict and repr are those of torch's modules, with what fusednorm's modules add.  The
+Constructors, parameters, state_dict and repr are those of torch's modules, with fusednorm's additions.  The
 parameters belong to the module and go along with each call: an optimizer trains them as any others.
 
-- Backward needs x, the parameters and the statistics of forward; they are kept only where somebody may ask for
-  gradients.  Second derivatives are refused.
+- Backward needs x, the parameters and the statistics of forward; they are kept only where gradients may be
+  requested.  Second derivatives are refused.
 - Failures are the client's exceptions (`normserve.client.errors`), in backward, too.
 - A copy of a module (`copy.deepcopy`) shares its client.  A pickled module leaves it behind: set `module.client`.
 - For `torch.compile` a module is a graph break; `torch.jit.trace`, which would record the result as a constant, is

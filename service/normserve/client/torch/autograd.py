@@ -27,13 +27,13 @@ _MOST_RECOMPUTED_BYTES = 2**20
 
 
 class ClientOperation:
-    """One of the client's operations, both of its passes.
+    """An operation of a client, with its forward and backward passes.
 
     Attributes:
-        client: runs it.
-        method_name: of the client's method that runs forward.
-        options: what both passes are told beside tensors; `activation` is among it.
-        out_dtype: of y; None is x's.
+        client: runs the operation.
+        method_name: name of the client's method that runs forward.
+        options: the arguments of both passes beside tensors; `activation` is among them.
+        out_dtype: dtype of y; None is x's.
     """
 
     __slots__ = ("client", "method_name", "options", "out_dtype")
@@ -42,13 +42,13 @@ class ClientOperation:
         self.client, self.method_name, self.options, self.out_dtype = client, name, options, out_dtype
 
     def run_forward(self, inputs: Sequence[Tensor | None], stats: bool | None) -> ForwardResult[Tensor]:
-        """Args: inputs: those of `_INPUTS`."""
+        """Args: inputs: tensors in the order of `_INPUTS`."""
         run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.method_name)
         named = dict(zip(_INPUTS[self.method_name], inputs, strict=True))
         return run(**named, **self.options, out_dtype=self.out_dtype, stats=stats)
 
     def run_backward(self, dy: Tensor, saved: Sequence[Tensor | None]) -> BackwardResult[Tensor]:
-        """Args: saved: those of `_INPUTS`, and the statistics."""
+        """Args: saved: tensors in the order of `_INPUTS`, then mean and rstd."""
         run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.method_name}_backward")
         named = dict(zip((*_INPUTS[self.method_name], *_STATISTICS), saved, strict=True))
         if self.method_name == "rms_norm":
@@ -57,7 +57,7 @@ class ClientOperation:
 
 
 class _ServiceNorm(torch.autograd.Function):
-    """y of an operation of its inputs, and its derivative."""
+    """An autograd function that computes y of an operation, and its gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: ClientOperation, *inputs: Tensor | None) -> Tensor:
@@ -82,9 +82,9 @@ class _ServiceNorm(torch.autograd.Function):
 
 
 class _BackwardWithoutDoubleBackward(torch.autograd.Function):
-    """`_compute_gradients` where they may be differentiated in turn, which is refused.
+    """An autograd function around `_compute_gradients` that refuses second derivatives.
 
-    `once_differentiable` would leave out of a second derivative, without a word, what comes by way of x.
+    `once_differentiable` would silently omit the part of a second derivative that depends on x.
     """
 
     @staticmethod
@@ -111,28 +111,28 @@ def _has_kept_statistics(x: Tensor | None) -> bool:
 
 
 def _copy_from_response(tensor: Tensor | None) -> Tensor | None:
-    """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
+    """Copy a short host tensor, which may be part of a response's buffer, so that the buffer need not be kept."""
     if tensor is None:
         return None
     return _detach_view(tensor) if tensor.is_cuda else tensor.clone()
 
 
 def _detach_view(result: Tensor) -> Tensor:
-    """Not as a view of what was received: autograd does not allow such a result to be changed in place."""
+    """Return the tensor without its view relation, because autograd forbids in-place changes of such a view."""
     return result.data
 
 
 def _select_backward_inputs(
     inputs: Sequence[Tensor | None], operation: ClientOperation, needs_grad: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """The inputs that backward needs: what is added after all else only where its gradient is asked for."""
+    """Return the inputs that backward needs: bias and shift only where a gradient depends on them."""
     if operation.options["activation"] != "none" or len(inputs) < len(_OF_ROWS):
         return inputs
     x, weight, bias, *of_samples = inputs
     _, _, _, needs_bias, *needs_of_samples = needs_grad
     if of_samples:
         scale, shift = of_samples
-        # The gradient of scale is that of a product with what bias is a part of.
+        # The gradient of scale depends on the norm's output, and therefore on bias.
         needs_bias = needs_bias or scale is not None
         of_samples = [scale, shift if needs_of_samples[1] else None]
     return x, weight, bias if needs_bias else None, *of_samples
@@ -148,7 +148,7 @@ def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Ten
 
 
 def _needs_autograd(inputs: Sequence[Tensor | None]) -> bool:
-    """Whether autograd must know of the call, if only to refuse it."""
+    """Return whether autograd must handle the call, if only to refuse it."""
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor is not None and tensor.requires_grad:
@@ -160,11 +160,11 @@ _untraced: Callable[..., Tensor] | None = None
 
 
 def normalise(client: Client, name: str, options: Mapping[str, object], *inputs: Tensor | None) -> Tensor:
-    """y of one of the client's operations, differentiable in all tensors; a graph break for `torch.compile`.
+    """Compute y of a client's operation, differentiable in all tensors; a graph break for `torch.compile`.
 
     Args:
-        name, options: of the client's method, and what both of its passes are told beside tensors; `activation` is
-            among it.
+        name, options: the client's method, and the arguments of both of its passes beside tensors; `activation` is
+            among them.
         inputs: x and the operation's parameters, None where there is none: for LayerNorm weight and bias, for
             RMSNorm weight, for GroupNorm weight, bias, scale and shift.
     """

@@ -1,4 +1,4 @@
-"""The modules: torch's constructors, state_dict and repr, computed by the service."""
+"""The modules, with torch's constructors, state_dict and repr, computed by the service."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from normserve.codec.activations import ACTIVATIONS, ActivationName
 
 
 class _ClientHolder:
-    """A module's client: copies of the module share it, and pickles leave it out."""
+    """The holder of a module's client; copies of the module share it, and pickles omit the client."""
 
     def __init__(self, client: Client | None = None) -> None:
         self.client = client
@@ -25,9 +25,9 @@ class _ClientHolder:
 
 
 class _ServiceModule(nn.Module):
-    """What stands before each of torch's modules: a client, and an activation behind the norm."""
+    """A base class in front of each torch module, which adds a client and an activation after the norm."""
 
-    #: Added to the weight; of modules that normalise over the last axes alone.
+    #: Added to the weight; used only by modules that normalise over the last axes.
     weight_offset: float = 0.0
     _client_holder: _ClientHolder
 
@@ -40,10 +40,10 @@ class _ServiceModule(nn.Module):
 
     @property
     def client(self) -> Client:
-        """What carries the module's calls.
+        """The client that carries the module's calls.
 
         Raises:
-            RuntimeError: there is none, since the module was pickled.
+            RuntimeError: there is no client, because the module was unpickled.
         """
         client = self._client_holder.client
         if client is None:
@@ -59,7 +59,7 @@ class _ServiceModule(nn.Module):
         self._client_holder = _ClientHolder(client)
 
     def extra_repr(self) -> str:
-        """torch's, and what differs from torch's module."""
+        """Return torch's text, followed by the options that torch's module does not have."""
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -70,7 +70,7 @@ class _ServiceModule(nn.Module):
 
 
 class _ServiceRowModule(_ServiceModule):
-    """A module that normalises over the last axes."""
+    """A base class of modules that normalise over the last axes."""
 
     normalized_shape: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class _ServiceRowModule(_ServiceModule):
         _check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        """Reset the parameters so that, as in torch, x_hat is multiplied by one: a weight with an offset is 0."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
@@ -98,7 +98,7 @@ class _ServiceRowModule(_ServiceModule):
 
 
 class LayerNorm(_ServiceRowModule, nn.LayerNorm):
-    """torch.nn.LayerNorm, computed by the service.
+    """A torch.nn.LayerNorm that is computed by the service.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
@@ -137,7 +137,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         def __call__(self, input: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
+        """Normalise input [..., *normalized_shape] of float32, float16 or bfloat16 over the last axes.
 
         Raises:
             ValueError: input or a parameter has other axes.
@@ -148,7 +148,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
 
 
 class RMSNorm(_ServiceRowModule, nn.RMSNorm):
-    """torch.nn.RMSNorm, computed by the service.
+    """A torch.nn.RMSNorm that is computed by the service.
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
@@ -184,13 +184,13 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `LayerNorm.forward`."""
+        """Do as `LayerNorm.forward`."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return self._normalise_rows("rms_norm", x, eps, weight=self.weight)
 
 
 class GroupNorm(_ServiceModule, nn.GroupNorm):
-    """torch.nn.GroupNorm, computed by the service.
+    """A torch.nn.GroupNorm that is computed by the service.
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as torch.nn.GroupNorm has them; bias only where
@@ -229,7 +229,7 @@ class GroupNorm(_ServiceModule, nn.GroupNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """input [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+        """Normalise input [N, C, *spatial], contiguous or channels-last; the output keeps the layout of the input.
 
         scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
 
