@@ -1,6 +1,6 @@
 """Prints which shapes choose which algorithm, as tables in Markdown, or writes them into a page.
 
-    python -m benchmarks.algorithms [--write docs/architecture.md]
+    python -m benchmarks.algorithms [--write docs/architecture-reference.md]
 
 It needs no GPU and some ten seconds.  The exit status is 1 if no shape chooses some algorithm.
 """

@@ -32,7 +32,7 @@ from benchmarks.algorithms.walks import (
 )
 from tests.kernels.harness.compiled import compile_elsewhere
 
-PAGE = Path(__file__).parents[2] / "docs/architecture.md"
+PAGE = Path(__file__).parents[2] / "docs/architecture-reference.md"
 
 TRIES = 100
 """Calls at random for each table."""
@@ -127,7 +127,7 @@ def found() -> dict[str, Any]:
 def test_the_page_has_what_the_command_prints(found):
     page = PAGE.read_text(encoding="utf-8")
     assert pages.insert_tables(page, found["text"]) == page, (
-        "python -m benchmarks.algorithms --write docs/architecture.md"
+        "python -m benchmarks.algorithms --write docs/architecture-reference.md"
     )
 
 
