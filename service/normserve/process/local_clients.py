@@ -12,7 +12,7 @@ from normserve.local.operations import OperationPlanner
 from normserve.local.peer import LocalUsers
 from normserve.local.replaying import RequestReplays
 from normserve.local.server import LocalServer, make_refusal_frame
-from normserve.local.service import LocalServices as LocalService
+from normserve.local.service import LocalServices
 from normserve.process.connections import ConnectionLimits
 from normserve.requests.authorisation import KeyAuthorisation
 from normserve.settings import Settings
@@ -43,7 +43,7 @@ def make_local_server(
     device_memory = DeviceSegmentAllocator(settings.local_device_bytes, lambda: service.engine.shareable_device)
     polls = make_busy_poller(service.request_services.request_progress)
     local = LocalServer(
-        LocalService(
+        LocalServices(
             service.request_services,
             OperationPlanner(service.engine, service.layers),
             layers,
