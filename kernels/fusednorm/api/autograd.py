@@ -57,7 +57,45 @@ def layer_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """Compute `layer_norm_forward`'s y, differentiable in x, weight and bias."""
+    """Apply LayerNorm over the last axis of x, differentiable in x, weight and bias.
+
+    y = dropout(act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias)), with the mean and the biased
+    variance of each row.
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16, on the CPU also float64; any strides.  A jagged nested tensor
+            with rows of one length is accepted, too.
+        weight: [cols], any of these dtypes, on x's device; None (default) for ones.  [heads, cols] for a separate
+            weight per head of x [..., heads, cols].
+        bias: [cols] or [heads, cols], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Tensor: y, in x's shape and dtype, contiguous.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
+            backward, over 8192 columns with such heads.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(8, 1024, requires_grad=True)  # or with device="cuda"
+        >>> weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])
+        >>> y = fusednorm.layer_norm(x, weight, bias, activation="gelu")
+        >>> y.sum().backward()
+        >>> y.shape, x.grad.shape
+        (torch.Size([8, 1024]), torch.Size([8, 1024]))
+    """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     return _dispatch_norm(values, x, weight, bias, None, None, None)[0]
 
@@ -72,7 +110,42 @@ def rms_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """Compute `rms_norm_forward`'s y, differentiable in x and weight."""
+    """Apply RMSNorm over the last axis of x, differentiable in x and weight.
+
+    y = dropout(act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset))).
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16, on the CPU also float64; any strides.  A jagged nested tensor
+            with rows of one length is accepted, too.
+        weight: [cols], any of these dtypes, on x's device; None (default) for ones.  [heads, cols] for a separate
+            weight per head of x [..., heads, cols].
+        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Tensor: y, in x's shape and dtype, contiguous.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
+            backward, over 8192 columns with such heads.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(8, 1024, requires_grad=True)  # or with device="cuda"
+        >>> y = fusednorm.rms_norm(x, torch.zeros_like(x[0]), weight_offset=1.0)
+        >>> y.sum().backward()
+        >>> y.shape, x.grad.shape
+        (torch.Size([8, 1024]), torch.Size([8, 1024]))
+    """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     return _dispatch_norm(values, x, weight, None, None, None, None)[0]
 
@@ -90,7 +163,46 @@ def group_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """Compute `group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
+    """Apply GroupNorm to x [N, C, *spatial], differentiable in x, weight, bias, scale and shift.
+
+    y = dropout(act(z * (1 + scale) + shift)), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and
+    the biased variance of each group of C / num_groups channels in a sample.  scale and shift are the affine step
+    per sample of adaptive GroupNorm.
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [N, C, *spatial], float32, float16 or bfloat16, on the CPU also float64; any strides.
+        num_groups: number of groups, an int that divides C.
+        weight: [C], any of these dtypes, on x's device; None (default) for ones.
+        bias: [C], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        scale: [N, C], any of these dtypes; None (default) for zeros.
+        shift: [N, C], any of these dtypes; None (default) for zeros.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
+            depends on the layout of x.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Tensor: y, in x's shape and dtype; channels-last if x is, otherwise contiguous.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or num_groups does not divide C.
+        UnsupportedShapeError: CUDA only: the call needs 2^31 programs or more.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(2, 64, 16, 16, requires_grad=True)  # or with device="cuda"
+        >>> weight, bias = torch.ones_like(x[0, :, 0, 0]), torch.zeros_like(x[0, :, 0, 0])
+        >>> y = fusednorm.group_norm(x, 32, weight, bias, activation="silu")
+        >>> y.sum().backward()
+        >>> y.shape, x.grad.shape
+        (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
+    """
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
 
@@ -107,7 +219,46 @@ def add_layer_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """Compute `layer_norm` of x + residual, and the sum; differentiable in all four tensors."""
+    """Apply LayerNorm to x + residual and return the sum too, differentiable in all tensors.
+
+    y = dropout(act((h - mean) / sqrt(var + eps) * (weight + weight_offset) + bias)) over the last axis of h = x +
+    residual.  The sum is normalised before it is rounded.
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16, on the CPU also float64; any strides.  A jagged nested tensor
+            with rows of one length is accepted, too.
+        residual: x's shape, any of these dtypes, independent of x's.
+        weight: [cols], any of these dtypes, on x's device; None (default) for ones.  [heads, cols] for a separate
+            weight per head of x [..., heads, cols].
+        bias: [cols] or [heads, cols], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in the residual's
+            dtype.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
+            backward, over 8192 columns with such heads.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(8, 1024, dtype=torch.bfloat16, requires_grad=True)  # or with device="cuda"
+        >>> residual = torch.zeros_like(x, dtype=torch.float32)
+        >>> y, residual = fusednorm.add_layer_norm(x, residual)
+        >>> y.dtype, residual.dtype
+        (torch.bfloat16, torch.float32)
+    """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, bias, residual, None, None))
 
@@ -123,7 +274,45 @@ def add_rms_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """Compute `rms_norm` of x + residual, and the sum; differentiable in all three tensors."""
+    """Apply RMSNorm to x + residual and return the sum too, differentiable in all tensors.
+
+    y = dropout(act(h / sqrt(mean(h^2) + eps) * (weight + weight_offset))) over the last axis of h = x + residual.
+    The sum is normalised before it is rounded.
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16, on the CPU also float64; any strides.  A jagged nested tensor
+            with rows of one length is accepted, too.
+        residual: x's shape, any of these dtypes, independent of x's.
+        weight: [cols], any of these dtypes, on x's device; None (default) for ones.  [heads, cols] for a separate
+            weight per head of x [..., heads, cols].
+        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in the residual's
+            dtype.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
+            backward, over 8192 columns with such heads.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(8, 1024, dtype=torch.bfloat16, requires_grad=True)  # or with device="cuda"
+        >>> residual = torch.zeros_like(x, dtype=torch.float32)
+        >>> y, residual = fusednorm.add_rms_norm(x, residual)
+        >>> y.dtype, residual.dtype
+        (torch.bfloat16, torch.float32)
+    """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, None, residual, None, None))
 
@@ -142,7 +331,46 @@ def add_group_norm(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """Compute `group_norm` of x + residual, and the sum; differentiable in all six tensors."""
+    """Apply GroupNorm to x + residual and return the sum too, differentiable in all tensors.
+
+    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) / sqrt(var + eps) * weight + bias, h = x + residual,
+    with the mean and the biased variance of each group of C / num_groups channels in a sample.  The sum is
+    normalised before it is rounded.
+
+    CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
+    this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
+    once.
+
+    Args:
+        x: [N, C, *spatial], float32, float16 or bfloat16, on the CPU also float64; any strides.
+        residual: x's shape, any of these dtypes and layouts.
+        num_groups: number of groups, an int that divides C.
+        weight: [C], any of these dtypes, on x's device; None (default) for ones.
+        bias: [C], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        scale: [N, C], any of these dtypes; None (default) for zeros.
+        shift: [N, C], any of these dtypes; None (default) for zeros.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
+            depends on the layout of x.
+        seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+
+    Returns:
+        Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in x's dtype and
+            layout.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value, or num_groups does not divide C.
+        UnsupportedShapeError: CUDA only: the call needs 2^31 programs or more.
+        ModuleNotFoundError: a CUDA tensor without Triton installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> x = torch.randn(2, 64, 16, 16, requires_grad=True)  # or with device="cuda"
+        >>> y, residual_out = fusednorm.add_group_norm(x, torch.ones_like(x), 32, activation="silu")
+        >>> y.shape, residual_out.shape
+        (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
+    """
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
 

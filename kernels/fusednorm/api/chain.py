@@ -33,33 +33,44 @@ def layer_norm_chain(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute y = LN_k(... LN_2(LN_1(x))) over the last axis.
+    """Compute up to 8 consecutive LayerNorms over the last axis by one launch, without a derivative.
 
-    LN_i(h) = (h - mean(h)) * rstd(h) * weights[i] + biases[i].
+    y = LN_k(... LN_2(LN_1(x))), LN_i(h) = (h - mean(h)) / sqrt(var(h) + eps) * weights[i] + biases[i].
 
-    Values between norms stay float32, so that only y is rounded to its dtype; k separate calls round k times.
-    Every norm computes its moments as `layer_norm_forward` does.  There is no backward pass.
+    Values between norms stay float32, so that only y is rounded to its dtype; k separate calls round k times.  The
+    variance is computed about a pivot within the range of the row's values.
+
+    The tensors must be CUDA tensors.  `fusednorm.reference.chain.layer_norm_chain` computes this on the CPU, with
+    these arguments except `out`.
 
     Args:
-        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous, rows one stride apart.
+        x: [..., cols], float32, float16 or bfloat16; the last axis contiguous, rows one stride apart.
         weights: one per norm, 1 to 8: [cols], any of these dtypes, or None for ones.
-        biases: one per norm: [cols], any of these dtypes, or None for zeros; None for no biases at all.
-        eps: added to each variance; at least 0 and finite.
-        out_dtype: y's dtype; x's when None.
-        out: the tensor for y, contiguous, of its shape and dtype, in memory of its own; None allocates it.
+        biases: one per norm: [cols], any of these dtypes, or None for zeros; None (default) for no biases at all.
+        eps: added to each variance; at least 0 and finite; default 1e-5.
+        out_dtype: y's dtype: float32, float16 or bfloat16; None (default) for x's.
+        out: the tensor for y, contiguous, of its shape and dtype, in memory of its own; None (default) allocates
+            it.
 
     Returns:
-        y: [..., cols] contiguous; `out` if it is not None.
+        Tensor: y [..., cols] contiguous; `out` if it is not None.
 
     Raises:
         KernelInputError: a wrong number of norms, shape, dtype, device or value; or gradients are enabled and an
             argument requires one.
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
+        ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `traffic.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384 columns
-    are read once more from L1 or L2 for every norm.
+    Traffic: `traffic.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384
+    columns are read once more from L1 or L2 for every norm.
 
-    Source: as `layer_norm_forward`.
+    Examples:
+        >>> import torch, fusednorm
+        >>> from fusednorm.reference import chain
+        >>> run = fusednorm.layer_norm_chain if torch.cuda.is_available() else chain.layer_norm_chain
+        >>> x = torch.randn(8, 1024).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> run(x, [torch.ones_like(x[0]), None]).shape
+        torch.Size([8, 1024])
     """
     weights = tuple(weights)
     biases = (None,) * len(weights) if biases is None else tuple(biases)

@@ -40,51 +40,61 @@ def group_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias.
+    """Compute the forward pass of GroupNorm by launches, without a derivative.
 
-    The moments are those of each group.
-
-    h = x + residual.  scale and shift are those of adaptive GroupNorm: an affine step per sample after the common
-    one, in the form that diffusion models use (`scale_shift` of a time embedding).
+    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, h = x + residual, with the
+    statistics of each group.  scale and shift are the affine step per sample of adaptive GroupNorm (`scale_shift`
+    of a time embedding).
 
     Statistics and every intermediate are float32; variances are computed about pivots within the range of the
-    values and merged by Chan's formula, so a mean far from zero causes no cancellation.  A sample's bits do not
-    depend on the other samples.
+    values and merged by Chan's formula, so a mean far from zero causes no cancellation.
+
+    The tensors must be CUDA tensors.  `fusednorm.reference.group_norm_forward` computes this on the CPU, with
+    these arguments except `out`; `fusednorm.group_norm` is differentiable and takes tensors of either device.
 
     Args:
-        x: [N, C, *spatial], float32, float16 or bfloat16, CUDA; contiguous, or channels-last by its strides.
-        num_groups: divides C.
-        weight: [C], any of these dtypes, or None for ones.
-        bias: [C], any of these dtypes, or None for zeros.
-        eps: added to the variance; at least 0 and finite.
-        residual: x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and returned
-            rounded to x's dtype, in x's layout.
-        scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
-        shift: as scale, with the same stride between samples: both may be halves of one [N, 2 * C].
-        activation: none, relu, silu, gelu (erf) or gelu_tanh.
-        dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
-            channels-last x has another mask than a contiguous one.
+        x: [N, C, *spatial], float32, float16 or bfloat16; contiguous, or channels-last by its strides.
+        num_groups: number of groups, an int that divides C.
+        weight: [C], any of these dtypes; None (default) for ones.
+        bias: [C], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        residual: x's shape, any of these dtypes, contiguous or channels-last, or None (default).  h is returned in
+            x's dtype and layout.
+        scale: [N, C], any of these dtypes, or None (default) for zeros; each sample's channels contiguous.
+        shift: [N, C], any of these dtypes, or None (default) for zeros; with scale's stride between samples: both
+            may be halves of one [N, 2 * C].
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  The mask counts a sample's elements in memory
+            order, so it depends on the layout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
-        out_dtype: y's dtype; x's when None.
-        stats: also return mean and rstd, float32 [N, num_groups].
-        out: tensors to write results to, each with its result's shape, dtype and layout, in memory of its own;
-            results for fields that are None are allocated.
+        out_dtype: y's dtype: float32, float16 or bfloat16; None (default) for x's.
+        stats: whether to return mean and rstd too; default False.
+        out: tensors for the results, each with its result's shape, dtype and layout, in memory of its own; fields
+            that are None are allocated.
 
     Returns:
-        Forward: y in x's layout; mean and rstd with `stats`; residual_out with a residual.
+        Forward: y in x's layout; mean and rstd, float32 [N, num_groups], with `stats`; residual_out with a
+            residual.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or an empty group.
-        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift have other
-            strides than above; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
+        UnsupportedShapeError: x or residual is neither contiguous nor channels-last; scale and shift of other
+            strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
+        ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
-    program's registers are read a second time from L1 or L2, still larger ones from memory.  If residual has
-    another layout than x, it is first copied into x's: one more read and write, and memory for the copy during the
-    call.
+    program's registers are read again from L1 or L2, still larger ones from memory.  A residual of another layout
+    than x is first copied: one more read and write, and memory for the copy.
 
-    Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
-    Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    Source: Wu, He: Group Normalization, arXiv:1803.08494; moments merged as in Chan, Golub, LeVeque, 1979.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(2, 64, 16, 16).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> result = passes.group_norm_forward(x, 32, stats=True)
+        >>> result.y.shape, result.rstd.shape
+        (torch.Size([2, 64, 16, 16]), torch.Size([2, 32]))
     """
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
@@ -137,38 +147,56 @@ def group_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
+    """Compute the gradients of GroupNorm's inputs by one backward pass.
 
-    dz is the gradient of the affine step's output, f = 1 + scale and g = dz * f * weight.  Over positions dshift =
-    sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f) and
-    dweight = sum(dz * f * x_hat).  Sums of centred values are float32, in fixed order and without atomics: every
-    run gives the same bits.
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out over groups, f = 1 + scale, g = dz * f *
+    weight, where dz is the gradient of the affine steps' output.  Over positions dshift = sum(dz) and dscale =
+    sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f) and dweight = sum(dz * f *
+    x_hat).  Sums of centred values are float32, in fixed order and without atomics: every run gives the same bits.
+
+    The tensors must be CUDA tensors.  `fusednorm.reference.group_norm_backward` computes this on the CPU, with
+    these arguments except `out`; `fusednorm.group_norm` is differentiable and takes tensors of either device.
 
     Args:
-        dy: gradient of y, in x's shape, float32, float16 or bfloat16; contiguous or channels-last.
-        x, num_groups, weight, bias, eps, residual, scale, shift, activation, dropout, seed: the arguments of the
-            forward pass.
-        mean, rstd: the statistics from the forward pass, float32 [N, num_groups], both or neither; computed
-            again if absent.
-        dresidual_out: as dy; the gradient of residual_out, added to dx.
-        parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
-        out: tensors to write the gradients to, as in the forward pass.
+        dy: gradient of y: x's shape, float32, float16 or bfloat16; contiguous or channels-last.
+        x: the forward pass's x: [N, C, *spatial], float32, float16 or bfloat16; contiguous or channels-last.
+        num_groups: number of groups, an int that divides C.
+        weight, bias: the forward pass's: [C], any of these dtypes, or None (default).
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        mean, rstd: the forward pass's statistics, float32 [N, num_groups], both or neither; None (default)
+            computes them again.
+        residual: the forward pass's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes, contiguous or
+            channels-last; None (default) for zeros.
+        scale, shift: the forward pass's: [N, C], any of these dtypes, or None (default).
+        activation: the forward pass's, by name; default "none".
+        dropout, seed: the forward pass's; defaults 0.0 and None.
+        parameter_gradients: whether to compute dweight and dbias; default True.
+        out: tensors for the gradients, each with its shape, dtype and layout, in memory of its own; fields that
+            are None are allocated.
 
     Returns:
         Backward: dx in x's dtype and layout, the gradient of both x and residual; dweight in weight's dtype if
-        weight is not None; dbias, dscale and dshift likewise; dweight and dbias only if they are wanted.
+            weight is not None; dbias, dscale and dshift likewise; dweight and dbias only with
+            `parameter_gradients`.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or
-            scale and shift have strides that the forward pass does not support.  Or the call needs 2^31 programs or
-            more.
+        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last; scale and
+            shift of other strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
+        ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time
-    from L2, still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or
-    dresidual_out has another layout than x, it is first copied as in the forward pass.
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x again from L2,
+    still larger ones from memory, where absent statistics cost another read of x.  A dy, residual or dresidual_out
+    of another layout than x is first copied.
 
-    Source: the derivative of `group_norm_forward`; see docs/numerics.md.
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(2, 64, 16, 16).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> gradients = passes.group_norm_backward(torch.ones_like(x), x, 32, torch.ones_like(x[0, :, 0, 0]))
+        >>> gradients.dx.shape, gradients.dweight.shape
+        (torch.Size([2, 64, 16, 16]), torch.Size([64]))
     """
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out

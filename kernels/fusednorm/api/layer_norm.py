@@ -39,46 +39,58 @@ def layer_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis.
+    """Compute the forward pass of LayerNorm over the last axis by one launch, without a derivative.
 
-    h = x + residual.
+    y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)), rstd = 1 / sqrt(var + eps), h = x +
+    residual.
 
     Statistics and every intermediate are float32; the variance is computed about a pivot within the range of the
     row's values, so a mean far from zero causes no cancellation.  A row's bits do not depend on the other rows.
 
+    The tensors must be CUDA tensors.  `fusednorm.reference.layer_norm_forward` computes this on the CPU, with
+    these arguments except `out`; `fusednorm.layer_norm` is differentiable and takes tensors of either device.
+
     Args:
-        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous.  Rows are one constant
-            stride apart; or the heads of a token [heads, cols] are contiguous and tokens one constant stride apart,
-            like the queries in a fused q, k, v.
-        weight: [cols], any of these dtypes, or None for ones; [heads, cols] for a separate weight per head of x.
-        bias: as weight, or None for zeros.
-        eps: added to the variance; at least 0 and finite.
-        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; the sum is float32.
-        residual: x's shape, any of these dtypes, independent of x's.  h is summed in float32, normalised
-            unrounded and returned rounded to the residual's dtype: a float32 residual stream stays float32.
-        activation: none, relu, silu, gelu (erf) or gelu_tanh.
-        dropout: probability of a zero, in [0, 1).
+        x: [..., cols], float32, float16 or bfloat16; the last axis contiguous.  Rows are one constant stride
+            apart; or the heads of a token [heads, cols] are contiguous and tokens one constant stride apart, like
+            the queries in a fused q, k, v.
+        weight: [cols], any of these dtypes; None (default) for ones.  [heads, cols] for a separate weight per head
+            of x.
+        bias: [cols] or [heads, cols], any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
+            and returned in the residual's dtype.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
-        out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  Each float8 row is
-            divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
-        stats: also return mean and rstd, float32 [...].
-        out: tensors to write results to, contiguous, each with its result's shape and dtype, in memory of its own;
-            results for fields that are None are allocated.
+        out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
+            is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
+        stats: whether to return mean and rstd too; default False.
+        out: tensors for the results, contiguous, each with its result's shape and dtype, in memory of its own;
+            results for fields that are None are allocated, as all are by default.
 
     Returns:
-        Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual; scale, float32
-        [...], with a float8 y: y * scale is the result of the formula.
+        Forward: y [..., cols] contiguous; mean and rstd, float32 [...], with `stats`; residual_out with a
+            residual; scale, float32 [...], with a float8 y: y * scale is the result of the formula.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
-        UnsupportedShapeError: strides that no kernel handles (nothing is copied to make them fit); over 65535 heads
-            or 2^30 columns.
+        UnsupportedShapeError: strides that no kernel handles (nothing is copied), over 65535 heads or over 2^30
+            columns.
+        ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
-    are read a second time from L1 or L2; for a float8 y rows beyond 16384 columns are read a second and third time.
+    are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Ba, Kiros, Hinton:
+    Layer Normalization, arXiv:1607.06450; moments merged as in Chan, Golub, LeVeque, 1979.
 
-    Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
-    Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(8, 1024).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> result = passes.layer_norm_forward(x, stats=True)
+        >>> result.y.shape, result.rstd.shape
+        (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     return _run_forward(values, (x, weight, bias, residual, None, None), out_dtype, stats, out)
@@ -98,13 +110,55 @@ def rms_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute y = dropout(act(h * rstd * (weight + weight_offset))) over the last axis.
+    """Compute the forward pass of RMSNorm over the last axis by one launch, without a derivative.
 
-    rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
+    y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
-    Everything else is as in `layer_norm_forward`; there is no bias and no mean.
+    Statistics and every intermediate are float32.  A row's bits do not depend on the other rows.
 
-    Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
+    The tensors must be CUDA tensors.  `fusednorm.reference.rms_norm_forward` computes this on the CPU, with these
+    arguments except `out`; `fusednorm.rms_norm` is differentiable and takes tensors of either device.
+
+    Args:
+        x: [..., cols], float32, float16 or bfloat16; the last axis contiguous.  Rows are one constant stride
+            apart; or the heads of a token [heads, cols] are contiguous and tokens one constant stride apart, like
+            the queries in a fused q, k, v.
+        weight: [cols], any of these dtypes; None (default) for ones.  [heads, cols] for a separate weight per head
+            of x.
+        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
+            and returned in the residual's dtype.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
+        seed: int64, required with dropout; the same seed gives the same mask in backward.
+        out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
+            is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
+        stats: whether to return rstd too; default False.
+        out: tensors for the results, contiguous, each with its result's shape and dtype, in memory of its own;
+            results for fields that are None are allocated, as all are by default.
+
+    Returns:
+        Forward: y [..., cols] contiguous; rstd, float32 [...], with `stats`; residual_out with a residual; scale,
+            float32 [...], with a float8 y: y * scale is the result of the formula.  mean is None.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: strides that no kernel handles (nothing is copied), over 65535 heads or over 2^30
+            columns.
+        ModuleNotFoundError: Triton is not installed.
+
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
+    are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Zhang, Sennrich: Root
+    Mean Square Layer Normalization, arXiv:1910.07467.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(8, 1024).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> result = passes.rms_norm_forward(x, stats=True)
+        >>> result.y.shape, result.rstd.shape
+        (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     return _run_forward(values, (x, weight, None, residual, None, None), out_dtype, stats, out)
@@ -128,34 +182,55 @@ def layer_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
+    """Compute the gradients of LayerNorm's inputs by one backward pass.
 
-    w is weight + weight_offset.  dz is the gradient of the affine step's output; dweight = sum(dz * x_hat) and
-    dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run on a device gives
-    the same bits.
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where
+    dz is the gradient of the affine step's output.  dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
+    Sums are float32 in fixed order, without atomics: every run on a device gives the same bits.
+
+    The tensors must be CUDA tensors.  `fusednorm.reference.layer_norm_backward` computes this on the CPU, with
+    these arguments except `out`; `fusednorm.layer_norm` is differentiable and takes tensors of either device.
 
     Args:
-        dy: gradient of y, x's shape, with strides that x may have, float32, float16 or bfloat16.
-        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: the arguments of the forward pass.
-        mean, rstd: the statistics from the forward pass, float32 [...], both or neither; computed again if absent.
-        dresidual_out: x's shape, any of these dtypes; the gradient of residual_out, added to dx.
-        parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
-        out: tensors to write the gradients to, as in the forward pass.
+        dy: gradient of y: x's shape, float32, float16 or bfloat16, with strides that x may have.
+        x: the forward pass's x: [..., cols], float32, float16 or bfloat16; the last axis contiguous, rows (or
+            tokens of contiguous heads) one stride apart.
+        weight: the forward pass's: [cols] or [heads, cols], any of these dtypes, or None (default).
+        bias: the forward pass's: [cols] or [heads, cols], any of these dtypes, or None (default).
+        eps: added to the variance; at least 0 and finite; default 1e-5.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        mean, rstd: the forward pass's statistics, float32 [...], both or neither; None (default) computes them
+            again.
+        residual: the forward pass's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
+            zeros.
+        activation: the forward pass's, by name; default "none".
+        dropout, seed: the forward pass's; defaults 0.0 and None.
+        parameter_gradients: whether to compute dweight and dbias; default True.
+        out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
+            that are None are allocated.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, or
-        dx itself if the dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both
-        only if they are wanted.
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
+            dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both only with
+            `parameter_gradients`.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; or over 8192 columns if heads have
-            parameters of their own or rows need two strides.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; over 8192 with separate
+            parameters per head or rows of two strides.
+        ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of another
     dtype than dx; for rows too long for a tile, dy and x twice.
 
-    Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(8, 1024).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> gradients = passes.layer_norm_backward(torch.ones_like(x), x, torch.ones_like(x[0]))
+        >>> gradients.dx.shape, gradients.dweight.shape
+        (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     tensors = x, weight, bias, residual, None, None, mean, rstd, dy, dresidual_out
@@ -178,9 +253,52 @@ def rms_norm_backward(
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w, x_hat = h * rstd.
+    """Compute the gradients of RMSNorm's inputs by one backward pass.
 
-    Everything else is as in `layer_norm_backward`; there is no bias and no mean.
+    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), x_hat = h * rstd,
+    where dz is the gradient of the output before activation and dropout.  dweight = sum(dz * x_hat) over the rows.
+    Sums are float32 in fixed order, without atomics: every run on a device gives the same bits.
+
+    The tensors must be CUDA tensors.  `fusednorm.reference.rms_norm_backward` computes this on the CPU, with these
+    arguments except `out`; `fusednorm.rms_norm` is differentiable and takes tensors of either device.
+
+    Args:
+        dy: gradient of y: x's shape, float32, float16 or bfloat16, with strides that x may have.
+        x: the forward pass's x: [..., cols], float32, float16 or bfloat16; the last axis contiguous, rows (or
+            tokens of contiguous heads) one stride apart.
+        weight: the forward pass's: [cols] or [heads, cols], any of these dtypes, or None (default).
+        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        rstd: the forward pass's, float32 [...]; None (default) computes it again.
+        residual: the forward pass's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
+            zeros.
+        activation: the forward pass's, by name; default "none".
+        dropout, seed: the forward pass's; defaults 0.0 and None.
+        parameter_gradients: whether to compute dweight; default True.
+        out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
+            that are None are allocated.
+
+    Returns:
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
+            dtypes are equal; dweight in weight's dtype if weight is not None, only with `parameter_gradients`.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype, device or value.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; over 8192 with separate
+            parameters per head or rows of two strides.
+        ModuleNotFoundError: Triton is not installed.
+
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of another
+    dtype than dx; for rows too long for a tile, dy and x twice.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> passes = fusednorm if torch.cuda.is_available() else fusednorm.reference
+        >>> x = torch.randn(8, 1024).to("cuda" if torch.cuda.is_available() else "cpu")
+        >>> gradients = passes.rms_norm_backward(torch.ones_like(x), x, torch.ones_like(x[0]))
+        >>> gradients.dx.shape, gradients.dweight.shape
+        (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     tensors = x, weight, None, residual, None, None, None, rstd, dy, dresidual_out

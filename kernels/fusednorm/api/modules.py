@@ -28,7 +28,11 @@ class _ActivationMixin(nn.Module):
         self.activation = activation
 
     def extra_repr(self) -> str:
-        """Return torch's string, extended by the settings that torch's module does not have."""
+        """Return torch's text, followed by the options that torch's module does not have.
+
+        Returns:
+            str: the text between the parentheses of the module's repr.
+        """
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -45,18 +49,43 @@ class _WeightOffsetMixin(_ActivationMixin):
         check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """Reset the factor of x_hat to one, as in torch; a weight with an offset therefore starts at zero."""
+        """Reset the parameters so that, as in torch, x_hat is multiplied by one.
+
+        The weight becomes 1 - weight_offset, and the bias 0.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
 
 class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
-    """torch.nn.LayerNorm on this library's kernels.
+    """A `torch.nn.LayerNorm` on this library's functions, with an activation fused after the norm.
+
+    y = act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias), with the mean and the biased variance
+    over the last axes.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.LayerNorm`.  CPU tensors are
+    computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by this library's
+    kernels.  float64 works only on the CPU.
 
     Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
-        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
-        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+        normalized_shape: an int or a sequence of ints: the sizes of the last axes, over which the module
+            normalises.
+        eps: added to the variance; default 1e-5.
+        elementwise_affine: whether the module has parameters of normalized_shape; default True.
+        bias: whether there is a bias beside the weight; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
+            there.
+
+    Raises:
+        KernelInputError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> norm = fusednorm.LayerNorm(1024, activation="silu")  # or with device="cuda"
+        >>> norm(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
     """
 
     def __init__(
@@ -87,10 +116,17 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         def __call__(self, input: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise input [..., *normalized_shape] over the last axes; float32 under CUDA's autocast.
+        """Normalise the input over its last axes.
+
+        Args:
+            input: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+
+        Returns:
+            Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
 
         Raises:
-            KernelInputError: input ends in other axes, or the function refuses an argument.
+            KernelInputError: input ends in other axes, or a shape, dtype or device is wrong.
+            ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
         if not is_scripting():
@@ -103,13 +139,33 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
 
 
 class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
-    """torch.nn.RMSNorm on this library's kernels.
+    """A `torch.nn.RMSNorm` on this library's functions, with an activation fused after the norm.
+
+    y = act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), with the mean over the last axes.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.RMSNorm`.  CPU tensors are
+    computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by this library's
+    kernels.  float64 works only on the CPU.
 
     Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
-            machine epsilon of x's dtype.
-        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
-        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+        normalized_shape: an int or a sequence of ints: the sizes of the last axes, over which the module
+            normalises.
+        eps: added to the mean of squares; None (default) for the machine epsilon of x's dtype, of float32 for a
+            16-bit x.
+        elementwise_affine: whether the module has parameters of normalized_shape; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
+            there.
+
+    Raises:
+        KernelInputError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> norm = fusednorm.RMSNorm(1024, eps=1e-6)  # or with device="cuda"
+        >>> norm(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
     """
 
     def __init__(
@@ -138,12 +194,17 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., *normalized_shape] over the last axes.
+        """Normalise x over its last axes.
 
-        Under CUDA's autocast, the dtype of the result is that of torch's module.
+        Args:
+            x: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+
+        Returns:
+            Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
 
         Raises:
-            KernelInputError: x ends in other axes, or the function refuses an argument.
+            KernelInputError: x ends in other axes, or a shape, dtype or device is wrong.
+            ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
         shape, weight = self.normalized_shape, self.weight
         if not is_scripting():
@@ -156,12 +217,35 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
 
 
 class GroupNorm(_ActivationMixin, nn.GroupNorm):
-    """torch.nn.GroupNorm on this library's kernels.
+    """A `torch.nn.GroupNorm` on this library's functions, with an activation fused after the norm.
+
+    y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and the
+    biased variance of each group of channels in a sample.  scale and shift are optional arguments of the call.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.GroupNorm`.  CPU tensors are
+    computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by this library's
+    kernels.  float64 works only on the CPU.
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype, bias: as torch.nn.GroupNorm has them; bias only where
-            torch's has it (2.13).
-        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
+        num_groups: number of groups; it divides num_channels.
+        num_channels: C, the size of the input's second axis.
+        eps: added to the variance; default 1e-5.
+        affine: whether the module has a weight and a bias [C]; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
+            this argument (2.13).
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+
+    Raises:
+        KernelInputError: activation is none of these.
+        ValueError: num_groups does not divide num_channels.
+        TypeError: bias is False, and torch's GroupNorm does not have it.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> norm = fusednorm.GroupNorm(32, 64, activation="silu")  # or with device="cuda"
+        >>> norm(torch.randn(2, 64, 16, 16)).shape
+        torch.Size([2, 64, 16, 16])
     """
 
     def __init__(
@@ -184,14 +268,19 @@ class GroupNorm(_ActivationMixin, nn.GroupNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise input [N, C, *spatial] over groups.
+        """Normalise the input over groups of channels.
 
-        The output keeps a channels-last layout, and is float32 under CUDA's autocast.
+        Args:
+            input: [N, C, *spatial], float32, float16 or bfloat16, on the CPU also float64; any strides.
+            scale, shift: [N, C], the affine step per sample, y = act(z * (1 + scale) + shift); None (default) for
+                zeros.
 
-        scale and shift [N, C] are an affine step per sample after the norm's: y = act(z * (1 + scale) + shift).
+        Returns:
+            Tensor: in the input's shape and dtype, channels-last if the input is; float32 under CUDA's autocast.
 
         Raises:
-            KernelInputError: the function refuses an argument.
+            KernelInputError: a shape, dtype or device is wrong.
+            ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
         groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
         if not is_scripting():

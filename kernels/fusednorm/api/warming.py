@@ -41,25 +41,34 @@ def warmup(
     backward: bool = True,
     device: torch.device | None = None,
 ) -> None:
-    """Compile the kernels of `op` for any number of aligned rows of `cols` elements, by running it on one or two.
+    """Compile the kernels of LayerNorm or RMSNorm for rows of one length before their first use.
 
+    It runs the operation on one or two rows; the kernels serve any number of aligned rows of `cols` elements.
     These are forward passes with and without statistics and backward passes with and without saved statistics, all
     with a weight, and with a bias if `op` has one.  A call with other options, without parameters, or with rows
-    that do not start at multiples of 16 bytes compiles at its first use.
+    that do not start at multiples of 16 bytes compiles at its first use.  Only a GPU has kernels to compile: CPU
+    tensors need no warm-up.
 
     Args:
-        op: layer_norm or rms_norm.
-        dtype: dtype of x, y and dy.
-        cols: elements of a row.
-        parameter_dtype: dtype of weight and bias; `dtype` when None.
-        residual: whether calls have a residual, of `dtype`.
-        activation: as in `layer_norm_forward`.
-        dropout: as in `layer_norm_forward`; only whether it is 0 matters here.
-        backward: whether to compile the backward passes, too.
-        device: the CUDA device; the current one when None.
+        op: "layer_norm" or "rms_norm".
+        dtype: dtype of x, y and dy: float32, float16 or bfloat16.
+        cols: elements of a row, at least 1.
+        parameter_dtype: dtype of weight and bias; None (default) for `dtype`.
+        residual: whether calls have a residual, of `dtype`; default False.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
+        backward: whether to compile the backward passes too; default True.
+        device: a CUDA device; None (default) for the current one.
 
     Raises:
-        KernelInputError: an operation, dtype, length or option that its launchers do not take.
+        KernelInputError: op, a dtype, cols or an option is invalid, or the device is not a CUDA device.
+        AssertionError, RuntimeError: torch was built without CUDA, or there is no GPU.
+        ModuleNotFoundError: Triton is not installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> if torch.cuda.is_available():
+        ...     fusednorm.warmup("layer_norm", torch.bfloat16, 4096)
     """
     if op not in _OPERATIONS:
         raise KernelInputError(f"op must be one of {', '.join(_OPERATIONS)}, got {op!r}")
@@ -101,27 +110,36 @@ def warmup_group_norm(
     backward: bool = True,
     device: torch.device | None = None,
 ) -> None:
-    """Compile the kernels of a group norm for any number of aligned samples of one shape, by running it on a few.
+    """Compile the kernels of GroupNorm for samples of one shape before their first use.
 
-    These are forward passes with and without statistics and backward passes with and without saved statistics, all
-    with weight and bias.  A call with other options or without parameters compiles at its first use, as does a
-    backward pass over so many samples that their gradients of weight and bias are reduced in two steps.
+    It runs the operation on a few samples; the kernels serve any number of aligned samples of that shape.  These
+    are forward passes with and without statistics and backward passes with and without saved statistics, all with
+    weight and bias.  A call with other options or without parameters compiles at its first use, as does a backward
+    pass over so many samples that their gradients of weight and bias are reduced in two steps.  Only a GPU has
+    kernels to compile: CPU tensors need no warm-up.
 
     Args:
-        dtype: dtype of x, y and dy.
-        num_groups: divides C.
-        shape: the shape of a sample, (C, *spatial).
-        channels_last: whether samples are channels-last in memory.
-        parameter_dtype: dtype of weight, bias, scale and shift; `dtype` when None.
-        scale, shift: whether calls have them.
-        residual: whether calls have a residual, of `dtype`.
-        activation: as in `group_norm_forward`.
-        dropout: as in `group_norm_forward`; only whether it is 0 matters here.
-        backward: whether to compile the backward passes, too.
-        device: the CUDA device; the current one when None.
+        dtype: dtype of x, y and dy: float32, float16 or bfloat16.
+        num_groups: number of groups, an int that divides C.
+        shape: the shape of a sample, (C, *spatial), each at least 1.
+        channels_last: whether samples are channels-last in memory; default False.
+        parameter_dtype: dtype of weight, bias, scale and shift; None (default) for `dtype`.
+        scale, shift: whether calls have them; default False.
+        residual: whether calls have a residual, of `dtype`; default False.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
+        backward: whether to compile the backward passes too; default True.
+        device: a CUDA device; None (default) for the current one.
 
     Raises:
-        KernelInputError: a dtype, shape or option that its launchers do not take.
+        KernelInputError: a dtype, the shape or an option is invalid, or the device is not a CUDA device.
+        AssertionError, RuntimeError: torch was built without CUDA, or there is no GPU.
+        ModuleNotFoundError: Triton is not installed.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> if torch.cuda.is_available():
+        ...     fusednorm.warmup_group_norm(torch.bfloat16, 32, (512, 32, 32), channels_last=True)
     """
     if not shape or min(shape) < 1:
         raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape}")

@@ -8,10 +8,19 @@ _required = False
 
 
 def require_batch_invariance(required: bool) -> None:
-    """Require from now on that a sample's bits are equal in any batch; initially this is not required.
+    """Require that a sample's bits are equal in any batch, or end that requirement, from now on.
 
-    For callers that put samples of several requests into one launch.  Every sample is then split as if it were
-    alone.
+    It holds for all later launches of the process, and is initially not required.  It is meant for callers that
+    put samples of several requests into one launch: every sample is then split as if it were alone.  Only
+    channels-last groups on a GPU change; CPU tensors are computed in the same way either way.
+
+    Args:
+        required: True requires equal bits; False allows a split that depends on the number of samples.
+
+    Examples:
+        >>> import fusednorm
+        >>> fusednorm.require_batch_invariance(True)
+        >>> fusednorm.require_batch_invariance(False)
     """
     global _required
     _required = required

@@ -12,10 +12,19 @@ _allowed = True
 
 
 def allow_waiting(allowed: bool) -> None:
-    """Allow (the initial state) or forbid cooperative launches of this process from now on.
+    """Allow or forbid cooperative launches, whose programs wait for one another, from now on.
 
-    Forbid them for a device that refuses them, or whose other work they must never delay.  The kernels used instead
-    round differently.
+    It holds for all later launches of the process; they are initially allowed.  Forbid them for a device that
+    refuses them, or whose other work they must never delay.  The kernels used instead round differently.  CPU
+    tensors are computed in the same way either way.
+
+    Args:
+        allowed: True allows cooperative launches; False forbids them.
+
+    Examples:
+        >>> import fusednorm
+        >>> fusednorm.allow_waiting(False)
+        >>> fusednorm.allow_waiting(True)
     """
     global _allowed
     _allowed = allowed

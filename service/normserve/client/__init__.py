@@ -7,12 +7,14 @@
         result.y, result.timing.stages_ms, result.timing.kernel_bandwidth
 
 A `HostTensor`, raw memory with a shape and an element type, is accepted as an array too, and returned for one.
-`AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both repeat it by
-themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
+`AsyncClient` has the same methods as coroutines.  An operation has no side effects, so both clients repeat it,
+within the limits of a `RetryPolicy`, when the server is overloaded or unavailable (429, 503) or the connection
+breaks.
 
-The URL says where and how: `http://`, `https://`, or `http+unix://PATH` for HTTP over a Unix domain socket.  Both
-clients speak HTTP over sockets of their own; a proxy that the environment names is used by way of httpx.
-`SocketTransport` and `AsyncSocketTransport` are httpx's own transports for httpx's clients, with limits as here.
+The URL selects the transport: `http://`, `https://`, or `http+unix://PATH` for HTTP over a Unix domain socket.
+Both clients speak HTTP over sockets of their own; a proxy that the environment names is used by way of httpx.
+`SocketTransport` and `AsyncSocketTransport` are httpx's own transports for httpx's clients, with limits as
+here.
 
 A server is not trusted.  A call returns tensors of the shapes and element types that it asked for or raises a
 `ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections are not followed,

@@ -42,7 +42,22 @@ def _make_method(
 
 
 class AsyncClient:
-    """An asynchronous client of one server.  Tasks may share it; close it, or use it in an `async with`."""
+    """An asynchronous client of one server.
+
+    Its methods are coroutines that take numpy arrays, torch tensors or `HostTensor`s and return tensors of the
+    same kind.  A failed call that may succeed later is repeated as its `RetryPolicy` specifies.  Tasks may share a
+    client; close it, or use it in an `async with`.
+
+    Examples:
+        >>> import asyncio
+        >>> import numpy as np
+        >>> from normserve.client import AsyncClient
+        >>> async def normalise(x):
+        ...     async with AsyncClient("http://127.0.0.1:8000") as client:
+        ...         return (await client.layer_norm(x)).y
+        >>> asyncio.run(normalise(np.random.rand(8, 1024).astype(np.float32))).shape
+        (8, 1024)
+    """
 
     def __init__(
         self,
@@ -56,7 +71,28 @@ class AsyncClient:
         certificate: str | tuple[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Args and errors: as `Client`; the transport is an asynchronous transport for httpx."""
+        """Make a client; the first call connects to the server.
+
+        Args:
+            url: http://HOST:PORT, https://HOST:PORT, http+unix://PATH of a Unix socket, or unix://PATH of the Unix
+                socket for clients that share memory with the server; http://127.0.0.1:8000 by default.
+            api_key: sent as a bearer token; None (default) sends none.
+            timeout_s: seconds for a call in total: connecting, sending, receiving, all attempts and the pauses
+                between them; 60.0 by default; None is without limit.  Only the lookup of the host's name is not
+                limited.
+            retries: a `RetryPolicy`, or the number of repetitions of a request that may succeed later; None
+                (default) allows five attempts.
+            max_connections: the most requests in progress at once, 100 by default; more wait for one of them.
+            verify: for https: True (default) trusts well-known authorities, a path those in a PEM file, an
+                `ssl.SSLContext` its own, False any certificate.
+            certificate: for https: a PEM file with the client's certificate and key, or one for each; None
+                (default) for none.
+            transport: an `httpx.AsyncBaseTransport` to send requests through; None (default) for sockets of the
+                client's own.
+
+        Raises:
+            TypeError, ValueError: an argument has a wrong type or an unusable value.
+        """
         self._options = ClientOptions.from_arguments(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retry_policy = RetryPolicy.of(retries)
         self._transport = choose_async_transport(self._options, transport)
@@ -75,7 +111,35 @@ class AsyncClient:
     info = _make_method(administration.info)
 
     async def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
-        """Do as `Client.empty`."""
+        """Make an uninitialised array, in memory shared with the server if possible, so that no call copies it.
+
+        Over HTTP it is ordinary memory.  This is a coroutine.
+
+        Args:
+            shape: the array's sizes.
+            dtype: float32 (default), float16 or bfloat16, by name, of numpy or of torch; a torch dtype makes a
+                tensor.  bfloat16 by name needs ml_dtypes.
+            device: a torch CUDA device such as "cuda", for a tensor in its memory, shared with the server if that
+                computes there; None (default) is host memory.
+
+        Returns:
+            a numpy array; a torch tensor for a torch dtype or with a device.
+
+        Raises:
+            TypeError: dtype is not a dtype of the API, or numpy does not have it.
+            ClientError: the server has no more memory for this client, or is not reachable.
+
+        Examples:
+            >>> import asyncio
+            >>> from normserve.client import AsyncClient
+            >>> async def normalise():
+            ...     async with AsyncClient("http://127.0.0.1:8000") as client:
+            ...         x = await client.empty((8, 1024), "float32")
+            ...         x[:] = 1.0
+            ...         return (await client.layer_norm(x)).y
+            >>> asyncio.run(normalise()).shape
+            (8, 1024)
+        """
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
@@ -96,7 +160,7 @@ class AsyncClient:
         return arrays.make_device_tensor(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; the end of an `async with` does it, too."""
         await self._transport.close()
 
     def __repr__(self) -> str:

@@ -40,7 +40,20 @@ def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client
 
 
 class Client:
-    """A blocking client of one server.  Threads may share it; close it, or use it in a `with`."""
+    """A blocking client of one server.
+
+    Its methods take numpy arrays, torch tensors or `HostTensor`s and return tensors of the same kind.  A failed
+    call that may succeed later is repeated as its `RetryPolicy` specifies.  Threads may share a client; close it,
+    or use it in a `with`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> with Client("http://127.0.0.1:8000", timeout_s=10.0, retries=2) as client:
+        ...     y = client.layer_norm(np.random.rand(8, 1024).astype(np.float32)).y
+        >>> y.shape
+        (8, 1024)
+    """
 
     def __init__(
         self,
@@ -54,22 +67,28 @@ class Client:
         certificate: str | tuple[str, str] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Args:
-        url: where the server listens: http://HOST:PORT, https://HOST:PORT, http+unix://PATH of a Unix socket, or
-            unix://PATH of the Unix socket for clients that share memory with the server.
-        api_key: sent as a bearer token, if the server wants one.
-        timeout_s: the seconds that a call may take in total: connecting, sending, receiving, all attempts and the
-            pauses between them; None waits for ever.  Only the look-up of the host's name is the system's own
-            time.
-        retries: how requests that may succeed later are repeated, or how often; by default there are five attempts.
-        max_connections: requests under way at once; more wait for one of them.
-        verify: of https: True trusts well-known authorities, a path those in a PEM file, False any certificate.
-        certificate: of https: a PEM file with the client's certificate and key, or one for each.
-        transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.  A transport of another
-            class gets, for each of its waits, the time that is left at the beginning of the attempt.
+        """Make a client; the first call connects to the server.
+
+        Args:
+            url: http://HOST:PORT, https://HOST:PORT, http+unix://PATH of a Unix socket, or unix://PATH of the Unix
+                socket for clients that share memory with the server; http://127.0.0.1:8000 by default.
+            api_key: sent as a bearer token; None (default) sends none.
+            timeout_s: seconds for a call in total: connecting, sending, receiving, all attempts and the pauses
+                between them; 60.0 by default; None is without limit.  Only the lookup of the host's name is not
+                limited.
+            retries: a `RetryPolicy`, or the number of repetitions of a request that may succeed later; None
+                (default) allows five attempts.
+            max_connections: the most requests in progress at once, 100 by default; more wait for one of them.
+            verify: for https: True (default) trusts well-known authorities, a path those in a PEM file, an
+                `ssl.SSLContext` its own, False any certificate.
+            certificate: for https: a PEM file with the client's certificate and key, or one for each; None
+                (default) for none.
+            transport: an `httpx.BaseTransport` to send requests through; None (default) for sockets of the
+                client's own.  A transport of another class than httpx's receives, for each of its waits, the time
+                that is left at the beginning of the attempt.
 
         Raises:
-            TypeError, ValueError: an argument is of another type, or none that can be used.
+            TypeError, ValueError: an argument has a wrong type or an unusable value.
         """
         self._options = ClientOptions.from_arguments(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retry_policy = RetryPolicy.of(retries)
@@ -91,15 +110,28 @@ class Client:
     def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
         """Make an uninitialised array, in memory shared with the server if possible, so that no call copies it.
 
+        Over HTTP it is ordinary memory.
+
         Args:
             shape: the array's sizes.
-            dtype: float32, float16 or bfloat16, by name, of numpy or of torch; a torch dtype makes a tensor.
+            dtype: float32 (default), float16 or bfloat16, by name, of numpy or of torch; a torch dtype makes a
+                tensor.  bfloat16 by name needs ml_dtypes.
             device: a torch CUDA device such as "cuda", for a tensor in its memory, shared with the server if that
-                computes there; None is host memory.
+                computes there; None (default) is host memory.
+
+        Returns:
+            a numpy array; a torch tensor for a torch dtype or with a device.
 
         Raises:
-            TypeError: dtype is no element type of the API, or one that numpy does not have.
+            TypeError: dtype is not a dtype of the API, or numpy does not have it.
             ClientError: the server has no more memory for this client, or is not reachable.
+
+        Examples:
+            >>> from normserve.client import Client
+            >>> with Client("http://127.0.0.1:8000") as client:
+            ...     x = client.empty((8, 1024), "float32")
+            ...     x[:] = 1.0
+            ...     y = client.layer_norm(x).y
         """
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
@@ -121,7 +153,7 @@ class Client:
         return arrays.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; the end of a `with` does it, too."""
         self._transport.close()
 
     def __repr__(self) -> str:

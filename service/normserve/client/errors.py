@@ -30,7 +30,17 @@ class ClientError(Exception):
 
     Attributes:
         retryable: whether an identical request may succeed later.
-        retry_after_s: how long the server asked to wait; None when it did not.
+        retry_after_s: seconds that the server asks to wait; None if it does not.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client, ClientError
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     try:
+        ...         client.layer_norm(np.zeros((8, 16), np.float32), weight=np.ones(4, np.float32))
+        ...     except ClientError as error:
+        ...         print(type(error).__name__, error.retryable)
+        InvalidRequestError False
     """
 
     retryable: ClassVar[bool] = False
@@ -56,7 +66,15 @@ class ApiError(ClientError):
         retry_after_s: float | None = None,
         api_key: str | None = None,
     ) -> None:
-        """Args: api_key: left out of every text but `problem`."""
+        """Make the error of a response.
+
+        Args:
+            status: the HTTP status.
+            problem: the problem document; empty if the response has none.
+            request_id: the response's request id, for a document without one; "" by default.
+            retry_after_s: seconds that the server asks to wait; None (default) if it does not.
+            api_key: a key that is removed from every text except `problem`; None (default) for none.
+        """
         self.status = status
         self.problem = problem
         self.code = quote_text(problem.get("code"), 100, api_key)
@@ -69,43 +87,43 @@ class ApiError(ClientError):
 
 
 class InvalidRequestError(ApiError):
-    """The request is malformed or invalid: `code` and `detail` say why."""
+    """The request is malformed or invalid (400, 415, 422); `code` and `detail` have the cause."""
 
 
 class UnauthorizedError(ApiError):
-    """The server requires an API key, and the client's is missing or wrong."""
+    """The server requires an API key, and the client's is missing or wrong (401)."""
 
 
 class NotFoundError(ApiError):
-    """The named resource does not exist."""
+    """The named resource does not exist (404)."""
 
 
 class UnknownLayerError(NotFoundError):
-    """No layer of that name is registered."""
+    """No layer of that name is registered (404)."""
 
 
 class TooLargeError(ApiError):
-    """The request is larger than the server accepts."""
+    """The request is larger than the server accepts (413)."""
 
 
 class OverloadedError(ApiError):
-    """The server is overloaded, and stayed so through all retries."""
+    """The server is overloaded (429), after all retries."""
 
     retryable = True
 
 
 class UnavailableError(ApiError):
-    """The server is starting, draining, unreachable for its proxy, or out of device memory, through all retries."""
+    """The server is starting, draining, unreachable for its proxy or out of device memory (503), after retries."""
 
     retryable = True
 
 
 class DeadlineExceededError(ApiError):
-    """The request's deadline passed before its execution began."""
+    """The request's deadline, `timeout_ms`, passed before its execution began (504)."""
 
 
 class ServerFailureError(ApiError):
-    """The server failed while it handled the request."""
+    """The server failed while it handled the request (any other 5xx)."""
 
 
 class ConnectionFailedError(ClientError, ConnectionError):

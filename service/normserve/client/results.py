@@ -46,6 +46,9 @@ class Timing(_LazyFields):
         Args:
             understand: computes the fields, in order, from `said`; raises nothing.
             said: the arguments of `understand`.
+
+        Returns:
+            Timing: without computed fields.
         """
         timing = _new(cls)
         _set_understand(timing, understand)
@@ -61,16 +64,16 @@ _set_said: Callable[[object, object], None] = vars(_LazyFields)["_said"].__set__
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult(Generic[T]):
-    """The result of a forward pass, with arrays of x's kind; a result that was not requested is None.
+    """The result of a forward pass, with tensors of x's kind; a result that was not requested is None.
 
     Attributes:
         y: the normalised tensor, in x's shape.
-        residual_out: h = x + residual, the tensor that was normalised, when a residual went in; of its type, or of
-            x's after GroupNorm.
-        mean: float32 mean of each row or group (never for RMSNorm), when statistics were requested.
-        rstd: float32 reciprocal standard deviation of each row or group, when statistics were requested.
-        timing: the timing on the server.
-        scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
+        residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the residual's
+            dtype, for GroupNorm in x's.
+        mean: float32 mean of each row or group (never for RMSNorm), if statistics were requested.
+        rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
+        timing: the `Timing` of the request on the server.
+        scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.
     """
 
     y: T
@@ -83,16 +86,17 @@ class ForwardResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult(Generic[T]):
-    """The result of a backward pass; each gradient is an array of the same kind as its tensor.
+    """The result of a backward pass; each gradient is a tensor of the same kind as its argument.
 
     Attributes:
-        dx: the gradient of x, and equally of the residual, in x's shape and of its type.
-        dweight: the gradient of weight, when weight went in.
-        dbias: the gradient of bias, when bias went in.
-        dscale: the gradient of GroupNorm's scale, when scale went in.
-        dshift: the gradient of GroupNorm's shift, when shift went in.
-        timing: the timing on the server.
-        dresidual: the same gradient of the residual's type, where that is another than x's; never of GroupNorm.
+        dx: the gradient of x, and also of the residual, in x's shape and dtype.
+        dweight: the gradient of weight, if there is one, else None.
+        dbias: the gradient of bias, if there is one, else None.
+        dscale: the gradient of GroupNorm's scale, if there is one, else None.
+        dshift: the gradient of GroupNorm's shift, if there is one, else None.
+        timing: the `Timing` of the request on the server.
+        dresidual: the gradient in the residual's dtype, if that is not x's; None otherwise, and always for
+            GroupNorm.
     """
 
     dx: T

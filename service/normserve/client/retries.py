@@ -21,17 +21,24 @@ class RetryPolicy:
     """The limits and pauses for repeating a request that may succeed later.
 
     Pauses double from `first_pause_s` and are shortened at random by up to half, so that clients that failed
-    together do not retry together.  A Retry-After is the shortest wait; one that asks for more
-    than `longest_pause_s`, or a pause that the client's timeout leaves no time for, ends the attempts at once.
+    together do not retry together.  A Retry-After is the shortest wait; a Retry-After above `longest_pause_s`, or
+    a pause that exceeds the client's timeout, ends the attempts at once.
 
     Attributes:
-        tries: attempts in all; 1 never repeats.  Requests to a server that is still starting (503 `not_ready`) are
-            repeated until the call's timeout, about as often as its Retry-After says.
-        first_pause_s: before the second attempt.
-        longest_pause_s: the most that is waited before any attempt.
-        reconnect_s: how long a call keeps connecting again, counted from its first failed connection, whatever
-            `tries` says (but 1), with pauses of at most a second; within the call's timeout.  A call outlasts a
-            restart that takes less.  None counts failed connections as attempts.
+        tries: attempts in all, default 5; 1 never repeats.  Requests to a server that is still starting (503
+            `not_ready`) are repeated until the call's timeout, about as often as its Retry-After says.
+        first_pause_s: seconds before the second attempt; default 0.1.
+        longest_pause_s: the most seconds before any attempt; default 30.0.
+        reconnect_s: seconds for which a call keeps connecting again, counted from its first failed connection,
+            whatever `tries` is (except 1), with pauses of at most a second; within the call's timeout.  A call
+            outlasts a restart that takes less.  None (default) counts failed connections as attempts.
+
+    Raises:
+        TypeError, ValueError: a value is not a valid number of attempts or of seconds.
+
+    Examples:
+        >>> from normserve.client import Client, RetryPolicy
+        >>> client = Client("http://127.0.0.1:8000", retries=RetryPolicy(tries=3, reconnect_s=30.0))
     """
 
     tries: int = 5
@@ -49,7 +56,13 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, retries: "RetryPolicy | int | None") -> "RetryPolicy":
-        """Convert a client's argument to a policy; a number counts the repetitions.
+        """Convert a client's `retries` argument to a policy.
+
+        Args:
+            retries: a policy, the number of repetitions (at least 0), or None for the default policy.
+
+        Returns:
+            RetryPolicy: the argument itself if it is a policy.
 
         Raises:
             TypeError, ValueError: it is neither a policy, nor a number of at least 0, nor None.

@@ -19,23 +19,24 @@ if HAS_TRITON:
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
-    """Compute the norms of a model with this library's kernels, from now on and in place.
+    """Replace the forward of a model's norms by this library's functions, in place.
 
-    It replaces `forward` of single modules.  Classes, parameters and their names, state_dict and hooks stay, and so
-    do the results of a call, including their dtype under autocast; a float16 or bfloat16 result is rounded once.  A
-    call that the kernels do not support, such as one in float64, goes to the forward of the module's class.  Copies
-    by `copy.deepcopy` and by pickle are patched as well.
+    Classes, parameters and their names, state_dict and hooks stay, and so do the results of a call, including
+    their dtype under autocast; a float16 or bfloat16 result is rounded once.  A call that the kernels do not
+    support, such as one in float64, runs the forward of the module's class.  Copies by `copy.deepcopy` and by
+    pickle are patched as well.  Patched modules accept CPU tensors, which torch's functions compute at torch's
+    speed.
 
-    It patches torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's classes that
-    do the same in a forward of their own; and RMSNorms in the style of transformers, with a weight [cols] and an
-    eps, if their results on a little random data on the CPU are those of `rms_norm` with a `weight_offset` of 0 or
-    1.  A GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers'
+    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's classes
+    that do the same in a forward of their own; and RMSNorms in the style of transformers, with a weight [cols] and
+    an eps, if their results on a little random data on the CPU are those of `rms_norm` with a `weight_offset` of 0
+    or 1.  A GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers'
     ResnetBlock2D, as long as neither has hooks.
 
     Args:
-        model: on any device; nothing is moved, and parameters are not changed.
-        only: called with the path and the module of each norm, or block around norms, that could be patched;
-            returns whether to patch it.
+        model: an nn.Module on any device; nothing is moved, and parameters are not changed.
+        only: called with the path (str) and the module of each norm, or block around norms, that could be patched;
+            returns whether to patch it.  None (default) patches all.
 
     Returns:
         PatchReport: by path, the patched modules, and the others with the reason; and how calls on a GPU are made.
@@ -43,6 +44,15 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
 
     Raises:
         KernelInputError: the model is not an instance of nn.Module.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> report = fusednorm.patch(model)
+        >>> list(report.patched)
+        ['1']
+        >>> model(torch.randn(8, 64)).shape
+        torch.Size([8, 64])
     """
     _check_model(model)
     patched: dict[str, str] = {}
@@ -67,11 +77,22 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo everything that `patch` did to a model and its modules.
+    """Restore every forward that `patch` replaced in a model and its modules, in place.
+
+    A model that was never patched stays as it is.
+
+    Args:
+        model: an nn.Module on any device.
 
     Raises:
         KernelInputError: the model is not an instance of nn.Module; or other code has wrapped forwards since they
             were patched, and all others are unpatched.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64))
+        >>> report = fusednorm.patch(model)
+        >>> fusednorm.unpatch(model)
     """
     _check_model(model)
     wrapped = []

@@ -13,15 +13,22 @@ _NO_MODEL = (
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The norms of a model, by their paths within it; a module with several paths has its first path.
+    """A report of the norms of a model, by their paths within it.
 
-    A norm is a module whose class is or is named like one, or whose forward names a norm's function.
+    A norm is a module whose class is or is named like one, or whose forward names a norm's function.  A module
+    with several paths has its first path.  `str(report)` is a summary for people.
 
     Attributes:
         patched: for each patched module, the operation as which it is computed.
         skipped: for each module that was not patched, the reason.
-        on_cpu: the number of patched modules with parameters on the CPU.
-        calls: how this process makes repeated calls on a GPU, and why; empty without Triton.
+        on_cpu: the number of patched modules with parameters on the CPU; default 0.
+        calls: how this process makes repeated calls on a GPU, and why; empty (default) without Triton.
+
+    Examples:
+        >>> import torch, fusednorm
+        >>> report = fusednorm.patch(torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.ReLU()))
+        >>> list(report.patched), report.skipped, report.on_cpu
+        (['0'], {}, 1)
     """
 
     patched: dict[str, str]

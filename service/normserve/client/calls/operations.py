@@ -44,26 +44,53 @@ def layer_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """Compute y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
+    """Compute LayerNorm over the last axis on the server.
+
+    y = dropout(act(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual, w = weight + weight_offset.
+    The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
-        x: [..., N], a numpy array or a torch tensor of float32, float16 or bfloat16, as all tensors here.  Or a
-            list of such that share parameters, alike but for the first of at least two axes: then all else that
-            has x's shape is a list as well, and so are the results of that shape.
-        weight, bias: [N], of any of these types; [H, N] where each head of x [..., H, N] has its own.
-        residual: in x's shape, of any of these types; h then comes back as `residual_out`, of the residual's type.
-        eps: 1e-5 by default.
-        weight_offset: 0, or 1 for a weight that is kept around zero; w is weight + weight_offset.
-        activation: "none", "relu", "silu", "gelu" or "gelu_tanh".
-        dropout, seed: probability of a zero, and the seed of the mask, required with it.
-        out_dtype: of y; x's by default. "float8_e4m3fn", of [N] parameters, comes with a `scale` for each row.
-        stats: also return `mean` and `rstd`, [...].
-        layer: a registered layer in place of weight, bias, eps, weight_offset and activation.
-        timeout_ms: the longest wait on the server from arrival to the start of execution.
+        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
+            Or a list of such tensors that share parameters, differ only in the size of the first axis and have at
+            least two axes: then every argument with a value per row is a list, too, and so are such results.
+        weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
+            [..., H, N].
+        bias: [N] or [H, N], any of these dtypes; None (default) for zeros.
+        residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
+            `residual_out`, in the residual's dtype.
+        eps: added to the variance; at least 0; None (default) for 1e-5.
+        weight_offset: 0 (default), or 1 for a weight that is stored around zero.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); 0 by default.
+        seed: int64, determines the mask of dropout, and is required with it.
+        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
+            parameters per head, adds a `scale` per row.  numpy x: needs ml_dtypes for bfloat16 and float8.
+        stats: whether to return `mean` and `rstd`, float32 [...] too; False by default.
+        layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        ForwardResult[T]: y in x's shape; residual_out with a residual; mean and rstd with `stats`; scale, float32
+            [...], with a float8 y; and `timing`.  All are tensors of x's kind, on x's device.
 
     Raises:
-        TypeError: an argument is no array, or of no element type of the API.
-        ClientError: see `normserve.client.errors`.
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x = np.random.rand(8, 1024).astype(np.float32)
+        >>> weight, bias = np.ones(1024, np.float32), np.zeros(1024, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     result = client.layer_norm(x, weight, bias, activation="silu")
+        >>> result.y.shape
+        (8, 1024)
     """
     return _make_forward_call("layer_norm", x, locals())
 
@@ -83,9 +110,51 @@ def rms_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """Compute y = dropout(activation(w * h / sqrt(mean(h^2) + eps))), h = x + residual.
+    """Compute RMSNorm over the last axis on the server.
 
-    Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
+    y = dropout(act(w * h / sqrt(mean(h^2) + eps))), h = x + residual, w = weight + weight_offset.  The method of
+    `AsyncClient` is a coroutine with these arguments, to be awaited.
+
+    Args:
+        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
+            Or a list of such tensors that share parameters, differ only in the size of the first axis and have at
+            least two axes: then every argument with a value per row is a list, too, and so are such results.
+        weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
+            [..., H, N].
+        residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
+            `residual_out`, in the residual's dtype.
+        eps: added to the mean of squares; at least 0; None (default) for 1e-6.
+        weight_offset: 0 (default), or 1 for a weight that is stored around zero.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); 0 by default.
+        seed: int64, determines the mask of dropout, and is required with it.
+        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
+            parameters per head, adds a `scale` per row.  numpy x: needs ml_dtypes for bfloat16 and float8.
+        stats: whether to return `rstd`, float32 [...], too; False by default.
+        layer: name of a registered layer, in place of weight, eps, weight_offset and activation.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        ForwardResult[T]: y in x's shape; residual_out with a residual; rstd with `stats`; scale, float32 [...],
+            with a float8 y; and `timing`.  All are tensors of x's kind, on x's device.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x, weight = np.random.rand(8, 1024).astype(np.float32), np.ones(1024, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     result = client.rms_norm(x, weight, eps=1e-6)
+        >>> result.y.shape
+        (8, 1024)
     """
     return _make_forward_call("rms_norm", x, locals())
 
@@ -109,18 +178,55 @@ def group_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """Do as `layer_norm` over each of `num_groups` groups of channels and all their positions.
+    """Compute GroupNorm over groups of channels on the server.
 
-    Args: as `layer_norm`, and
-        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc".
-        num_groups: divides C; left out only with `layer`.
-        weight, bias: [C].
-        residual: `residual_out` has x's type, whatever the residual's.
-        out_dtype: not float8_e4m3fn.
-        scale, shift: [B, C] in either layout, each sample's own affine step, z * (1 + scale) + shift, after
-            weight and bias.
-        layout: "nchw" or "nhwc".
-        stats: also return `mean` and `rstd`, [B, num_groups].
+    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) / sqrt(var + eps) * weight + bias, h = x + residual,
+    with the mean and the variance of each group of C / num_groups channels in a sample.  The method of
+    `AsyncClient` is a coroutine with these arguments, to be awaited.
+
+    Args:
+        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", float32, float16 or bfloat16: a numpy array,
+            torch tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters,
+            differ only in the size of the first axis and have at least two axes: then every argument with a value
+            per sample is a list, too, and so are such results.
+        num_groups: divides C; None (default) only with `layer`.
+        weight, bias: [C], any of these dtypes; None (default) for ones and zeros.
+        layout: "nchw" (default) or "nhwc": the position of the channel axis in x.
+        residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
+            `residual_out`, in x's dtype.
+        scale, shift: [B, C] in either layout, any of these dtypes; None (default) for zeros.
+        eps: added to the variance; at least 0; None (default) for 1e-5.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout: probability of a zero, in [0, 1); 0 by default.
+        seed: int64, determines the mask of dropout, and is required with it.
+        out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
+            for a numpy x needs ml_dtypes.
+        stats: whether to return `mean` and `rstd`, float32 [B, num_groups], too; False by default.
+        layer: name of a registered layer, in place of num_groups, weight, bias, eps and activation.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        ForwardResult[T]: y in x's shape; residual_out with a residual; mean and rstd with `stats`; and `timing`.
+            All are tensors of x's kind, on x's device.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x = np.random.rand(2, 64, 16, 16).astype(np.float32)
+        >>> weight, bias = np.ones(64, np.float32), np.zeros(64, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     result = client.group_norm(x, 32, weight, bias, activation="silu")
+        >>> result.y.shape
+        (2, 64, 16, 16)
     """
     return _make_forward_call("group_norm", x, locals())
 
@@ -135,22 +241,47 @@ def layer_norm_chain(
     layers: Sequence[str] | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """Compute y = LN_k(... LN_2(LN_1(x))), each `layer_norm` with its own weight and bias, in one pass over x.
+    """Compute up to 8 consecutive LayerNorms over the last axis on the server, in one pass over x.
 
-    The values between two norms stay float32.  There is no backward pass.
+    y = LN_k(... LN_2(LN_1(x))), LN_i(h) = (h - mean(h)) / sqrt(var(h) + eps) * weights[i] + biases[i].  The values
+    between two norms stay float32.  There is no backward pass.  The method of `AsyncClient` is a coroutine with
+    these arguments, to be awaited.
 
     Args:
-        x: [..., N], as of `layer_norm`.
-        weights, biases: of 1 to 8 norms, each [N], of any of these types; None, or a shorter sequence, for norms
-            that have none.  The last norm has one of both.
-        eps: of each norm; 1e-5 by default.
-        out_dtype: of y; x's by default; not float8_e4m3fn.
+        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
+            Or a list of such tensors that differ only in the size of the first axis and have at least two axes;
+            then y is a list, too.
+        weights: of 1 to 8 norms, each [N], any of these dtypes; None, or a shorter sequence, for norms without a
+            weight.  The last norm needs a weight or a bias.
+        biases: of the same norms, each [N], any of these dtypes; None, or a shorter sequence, for norms without a
+            bias.
+        eps: added to each variance; at least 0; None (default) for 1e-5.
+        out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
+            for a numpy x needs ml_dtypes.
         layers: names of registered layers of layer_norm, of one size and eps, in place of weights, biases and eps.
-        timeout_ms: as of `layer_norm`.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        ForwardResult[T]: y in x's shape, a tensor of x's kind, on x's device; and `timing`.
 
     Raises:
-        TypeError: an argument is no array, or of no element type of the API.
-        ClientError: see `normserve.client.errors`.
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x = np.random.rand(8, 1024).astype(np.float32)
+        >>> weight, bias = np.ones(1024, np.float32), np.zeros(1024, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     result = client.layer_norm_chain(x, [weight, weight], [bias])
+        >>> result.y.shape
+        (8, 1024)
     """
     arguments = dict(locals())
     for name, plural in zip(PARAMETERS, ("weights", "biases"), strict=True):
@@ -176,13 +307,53 @@ def layer_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """Compute the gradients of `layer_norm` from dy and all arguments of the forward call.
+    """Compute the gradients of LayerNorm's arguments on the server.
 
-    Args: as `layer_norm`, and
-        dy: the gradient of y, as x.
-        mean, rstd: what forward returned with `stats`; computed anew when left out.
-        dresidual_out: the gradient that reached `residual_out` from elsewhere, in x's shape; added to dx.
-        layer: of one whose parameters are [H, N], hand in the parameters themselves.
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where
+    dz is the gradient before activation and dropout; dweight = sum(dz * x_hat), dbias = sum(dz).  The method of
+    `AsyncClient` is a coroutine with these arguments, to be awaited.
+
+    Args:
+        dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
+        x: the forward call's: [..., N], float32, float16 or bfloat16, a numpy array, torch tensor (of a CPU or a
+            GPU) or `HostTensor`.  A list if forward had one; then each argument with a value per row is a list,
+            too.
+        weight, bias: the forward call's: [N] or [H, N], or None (default).
+        mean, rstd: the forward call's results with `stats`, float32 [...], both or neither; None (default)
+            computes them again.
+        residual: the forward call's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
+        eps: added to the variance; at least 0; None (default) for 1e-5.
+        weight_offset: 0 (default), or 1 for a weight that is stored around zero.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout, seed: the forward call's; 0 and None by default.
+        layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation; one with
+            parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        BackwardResult[T]: dx in x's shape and dtype; dweight and dbias in their parameters' dtypes; dresidual,
+            only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as its
+            argument; gradients of a registered layer's parameters are of x's kind.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x = np.random.rand(8, 1024).astype(np.float32)
+        >>> weight, bias = np.ones(1024, np.float32), np.zeros(1024, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     gradients = client.layer_norm_backward(np.ones_like(x), x, weight, bias)
+        >>> gradients.dx.shape, gradients.dweight.shape
+        ((8, 1024), (1024,))
     """
     return _make_backward_call("layer_norm", x, locals())
 
@@ -203,9 +374,51 @@ def rms_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """Compute the gradients of `rms_norm`.
+    """Compute the gradients of RMSNorm's arguments on the server.
 
-    Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
+    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), x_hat = h * rstd,
+    where dz is the gradient before activation and dropout; dweight = sum(dz * x_hat).  The method of `AsyncClient`
+    is a coroutine with these arguments, to be awaited.
+
+    Args:
+        dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
+        x: the forward call's: [..., N], float32, float16 or bfloat16, a numpy array, torch tensor (of a CPU or a
+            GPU) or `HostTensor`.  A list if forward had one; then each argument with a value per row is a list,
+            too.
+        weight: the forward call's: [N] or [H, N], or None (default).
+        rstd: the forward call's result with `stats`, float32 [...]; None (default) computes it again.
+        residual: the forward call's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
+        eps: added to the mean of squares; at least 0; None (default) for 1e-6.
+        weight_offset: 0 (default), or 1 for a weight that is stored around zero.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout, seed: the forward call's; 0 and None by default.
+        layer: name of a registered layer, in place of weight, eps, weight_offset and activation; one with
+            parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        BackwardResult[T]: dx in x's shape and dtype; dweight in weight's dtype; dresidual, only if the residual's
+            dtype is not x's; and `timing`.  Each is a tensor of the same kind as its argument; gradients of a
+            registered layer's parameters are of x's kind.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x, weight = np.random.rand(8, 1024).astype(np.float32), np.ones(1024, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     gradients = client.rms_norm_backward(np.ones_like(x), x, weight)
+        >>> gradients.dx.shape, gradients.dweight.shape
+        ((8, 1024), (1024,))
     """
     return _make_backward_call("rms_norm", x, locals())
 
@@ -231,9 +444,55 @@ def group_norm_backward(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[BackwardResult[T]]:
-    """Compute the gradients of `group_norm`.
+    """Compute the gradients of GroupNorm's arguments on the server.
 
-    Args: as `group_norm`, and those of `layer_norm_backward`.
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out over groups, f = 1 + scale, g = dz * f *
+    weight, where dz is the gradient before activation and dropout; dshift = sum(dz), dscale = sum(dz * (x_hat *
+    weight + bias)), dbias = sum(dz * f), dweight = sum(dz * f * x_hat).  The method of `AsyncClient` is a
+    coroutine with these arguments, to be awaited.
+
+    Args:
+        dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
+        x: the forward call's: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", a numpy array, torch
+            tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each argument with a value
+            per sample is a list, too.
+        num_groups: divides C; None (default) only with `layer`.
+        weight, bias: the forward call's: [C], or None (default).
+        layout: "nchw" (default) or "nhwc": the position of the channel axis in x.
+        mean, rstd: the forward call's results with `stats`, float32 [B, num_groups], both or neither; None
+            (default) computes them again.
+        residual: the forward call's: x's shape, any of these dtypes, or None (default).
+        dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
+        scale, shift: the forward call's: [B, C], or None (default).
+        eps: added to the variance; at least 0; None (default) for 1e-5.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        dropout, seed: the forward call's; 0 and None by default.
+        layer: name of a registered layer, in place of num_groups, weight, bias, eps and activation.
+        timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
+            (default) for the default limit of the server.
+
+    Returns:
+        BackwardResult[T]: dx in x's shape and dtype, also the gradient of the residual; dweight, dbias, dscale and
+            dshift in their tensors' dtypes; and `timing`.  Each is a tensor of the same kind as its argument;
+            gradients of a registered layer's parameters are of x's kind.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        ValueError: tensors of a list do not fit together, over shared memory.
+        InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
+        UnknownLayerError: no layer of that name is registered.
+        DeadlineExceededError: `timeout_ms` passed before execution began.
+        ClientError: any other failure, after all retries.
+
+    Examples:
+        >>> import numpy as np
+        >>> from normserve.client import Client
+        >>> x = np.random.rand(2, 64, 16, 16).astype(np.float32)
+        >>> weight, bias = np.ones(64, np.float32), np.zeros(64, np.float32)
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     gradients = client.group_norm_backward(np.ones_like(x), x, 32, weight, bias)
+        >>> gradients.dx.shape, gradients.dweight.shape
+        ((2, 64, 16, 16), (64,))
     """
     return _make_backward_call("group_norm", x, locals())
 

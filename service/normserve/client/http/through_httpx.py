@@ -20,7 +20,13 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class SocketTransport(httpx.HTTPTransport):
-    """httpx's own transport with the connection limits of this package's `Client`."""
+    """An httpx transport for an `httpx.Client`, with the connection limits of this package's clients.
+
+    Examples:
+        >>> import httpx
+        >>> from normserve.client import SocketTransport
+        >>> client = httpx.Client(transport=SocketTransport(max_connections=8))
+    """
 
     def __init__(
         self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
@@ -28,20 +34,36 @@ class SocketTransport(httpx.HTTPTransport):
         """Make a transport for an `httpx.Client`.
 
         Args:
-            verify: for https, as in `httpx.HTTPTransport`.
-            max_connections: connections in use at once.
-            uds: the path of a Unix domain socket to connect to, whatever the host in a request's URL.
+            verify: for https: True (default) trusts well-known authorities, False any certificate, an
+                `ssl.SSLContext` its own.
+            max_connections: connections in use at once; default 100.
+            uds: the path of a Unix domain socket to connect to, whatever the host in a request's URL; None
+                (default) connects to that host.
         """
         super().__init__(verify=verify, limits=_make_limits(max_connections), uds=uds)
 
 
 class AsyncSocketTransport(httpx.AsyncHTTPTransport):
-    """`SocketTransport` for an `httpx.AsyncClient`."""
+    """An httpx transport for an `httpx.AsyncClient`, with the connection limits of this package's clients.
+
+    Examples:
+        >>> import httpx
+        >>> from normserve.client import AsyncSocketTransport
+        >>> client = httpx.AsyncClient(transport=AsyncSocketTransport(max_connections=8))
+    """
 
     def __init__(
         self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
     ) -> None:
-        """Args: as `SocketTransport`."""
+        """Make a transport for an `httpx.AsyncClient`.
+
+        Args:
+            verify: for https: True (default) trusts well-known authorities, False any certificate, an
+                `ssl.SSLContext` its own.
+            max_connections: connections in use at once; default 100.
+            uds: the path of a Unix domain socket to connect to, whatever the host in a request's URL; None
+                (default) connects to that host.
+        """
         super().__init__(verify=verify, limits=_make_limits(max_connections), uds=uds)
 
 

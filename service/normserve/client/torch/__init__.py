@@ -6,16 +6,17 @@
     client = Client("unix:///run/normserve.sock")
     norm = LayerNorm(1024, client=client)
 
-Constructors, parameters, state_dict and repr are those of torch's modules, with fusednorm's additions.  The
-parameters belong to the module and go along with each call: an optimizer trains them as any others.
+Constructors, parameters, state_dict and repr are those of torch's modules, with the additional arguments `client`,
+`activation` and, except for GroupNorm, `weight_offset`.  The parameters belong to the module and are sent with each
+call; an optimizer can train them.
 
 - Backward needs x, the parameters and the statistics of forward; they are kept only where gradients may be
   requested.  Second derivatives are refused.
 - Failures are the client's exceptions (`normserve.client.errors`), in backward, too.
-- A copy of a module (`copy.deepcopy`) shares its client.  A pickled module leaves it behind: set `module.client`.
+- A copy of a module (`copy.deepcopy`) shares its client.  A pickled module has none: set `module.client`.
 - For `torch.compile` a module is a graph break; `torch.jit.trace`, which would record the result as a constant, is
   refused.
-- Under autocast a result has the type that torch's module gives it.
+- Under autocast a result has the dtype that torch's module gives it.
 """
 
 from normserve.client.torch.modules import GroupNorm, LayerNorm, RMSNorm

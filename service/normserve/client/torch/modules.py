@@ -59,7 +59,11 @@ class _ServiceModule(nn.Module):
         self._client_holder = _ClientHolder(client)
 
     def extra_repr(self) -> str:
-        """Return torch's text, followed by the options that torch's module does not have."""
+        """Return torch's text, followed by the options that torch's module does not have.
+
+        Returns:
+            str: the text between the parentheses of the module's repr.
+        """
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -81,7 +85,10 @@ class _ServiceRowModule(_ServiceModule):
         _check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """Reset the parameters so that, as in torch, x_hat is multiplied by one: a weight with an offset is 0."""
+        """Reset the parameters so that, as in torch, x_hat is multiplied by one.
+
+        The weight becomes 1 - weight_offset, and the bias 0.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
@@ -98,13 +105,40 @@ class _ServiceRowModule(_ServiceModule):
 
 
 class LayerNorm(_ServiceRowModule, nn.LayerNorm):
-    """A torch.nn.LayerNorm that is computed by the service.
+    """A `torch.nn.LayerNorm` that the service computes, with an activation after the norm.
+
+    y = act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias), with the mean and the biased variance
+    over the last axes.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.LayerNorm`; they are sent with
+    each call.  Tensors may be CPU or GPU tensors.  First derivatives are computed by the server, second ones are
+    refused (RuntimeError).
 
     Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch.nn.LayerNorm has them.
-        client: carries the calls; modules and threads may share one.
-        activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
-        weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
+        normalized_shape: an int or a sequence of ints: the sizes of the last axes, over which the module
+            normalises.
+        eps: added to the variance; default 1e-5.
+        elementwise_affine: whether the module has parameters of normalized_shape; default True.
+        bias: whether there is a bias beside the weight; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        client: a `Client`, which sends the calls; modules and threads may share one.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
+            there.
+
+    Raises:
+        ValueError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        TypeError: client is not a `Client`.
+
+    Examples:
+        >>> import torch
+        >>> from normserve.client import Client
+        >>> from normserve.client.torch import LayerNorm
+        >>> client = Client("http://127.0.0.1:8000")
+        >>> norm = LayerNorm(1024, client=client)
+        >>> norm(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
+        >>> client.close()
     """
 
     def __init__(
@@ -137,23 +171,58 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         def __call__(self, input: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise input [..., *normalized_shape] of float32, float16 or bfloat16 over the last axes.
+        """Normalise the input over its last axes.
+
+        Args:
+            input: [..., *normalized_shape], float32, float16 or bfloat16.
+
+        Returns:
+            Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
 
         Raises:
             ValueError: input or a parameter has other axes.
-            TypeError: input or a parameter is of another type.
-            ClientError: see `normserve.client.errors`.
+            TypeError: input or a parameter has another dtype.
+            ClientError: the server refuses the request or does not respond, after all retries; also in backward.
+            RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
+                call.
         """
         return self._normalise_rows("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
 
 
 class RMSNorm(_ServiceRowModule, nn.RMSNorm):
-    """A torch.nn.RMSNorm that is computed by the service.
+    """A `torch.nn.RMSNorm` that the service computes, with an activation after the norm.
+
+    y = act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), with the mean over the last axes.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.RMSNorm`; they are sent with each
+    call.  Tensors may be CPU or GPU tensors.  First derivatives are computed by the server, second ones are
+    refused (RuntimeError).
 
     Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as torch.nn.RMSNorm has them; eps None is the
-            machine epsilon of float32, in which the service computes.
-        client, activation, weight_offset: as `LayerNorm`.
+        normalized_shape: an int or a sequence of ints: the sizes of the last axes, over which the module
+            normalises.
+        eps: added to the mean of squares; None (default) for the machine epsilon of float32, in which the service
+            computes.
+        elementwise_affine: whether the module has parameters of normalized_shape; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        client: a `Client`, which sends the calls; modules and threads may share one.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
+            there.
+
+    Raises:
+        ValueError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        TypeError: client is not a `Client`.
+
+    Examples:
+        >>> import torch
+        >>> from normserve.client import Client
+        >>> from normserve.client.torch import RMSNorm
+        >>> client = Client("http://127.0.0.1:8000")
+        >>> norm = RMSNorm(1024, client=client)
+        >>> norm(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
+        >>> client.close()
     """
 
     def __init__(
@@ -184,18 +253,59 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """Do as `LayerNorm.forward`."""
+        """Normalise x over its last axes.
+
+        Args:
+            x: [..., *normalized_shape], float32, float16 or bfloat16.
+
+        Returns:
+            Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
+
+        Raises:
+            ValueError: x or a parameter has other axes.
+            TypeError: x or a parameter has another dtype.
+            ClientError: the server refuses the request or does not respond, after all retries; also in backward.
+            RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
+                call.
+        """
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return self._normalise_rows("rms_norm", x, eps, weight=self.weight)
 
 
 class GroupNorm(_ServiceModule, nn.GroupNorm):
-    """A torch.nn.GroupNorm that is computed by the service.
+    """A `torch.nn.GroupNorm` that the service computes, with an activation after the norm.
+
+    y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and the
+    biased variance of each group of channels in a sample.  scale and shift are optional arguments of the call.
+
+    Parameters, their names, state_dict and initial values are those of `torch.nn.GroupNorm`; they are sent with
+    each call.  Tensors may be CPU or GPU tensors.  First derivatives are computed by the server, second ones are
+    refused (RuntimeError).
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype, bias: as torch.nn.GroupNorm has them; bias only where
-            torch's has it (2.13).
-        client, activation: as `LayerNorm`.
+        num_groups: number of groups; it divides num_channels.
+        num_channels: C, the size of the input's second axis.
+        eps: added to the variance; default 1e-5.
+        affine: whether the module has a weight and a bias [C]; default True.
+        device, dtype: of the parameters; None (default) for torch's defaults.
+        bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
+            this argument (2.13).
+        client: a `Client`, which sends the calls; modules and threads may share one.
+        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+
+    Raises:
+        ValueError: activation is none of these, or num_groups does not divide num_channels.
+        TypeError: client is not a `Client`; or bias is False, and torch's GroupNorm does not have it.
+
+    Examples:
+        >>> import torch
+        >>> from normserve.client import Client
+        >>> from normserve.client.torch import GroupNorm
+        >>> client = Client("http://127.0.0.1:8000")
+        >>> norm = GroupNorm(32, 64, client=client)
+        >>> norm(torch.randn(2, 64, 16, 16)).shape
+        torch.Size([2, 64, 16, 16])
+        >>> client.close()
     """
 
     def __init__(
@@ -229,11 +339,21 @@ class GroupNorm(_ServiceModule, nn.GroupNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise input [N, C, *spatial], contiguous or channels-last; the output keeps the layout of the input.
+        """Normalise the input over groups of channels.
 
-        scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
+        Args:
+            input: [N, C, *spatial], float32, float16 or bfloat16; contiguous or channels-last.
+            scale, shift: [N, C], the affine step per sample, y = act(z * (1 + scale) + shift); None (default) for
+                zeros.
 
-        Raises: as `LayerNorm.forward`.
+        Returns:
+            Tensor: in the input's shape, dtype and layout; float32 under CUDA's autocast.
+
+        Raises:
+            TypeError: input, scale, shift or a parameter has another dtype.
+            ClientError: the server refuses the request or does not respond, after all retries; also in backward.
+            RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
+                call.
         """
         x = input
         is_channels_last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
