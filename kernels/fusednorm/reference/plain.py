@@ -131,29 +131,9 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """Compute the forward pass of RMSNorm over the last axis in plain torch, on any device.
+    """Compute y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps).
 
-    y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
-
-    Args:
-        x: [..., cols], float32, float16, bfloat16 or float64; any strides.
-        weight: [cols], any of these dtypes, or None (default) for ones; or [heads, cols] for x [..., heads, cols].
-        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
-        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
-        residual: x's shape, any of these dtypes, or None (default).
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
-        dropout: probability of a zero, in [0, 1); default 0.0.
-        seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype: one of these or float8_e4m3fn; None (default) for x's.
-        stats: whether to return rstd, [...], too; default False.
-        precision: dtype of every sum: torch.float32 or torch.float64; None (default) for float64 if x is float64,
-            else float32.
-
-    Returns:
-        Forward: y and residual_out contiguous; mean is None.
-
-    Raises:
-        KernelInputError: a tensor has a wrong shape, dtype or device, or an option is invalid.
+    Everything else is as in `layer_norm_forward`.
     """
     check_result_dtype(out_dtype, float8=True)
     view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
@@ -178,37 +158,24 @@ def group_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """Compute the forward pass of GroupNorm in plain torch, on any device.
+    """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias.
 
-    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, h = x + residual, with the
-    statistics of each group of C / num_groups channels in a sample.
+    The statistics are those of groups.
 
-    Dropout's row is the sample; its position is the offset inside the sample in memory order, channel first for a
-    contiguous x and channel last for a channels-last x, so the two layouts have different masks.
+    Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
+    for a contiguous x and channel last for a channels-last x, so the two layouts have different masks.
 
     Args:
-        x: [N, C, *spatial], float32, float16, bfloat16 or float64; contiguous or channels-last by its strides;
-            results keep that layout.
-        num_groups: number of groups, an int that divides C.
-        weight: [C], any of these dtypes, or None (default) for ones.
-        bias: [C], any of these dtypes, or None (default) for zeros.
-        eps: added to the variance; at least 0 and finite; default 1e-5.
-        residual: x's shape, any of these dtypes, or None (default).
-        scale, shift: [N, C], or None (default) for zeros: an affine step per sample after the common one.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
-        dropout: probability of a zero, in [0, 1); default 0.0.
-        seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, one of these; None (default) for x's.
-        stats: whether to return mean and rstd, [N, num_groups] each, too; default False.
-        precision: dtype of every sum: torch.float32 or torch.float64; None (default) for float64 if x is float64,
-            else float32.
-
-    Returns:
-        Forward: y and residual_out in x's layout, residual_out in x's dtype.
+        x: [N, C, *spatial], contiguous or channels-last by its strides; results keep that layout.
+        num_groups: divides C.
+        weight: [C], or None for ones.
+        bias: [C], or None for zeros.
+        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, an affine step per sample after the common one.
+        stats: whether to return mean and rstd, [N, num_groups] each.
+        eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
     Raises:
-        KernelInputError: a tensor has a wrong shape, dtype or device, an option is invalid, or num_groups does not
-            divide C.
+        KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
     check_result_dtype(out_dtype, float8=False)
@@ -235,33 +202,20 @@ def layer_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute the gradients of LayerNorm's inputs in plain torch, on any device.
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * w, w = weight + weight_offset, dz
-    = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias; dweight = sum(dz * x_hat) and dbias = sum(dz) over
-    the rows.
+    w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
+    dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
 
     Args:
         dy: the gradient of y, in x's shape, any dtype that x may have.
-        x: the forward pass's x: [..., cols], float32, float16, bfloat16 or float64; any strides.
-        weight, bias: the forward pass's: [cols] or [heads, cols], any of these dtypes, or None (default).
-        eps: added to the variance; at least 0 and finite; default 1e-5.
-        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
-        mean, rstd: the forward pass's, [...], float32 or float64; computed again unless both are passed.
-        residual: x's shape, any of these dtypes, or None (default).
-        dresidual_out: the gradient of residual_out, in x's shape; None (default) for zeros.
-        activation: the forward pass's, by name; default "none".
-        dropout, seed: the forward pass's; defaults 0.0 and None.
-        parameter_gradients: whether to compute dweight and dbias; default True.
-        precision: dtype of every sum: torch.float32 or torch.float64; None (default) for float64 if x is float64,
-            else float32.
-
-    Returns:
-        Backward: dx in x's dtype; dresidual, dweight and dbias in the dtypes of their tensors, None for tensors
-            that are None.
+        mean, rstd: [...], float32 or float64, from the forward pass; computed again unless both are passed.
+        dresidual_out: the gradient of residual_out, in x's shape.
+        parameter_gradients: whether dweight and dbias are wanted.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
     Raises:
-        KernelInputError: a tensor has a wrong shape, dtype or device, or an option is invalid.
+        KernelInputError: as in forward.
     """
     view = _make_rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
@@ -285,33 +239,7 @@ def rms_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute the gradients of RMSNorm's inputs in plain torch, on any device.
-
-    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * w, w = weight + weight_offset, dz = keep /
-    (1 - dropout) * dy * act'(z), z = x_hat * w; dweight = sum(dz * x_hat) over the rows.
-
-    Args:
-        dy: the gradient of y, in x's shape, any dtype that x may have.
-        x: the forward pass's x: [..., cols], float32, float16, bfloat16 or float64; any strides.
-        weight: the forward pass's: [cols] or [heads, cols], any of these dtypes, or None (default).
-        eps: added to the mean of squares; at least 0 and finite; default 1e-6.
-        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
-        rstd: the forward pass's, [...], float32 or float64; None (default) computes it again.
-        residual: x's shape, any of these dtypes, or None (default).
-        dresidual_out: the gradient of residual_out, in x's shape; None (default) for zeros.
-        activation: the forward pass's, by name; default "none".
-        dropout, seed: the forward pass's; defaults 0.0 and None.
-        parameter_gradients: whether to compute dweight; default True.
-        precision: dtype of every sum: torch.float32 or torch.float64; None (default) for float64 if x is float64,
-            else float32.
-
-    Returns:
-        Backward: dx in x's dtype; dresidual and dweight in the dtypes of their tensors, None for tensors that are
-            None.
-
-    Raises:
-        KernelInputError: a tensor has a wrong shape, dtype or device, or an option is invalid.
-    """
+    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
@@ -338,40 +266,11 @@ def group_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute the gradients of GroupNorm's inputs in plain torch, on any device.
+    """Compute `layer_norm_backward` with means over a group; dweight and dbias sum over samples and positions.
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out over groups, f = 1 + scale, g = dz * f *
-    weight, where dz is the gradient before activation and dropout.  dshift = sum(dz) and dscale = sum(dz * (x_hat
-    * weight + bias)) over positions; dbias = sum(dz * f) and dweight = sum(dz * f * x_hat) over samples and
+    With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
     positions.
-
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
-
-    Args:
-        dy: the gradient of y, in x's shape, any dtype that x may have.
-        x: the forward pass's x: [N, C, *spatial], float32, float16, bfloat16 or float64; contiguous or
-            channels-last.
-        num_groups: number of groups, an int that divides C.
-        weight, bias: the forward pass's: [C], any of these dtypes, or None (default).
-        eps: added to the variance; at least 0 and finite; default 1e-5.
-        mean, rstd: the forward pass's, [N, num_groups], float32 or float64; computed again unless both are passed.
-        residual: x's shape, any of these dtypes, or None (default).
-        dresidual_out: the gradient of residual_out, in x's shape; None (default) for zeros.
-        scale, shift: the forward pass's: [N, C], or None (default).
-        activation: the forward pass's, by name; default "none".
-        dropout, seed: the forward pass's; defaults 0.0 and None.
-        parameter_gradients: whether to compute dweight and dbias; default True.
-        precision: dtype of every sum: torch.float32 or torch.float64; None (default) for float64 if x is float64,
-            else float32.
-
-    Returns:
-        Backward: dx in x's dtype and layout, the gradient of both x and residual; dweight, dbias, dscale and
-            dshift in the dtypes of their tensors, None for tensors that are None.
-
-    Raises:
-        KernelInputError: a tensor has a wrong shape, dtype or device, an option is invalid, or num_groups does not
-            divide C.
-        UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
     view = _make_groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()

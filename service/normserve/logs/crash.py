@@ -51,7 +51,7 @@ def log_crash_report(
 
 
 def _read_package_versions() -> dict[str, str]:
-    """Read the versions of packages without importing any: the failure may be in one of them."""
+    """Read the installed versions of packages from their metadata: to import a package could fail again."""
     found = {}
     for name in _PACKAGES:
         try:

@@ -116,7 +116,7 @@ def _describe_unknown_name(name: str, known: Collection[str]) -> str:
 
 
 def suggest_name(name: str, known: Collection[str]) -> str:
-    """Format the end of an error about an unknown name: the closest known name, else all of them."""
+    """Format the end of an error about an unknown name: its closest known name, or all if none is close."""
     closest = difflib.get_close_matches(name[:_MAX_NAMED], known, n=1)
     return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known)}"
 
