@@ -166,7 +166,7 @@ def make_case(
     plan = _plan_forward if kind == "forward" else _plan_backward
     return FingerprintCase(
         f"group_norm {layout} {kind} {SHORT_NAMES[dtype]} "
-        f"{variant.samples}x{sample.groups}x{sample.channels}x{sample.hw} {variant.name}{policy}",
+        f"{variant.samples}x{sample.groups}x{sample.group_channels}x{sample.hw} {variant.name}{policy}",
         partial(plan, dtype, sample, variant),
         unaligned=variant.unaligned,
         may_wait=waits,

@@ -84,10 +84,10 @@ def _list_cooperative(sample: SampleShape, itemsize: int, samples: int) -> list[
 def _list_cooperative_blocks(sample: SampleShape, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:
     """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
     vector = 16 // itemsize
-    if sample.c % vector or count_max_overlaps(sample.channels, vector) > MOST_LABELS:
+    if sample.c % vector or count_max_overlaps(sample.group_channels, vector) > MOST_LABELS:
         return []
     widths = {size // itemsize for size in (64, 128, 256)}
-    widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
+    widths |= {groups * sample.group_channels for groups in range(1, sample.groups + 1)}
     fitting = [
         config
         for columns, warps, resident_warps, chunks, pieces in product(
@@ -147,7 +147,7 @@ def _iterate_splits(sample: SampleShape, itemsize: int) -> Iterator[GroupNormBac
     ]
     work = [
         -(-sample.hw // shape.count_range_positions(itemsize)) * shape.count_range_positions(itemsize)
-        * -(-sample.channels // shape.channels) * shape.channels
+        * -(-sample.group_channels // shape.channels) * shape.channels
         for shape in shapes
     ]  # fmt: skip
     lean = [shape for shape, padded in zip(shapes, work, strict=True) if padded <= 1.03 * min(work)]

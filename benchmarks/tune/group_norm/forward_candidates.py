@@ -112,7 +112,9 @@ def iterate_resident_blocks(sample: SampleShape, itemsize: int, samples: int) ->
         chunks = ceil(sample.hw / tile.rows)
         units = samples * ceil(sample.groups / groups)
         config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
-        if chunks <= 20 and _can_fit_registers(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.runs):
+        if chunks <= 20 and _can_fit_registers(
+            config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.sums_per_thread
+        ):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
             found[config] = (
                 _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
@@ -137,7 +139,7 @@ def iterate_cooperative_blocks(
             members = config.count_members(sample, itemsize)
             # Values that a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
-            sums = _REDUCE_REGISTERS + 5 * tile.runs + 3 * pairs
+            sums = _REDUCE_REGISTERS + 5 * tile.sums_per_thread + 3 * pairs
             if _can_fit_registers(config, config.chunks * (4 if lag == 0 else 8), sums):
                 padding = members * config.chunks * tile.rows / sample.hw
                 found[config] = (
@@ -189,7 +191,7 @@ def _estimate_cost(members: int, units: int, programs_per_sm: int, sm_bytes: int
 
 def _estimate_width_cost(sample: SampleShape, groups: int, lanes: int, itemsize: int) -> float:
     """Lanes of all blocks per column, plus the cost of runs of less than 128 bytes."""
-    nbytes = groups * sample.channels * itemsize
+    nbytes = groups * sample.group_channels * itemsize
     return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
 
 

@@ -395,7 +395,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     differentiated = not observed and is_differentiated(*tensors)
     if x.is_cpu and not observed and residual is None and values[3:6] == _PLAIN and x.numel():
         norm = (
-            plain.try_plain_norm(values, tensors, differentiated) if select_library(values[0], x) is cpu else None
+            plain.try_torch_norm(values, tensors, differentiated) if select_library(values[0], x) is cpu else None
         )
         if norm is not None:
             return norm, None

@@ -13,7 +13,7 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 from fusednorm.tensors.layouts import laid_out
 
 
-def try_plain_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
+def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
     """Compute the norm of x with weight and bias.
 
     The result is None if there are more tensors, or if torch's norm is less accurate.

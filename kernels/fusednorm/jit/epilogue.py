@@ -19,7 +19,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _reciprocal(x):
+def _approximate_reciprocal(x):
     """Compute 1 / x by the hardware's approximation, with an error of 1 ulp."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -29,15 +29,15 @@ def _reciprocal(x):
 @triton.jit
 def sigmoid(z):
     """Compute 1 / (1 + exp(-z))."""
-    return _reciprocal(1.0 + tl.exp2(z * -_LOG2E))
+    return _approximate_reciprocal(1.0 + tl.exp2(z * -_LOG2E))
 
 
 @triton.jit
-def _sigmoid_pair(z):
+def _compute_sigmoid_pair(z):
     """Compute sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
     # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
     e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
-    s = _reciprocal(1.0 + e)
+    s = _approximate_reciprocal(1.0 + e)
     return s, e * s
 
 
@@ -53,19 +53,19 @@ def activate(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # sigmoid(2 u), with the factors of u and of the exponent's base in two constants.
         slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
-        return z * _reciprocal(1.0 + tl.exp2(z * slope))
+        return z * _approximate_reciprocal(1.0 + tl.exp2(z * slope))
     else:
         return z
 
 
 @triton.jit
-def tanh(x):
+def approximate_tanh(x):
     """Compute tanh(x) with a relative error of 2^-11, in one instruction."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Compute `activate` for a result that is rounded to DTYPE.
 
     For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
@@ -73,27 +73,27 @@ def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """
     if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * tanh(half) + half
+        return half * approximate_tanh(half) + half
     elif ACTIVATION == "gelu_tanh" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI) + half
+        return half * approximate_tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI) + half
     else:
         return activate(z, ACTIVATION)
 
 
 @triton.jit
-def activation_derivative(z, ACTIVATION: tl.constexpr):
+def differentiate_activation(z, ACTIVATION: tl.constexpr):
     """Compute act'(z) in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
-        s, rest = _sigmoid_pair(z)
+        s, rest = _compute_sigmoid_pair(z)
         return s + z * (s * rest)
     elif ACTIVATION == "gelu":
         density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
         return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
     elif ACTIVATION == "gelu_tanh":
-        s, rest = _sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI))
+        s, rest = _compute_sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI))
         slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
         return s + z * (s * rest) * slope
     else:
@@ -101,7 +101,7 @@ def activation_derivative(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _random_words(seed, row, quad):
+def _compute_random_words(seed, row, quad):
     """Compute four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
     row = row + tl.zeros(quad.shape, tl.int64)
     c0 = quad.to(tl.uint32)
@@ -111,33 +111,33 @@ def _random_words(seed, row, quad):
 
 
 @triton.jit
-def dropout_keep(seed, row, position, threshold):
+def compute_keep_mask(seed, row, position, threshold):
     """Compute the mask of kept elements, in a tile of any shape.
 
     `position` is each element's index in its row (int64 or int32).
     """
-    w0, w1, w2, w3 = _random_words(seed, row, position // 4)
+    w0, w1, w2, w3 = _compute_random_words(seed, row, position // 4)
     lane = position % 4
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
     return word >= threshold.to(tl.uint32)
 
 
 @triton.jit
-def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Compute `dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on.
+def compute_tile_keep_mask(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Compute `compute_keep_mask` of a [ROWS, COLS] tile from column 4 * first_quad on.
 
     One Philox call serves four elements.
 
     `row` is [ROWS, 1] int64; COLS is a multiple of 4.
     """
     quad = first_quad + tl.arange(0, COLS // 4)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    w0, w1, w2, w3 = _random_words(seed, row, quad)
+    w0, w1, w2, w3 = _compute_random_words(seed, row, quad)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
     return words >= threshold.to(tl.uint32)
 
 
 @triton.jit
-def finish(
+def apply_epilogue(
     y,
     row,
     first_col,
@@ -150,6 +150,6 @@ def finish(
     """Compute activation and dropout of a tile that starts at column `first_col`."""
     y = activate(y, ACTIVATION)
     if DROPOUT:
-        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
+        keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
         y = tl.where(keep, y * dropout_scale, 0.0)
     return y

@@ -109,20 +109,20 @@ COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 
 @triton.jit
-def first_tag(exchange_ptr):
+def load_first_tag(exchange_ptr):
     """Return the tag of this launch's first round."""
     return tl.load(exchange_ptr, volatile=True).to(tl.uint32) + 1
 
 
 @triton.jit
-def slot_of(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
+def locate_slot(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
     """Return the slot to which a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit
-def post(slot_ptr, tag, a, b, c):
+def post_scalars(slot_ptr, tag, a, b, c):
     """Send a, b and c to the other members: float32 scalars held by every thread and written by one.
 
     They are scalars because a tile would be written once for each register that holds a copy of it.
@@ -133,7 +133,7 @@ def post(slot_ptr, tag, a, b, c):
 
 
 @triton.jit
-def collect(slot_ptrs, tag):
+def collect_slots(slot_ptrs, tag):
     """Wait for the values posted to each slot of a 1-D tile in the round `tag`; returns three float32 tiles.
 
     Use the results in 1-D reductions only: the compiler repeats the wait for every other layout that it needs.
@@ -149,15 +149,15 @@ def collect(slot_ptrs, tag):
 
 
 @triton.jit
-def post_tile(slot_ptrs, wanted, tag, a, b, c):
-    """Post tiles as `post` does, to each slot where `wanted`.
+def post_tile(slot_ptrs, mask, tag, a, b, c):
+    """Post tiles as `post_scalars` does, to each slot where `mask`.
 
     Threads that hold copies of an element write equal values.
     """
     tl.inline_asm_elementwise(
         POST_TILE,
         "=r,l,r,r,r,r,r",
-        [slot_ptrs.to(tl.int64), wanted.to(tl.int32), a, b, c, tag],
+        [slot_ptrs.to(tl.int64), mask.to(tl.int32), a, b, c, tag],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -166,7 +166,7 @@ def post_tile(slot_ptrs, wanted, tag, a, b, c):
 
 @triton.jit
 def collect_tile(slot_ptrs, tag):
-    """Collect as `collect` does, for a tile of any rank.
+    """Collect as `collect_slots` does, for a tile of any rank.
 
     The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
     every layout in which the results are used.
@@ -176,21 +176,21 @@ def collect_tile(slot_ptrs, tag):
     c = tl.zeros(slot_ptrs.shape, tl.float32)
     turn = tag
     while turn == tag:
-        a, b, c = collect(slot_ptrs, tag)
+        a, b, c = collect_slots(slot_ptrs, tag)
         turn += 1
     return a, b, c
 
 
 @triton.jit
-def post_pairs(slot_ptrs, wanted, tag, a, b):
-    """Post a and b to each slot of a tile where `wanted`.
+def post_pairs(slot_ptrs, mask, tag, a, b):
+    """Post a and b to each slot of a tile where `mask`.
 
     Threads that hold copies of an element write equal values.
     """
     tl.inline_asm_elementwise(
         POST_PAIR,
         "=r,l,r,r,r,r",
-        [slot_ptrs.to(tl.int64), wanted.to(tl.int32), a, b, tag],
+        [slot_ptrs.to(tl.int64), mask.to(tl.int32), a, b, tag],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -220,11 +220,11 @@ def collect_pairs(slot_ptrs, tag):
 
 
 @triton.jit
-def leave(exchange_ptr, last_tag):
+def end_exchange(exchange_ptr, last_tag):
     """Store the highest tag if this program is the last to finish; `last_tag` is equal in all programs."""
     # Relaxed is sufficient: this launch has already read the tag, and the next launch starts after this one has
     # ended.
-    left = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")
-    if left == tl.num_programs(0) - 1:
+    finished = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")
+    if finished == tl.num_programs(0) - 1:
         tl.store(exchange_ptr + 1, 0)
         tl.store(exchange_ptr, last_tag.to(tl.int64))

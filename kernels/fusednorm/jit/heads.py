@@ -17,19 +17,19 @@ import triton.language as tl
 
 
 @triton.jit
-def programs_of_head(HEADS: tl.constexpr):
+def locate_program_in_head(HEADS: tl.constexpr):
     """Return this program's index and number among its head's programs, its head, and the number of heads."""
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
     else:
         # Programs that start together process the heads of the same tokens, which are adjacent in memory.
         heads = tl.num_programs(1)
-        place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        return place // heads, tl.num_programs(0), place % heads, heads
+        index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        return index // heads, tl.num_programs(0), index % heads, heads
 
 
 @triton.jit
-def row_of_token(token, head, heads, HEADS: tl.constexpr):
+def compute_row_index(token, head, heads, HEADS: tl.constexpr):
     """Compute the index of the row of a token and a head; `token` is int64."""
     if HEADS == "none":
         return token
@@ -38,7 +38,7 @@ def row_of_token(token, head, heads, HEADS: tl.constexpr):
 
 
 @triton.jit
-def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
+def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
     """Compute the offset of a row in elements.
 
     `stride` (int64) is between tokens for "shared" and "own", else between rows.
@@ -50,7 +50,7 @@ def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
 
 
 @triton.jit
-def parameter_start(head, cols, HEADS: tl.constexpr):
+def compute_parameter_offset(head, cols, HEADS: tl.constexpr):
     """Compute the offset of this head's parameters in weight and bias, in elements."""
     if HEADS == "own" or HEADS == "own_uniform":
         return head.to(tl.int64) * cols

@@ -11,7 +11,7 @@ def load_masked(ptr, at, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
+def load_residual_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
     """Load x, or x + residual, in float32; masked elements are 0."""
     h = load_masked(x_ptr, at, mask, EVICT)
     if residual_ptr is not None:
@@ -20,7 +20,7 @@ def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def column_mask(col, cols, EVEN: tl.constexpr):
+def make_column_mask(col, cols, EVEN: tl.constexpr):
     """Compute the mask of existing columns; if every block is full (EVEN), a constant that the compiler removes."""
     if EVEN:
         return tl.full(col.shape, True, tl.int1)
@@ -29,7 +29,7 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def unaligned_zero(cols, NARROW: tl.constexpr):
+def make_unaligned_zero(cols, NARROW: tl.constexpr):
     """Return 0; if accesses are NARROW, a 0 that the compiler cannot prove to be aligned.
 
     If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread would hold
@@ -42,7 +42,7 @@ def unaligned_zero(cols, NARROW: tl.constexpr):
 
 
 @triton.jit
-def widened(value):
+def widen(value):
     """Convert a tile to float32.
 
     For bfloat16 this takes one instruction per element; the compiler's own conversion takes three instructions per
@@ -72,7 +72,7 @@ def widened(value):
 
 
 @triton.jit
-def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
+def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
     """Compute the factor of x_hat: weight + WEIGHT_OFFSET, or weight itself without an offset."""
     if WEIGHT_OFFSET == 0.0:
         return weight
@@ -81,19 +81,19 @@ def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
+def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
     """Load x, or x + residual, in float32; masked lanes are 0."""
-    h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
+    h = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
-        h += widened(residual)
+        h += widen(residual)
     return h
 
 
 @triton.jit
-def chunk_of(chunks, residuals, i: tl.constexpr):
+def add_residual_chunk(chunks, residuals, i: tl.constexpr):
     """Return chunk i of h in float32."""
-    h = widened(chunks[i])
+    h = widen(chunks[i])
     if len(residuals) > 0:
-        h += widened(residuals[i])
+        h += widen(residuals[i])
     return h

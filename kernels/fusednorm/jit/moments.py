@@ -8,12 +8,12 @@ deviations from zero, the rounding errors of several sets' means would be a part
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import column_mask, load_rows
-from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
+from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
+from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
 
 
 @triton.jit
-def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
+def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
     """Compute pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks.
 
     There are `count` columns in all.
@@ -58,27 +58,27 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 
 @triton.jit
-def share_of_mean(count, mean, rest, total):
+def compute_mean_term(count, mean, rest, total):
     """Compute a set's term of the rough mean of all sets.
 
     The sum of these terms is equal in all threads.
     """
-    return rounded_product(count / total + tl.zeros_like(mean), mean + rest)
+    return multiply_rounded(count / total + tl.zeros_like(mean), mean + rest)
 
 
 @triton.jit
-def about_rough_mean(rough, count, mean, rest, square):
+def convert_moments_to_sums(rough, count, mean, rest, square):
     """Compute a set's sums of x - rough and of (x - rough)^2 from its moments; its mean is mean + rest.
 
     The former is not contracted into an addition either, so that a sum of them is the same in all threads.
     """
     delta = (mean - rough) + rest
-    weighted = rounded_product(count + tl.zeros_like(delta), delta)
+    weighted = multiply_rounded(count + tl.zeros_like(delta), delta)
     return weighted, square + weighted * delta
 
 
 @triton.jit
-def about_mean(total, sum_1, sum_2):
+def convert_sums_to_moments(total, sum_1, sum_2):
     """Compute `rest` of the mean and the sum of squares about the mean, from sums about `rough`.
 
     `sum_1` and `sum_2` are the sums of x - rough and of (x - rough)^2.
@@ -99,15 +99,15 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
         count: the number of values of each set, float32; a set of none has the mean, rest and square 0.
         total: the number of values of all sets, float32.
     """
-    rough = tl.sum(share_of_mean(count, mean, rest, total), AXIS, keep_dims=True)
-    sum_1, sum_2 = about_rough_mean(rough, count, mean, rest, square)
+    rough = tl.sum(compute_mean_term(count, mean, rest, total), AXIS, keep_dims=True)
+    sum_1, sum_2 = convert_moments_to_sums(rough, count, mean, rest, square)
     sum_1, sum_2 = sum_pair(sum_1, sum_2, AXIS)
-    rest, square = about_mean(total, sum_1, sum_2)
+    rest, square = convert_sums_to_moments(total, sum_1, sum_2)
     return rough, rest, square
 
 
 @triton.jit
-def lane_moments(pivot, sum_1, sum_2, count, n):
+def compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n):
     """Compute the mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
@@ -120,9 +120,9 @@ def lane_moments(pivot, sum_1, sum_2, count, n):
         n: float32, the number of values in the row.
     """
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(rounded_product(count, pivot + lane_shift), 0, keep_dims=True) / n
+    rough = tl.sum(multiply_rounded(count, pivot + lane_shift), 0, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
-    weighted = rounded_product(count, delta)
+    weighted = multiply_rounded(count, delta)
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
     shift, square = sum_pair(weighted, square, 0)
     shift = shift / n
@@ -131,7 +131,7 @@ def lane_moments(pivot, sum_1, sum_2, count, n):
 
 
 @triton.jit
-def sweep_moments(
+def compute_row_moments(
     x_ptr,
     residual_ptr,
     x_row,
@@ -152,33 +152,33 @@ def sweep_moments(
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     n = cols.to(tl.float32)
-    mask = column_mask(col, cols, EVEN)
-    h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last")
+    mask = make_column_mask(col, cols, EVEN)
+    h = load_row_residual_sum(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last")
     first_count = tl.sum(mask.to(tl.float32), 1, keep_dims=True)
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
         pivot = sum_1
-        sum_2 = tl.sum(multiply_terms(h, h), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_sum_terms(h, h), 1, keep_dims=True)
     else:
         pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
         d = h - pivot
         if not EVEN:
             d = tl.where(mask, d, 0.0)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 = tl.sum(multiply_terms(d, d), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
     count = first_count
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
-        mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+        mask = make_column_mask(at, cols, EVEN)
+        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
         if IS_RMS:
-            sum_2 += tl.sum(multiply_terms(h, h), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_sum_terms(h, h), 1, keep_dims=True)
         else:
             d = h - pivot
             if not EVEN:
                 d = tl.where(mask, d, 0.0)
             sum_1 += tl.sum(d, 1, keep_dims=True)
-            sum_2 += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
             count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
 
     if IS_RMS:
@@ -186,5 +186,5 @@ def sweep_moments(
         shift = tl.zeros((1, 1), tl.float32)
         variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n)
+        rough, shift, variance = compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n)
     return rough, shift, variance

@@ -1,18 +1,18 @@
 """Pieces of rows that stay in registers in the dtype that they have in memory: loads, moments, stores.
 
-A 16-bit piece needs half the registers of its float32 values; it is converted again each time it is used.
+A 16-bit fragment needs half the registers of its float32 values; it is converted again each time it is used.
 """
 
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import finish
-from fusednorm.jit.loads import chunk_of, column_mask, offset_weight, widened
-from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
+from fusednorm.jit.epilogue import apply_epilogue
+from fusednorm.jit.loads import add_residual_chunk, add_weight_offset, make_column_mask, widen
+from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
 
 
 @triton.jit
-def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+def merge_equal_sets(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
     """Merge the moments of two sets of equal size by Chan's formula, for a reduction whose tree is full.
 
     Within a thread the compiler merges one element after another, so a thread may hold at most two elements.
@@ -26,8 +26,8 @@ def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, squ
 
 
 @triton.jit
-def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """Merge the moments of two sets of any size as `merge_even` does; a set may be empty."""
+def merge_sets(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
+    """Merge the moments of two sets of any size as `merge_equal_sets` does; a set may be empty."""
     count = count_a + count_b
     delta = (mean_b - mean_a) + (shift_b - shift_a)
     share = count_b / tl.maximum(count, 1.0)
@@ -40,8 +40,8 @@ def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b
 
 
 @triton.jit
-def load_piece(
-    ptr, start, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+def load_fragment(
+    ptr, start, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """Load CHUNKS chunks of BLOCK_N columns from ptr + start on, in memory's dtype: a tuple of [lanes, GROUP].
@@ -52,7 +52,7 @@ def load_piece(
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
-            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
+            mask = make_column_mask(col + i * BLOCK_N, fragment_cols, i < FULL)
             chunks = chunks + (
                 tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
             )
@@ -60,40 +60,41 @@ def load_piece(
 
 
 @triton.jit
-def write_sums(
-    chunks, residuals, residual_out_ptr, at, piece_cols,
+def store_residual_sum(
+    chunks, residuals, residual_out_ptr, at, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write h = x + residual of a piece, `at` elements after residual_out_ptr, unless that pointer is None."""
+    """Write h = x + residual of a fragment, `at` elements after residual_out_ptr, unless that pointer is None."""
     if residual_out_ptr is not None:
         col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         for i in tl.static_range(len(chunks)):
-            mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
-            h = chunk_of(chunks, residuals, i).to(residual_out_ptr.dtype.element_ty)
+            mask = make_column_mask(col + i * BLOCK_N, fragment_cols, i < FULL)
+            h = add_residual_chunk(chunks, residuals, i).to(residual_out_ptr.dtype.element_ty)
             tl.store(residual_out_ptr + at + i * BLOCK_N + col, h, mask=mask)
 
 
 @triton.jit
-def _distance(
-    chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
+def _subtract_mean(
+    chunks, residuals, i: tl.constexpr, mean, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute chunk i of h - mean, or of h for RMSNorm; 0 past the piece's end."""
-    d = chunk_of(chunks, residuals, i)
+    """Compute chunk i of h - mean, or of h for RMSNorm; 0 past the fragment's end."""
+    d = add_residual_chunk(chunks, residuals, i)
     if not IS_RMS:
         d = d - mean
         if i >= FULL:
             col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            d = tl.where(col + i * BLOCK_N < piece_cols, d, 0.0)
+            d = tl.where(col + i * BLOCK_N < fragment_cols, d, 0.0)
     return d
 
 
 @triton.jit
-def piece_moments(
-    chunks, residuals, piece_cols,
+def compute_lane_moments(
+    chunks, residuals, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
+    """Count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1]; the lane's mean is mean +
+    shift.
 
     The squares are about that mean.  They are computed from sums about the mean of the lane's first chunk: a pivot
     from the lane's own values is near its mean in relation to the lane's spread.  For RMSNorm mean and shift are 0,
@@ -109,28 +110,28 @@ def piece_moments(
         first_count += GROUP
         count += len(chunks) * GROUP
     else:
-        left = piece_cols - tl.arange(0, lanes)[:, None] * GROUP
+        left = fragment_cols - tl.arange(0, lanes)[:, None] * GROUP
         first_count += tl.minimum(tl.maximum(left, 0), GROUP).to(tl.float32)
         for i in tl.static_range(len(chunks)):
             count += tl.minimum(tl.maximum(left - i * BLOCK_N, 0), GROUP).to(tl.float32)
     if not IS_RMS:
-        first = tl.sum(chunk_of(chunks, residuals, 0), 1, keep_dims=True)
+        first = tl.sum(add_residual_chunk(chunks, residuals, 0), 1, keep_dims=True)
         # The subtraction must use the rounded mean that is returned: a contracted product would be unrounded.
-        mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0))
+        mean = multiply_rounded(first, 1.0 / tl.maximum(first_count, 1.0))
     for i in tl.static_range(len(chunks)):
-        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
+        d = _subtract_mean(chunks, residuals, i, mean, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:
             shift += tl.sum(d, 1, keep_dims=True)
-        square += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
+        square += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
     if not IS_RMS:
         inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        shift = rounded_product(shift, inverse)
+        shift = multiply_rounded(shift, inverse)
     return count, mean, shift, square
 
 
 @triton.jit
-def _standardised(h, mean, rest, rstd):
+def _standardise(h, mean, rest, rstd):
     """Compute (h - mean) * rstd - rest.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
@@ -147,30 +148,30 @@ def _standardised(h, mean, rest, rstd):
 
 
 @triton.jit
-def write_chunk(
-    h, weights, biases, i: tl.constexpr, y_ptr, y_at, piece_cols, row, first_col,
+def store_normalised_chunk(
+    h, weights, biases, i: tl.constexpr, y_ptr, y_at, fragment_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y of chunk i of a piece that starts at column `first_col`, `y_at` elements after y_ptr.
+    """Write y of chunk i of a fragment that starts at column `first_col`, `y_at` elements after y_ptr.
 
     weights and biases are tuples of one chunk in the dtype of memory, or empty.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
-    mask = column_mask(at, piece_cols, i < FULL)
+    mask = make_column_mask(at, fragment_cols, i < FULL)
     if IS_RMS:
         y = h * rstd
     else:
-        y = _standardised(h, mean, shift * rstd, rstd)
+        y = _standardise(h, mean, shift * rstd, rstd)
     if len(weights) > 0:
-        y = y * offset_weight(widened(weights[0]), WEIGHT_OFFSET)
+        y = y * add_weight_offset(widen(weights[0]), WEIGHT_OFFSET)
     if len(biases) > 0:
-        y = y + widened(biases[0])
+        y = y + widen(biases[0])
     if ACTIVATION != "none" or DROPOUT:
         y = tl.reshape(y, (1, BLOCK_N))
-        y = finish(
+        y = apply_epilogue(
             y,
             row,
             first_col + i * BLOCK_N,
@@ -185,68 +186,70 @@ def write_chunk(
 
 
 @triton.jit
-def write_piece(
+def store_normalised_fragment(
     chunks, residuals, weight_ptr, bias_ptr, parameter_at,
-    y_ptr, y_at, piece_cols, row, first_col,
+    y_ptr, y_at, fragment_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write every chunk by `write_chunk`; the parameters, from `parameter_at` on, are loaded one chunk ahead."""
+    """Write every chunk by `store_normalised_chunk`; the parameters, from `parameter_at` on, are loaded one chunk
+    ahead.
+    """
     # An eviction hint adds five instructions to an access: too many for narrow ones.
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
-    weights = load_piece(weight_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
-    biases = load_piece(bias_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    weights = load_fragment(weight_ptr, parameter_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    biases = load_fragment(bias_ptr, parameter_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
     for i in tl.static_range(len(chunks)):
         these_weights = weights
         these_biases = biases
         if i + 1 < len(chunks):
             at = (i + 1) * BLOCK_N
-            left = piece_cols - at
-            weights = load_piece(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
-            biases = load_piece(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
-        write_chunk(
-            chunk_of(chunks, residuals, i), these_weights, these_biases, i, y_ptr, y_at,
-            piece_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+            left = fragment_cols - at
+            weights = load_fragment(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+            biases = load_fragment(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+        store_normalised_chunk(
+            add_residual_chunk(chunks, residuals, i), these_weights, these_biases, i, y_ptr, y_at,
+            fragment_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
             FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
         )  # fmt: skip
 
 
 @triton.jit
-def total_moments(count, mean, shift, square, EVEN: tl.constexpr):
+def reduce_lane_moments(count, mean, shift, square, EVEN: tl.constexpr):
     """Compute the mean, shift and sum of squares of all lanes together, as scalars.
 
     The arguments are [lanes, 1].
     """
     if EVEN:
-        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_equal_sets, keep_dims=True)
     else:
-        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge, keep_dims=True)
+        _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_sets, keep_dims=True)
     return tl.sum(mean), tl.sum(shift), tl.sum(square)
 
 
 @triton.jit
-def _whole_moments(
-    chunks, residuals, piece_cols,
+def _compute_two_pass_moments(
+    chunks, residuals, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, shift and sum of squares of a piece, as scalars, in two passes over the registers.
+    """Compute mean, shift and sum of squares of a fragment, as scalars, in two passes over the registers.
 
     For narrow accesses, where every element is a lane of its own: merging that many moments would cost more.
     """
-    n = piece_cols.to(tl.float32)
+    n = fragment_cols.to(tl.float32)
     mean = 0.0
     if not IS_RMS:
-        total = chunk_of(chunks, residuals, 0)
+        total = add_residual_chunk(chunks, residuals, 0)
         for i in tl.static_range(1, len(chunks)):
-            total += chunk_of(chunks, residuals, i)
+            total += add_residual_chunk(chunks, residuals, i)
         mean = tl.sum(total) / n
     shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
+        d = _subtract_mean(chunks, residuals, i, mean, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:
             shifts += d
         squares += d * d
@@ -262,17 +265,21 @@ def _whole_moments(
 
 
 @triton.jit
-def moments_of_piece(
-    chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+def compute_fragment_moments(
+    chunks, residuals, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NARROW: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, shift and sum of squares of a piece, as scalars.
+    """Compute mean, shift and sum of squares of a fragment, as scalars.
 
     The squares are about the true mean, mean + shift.
     """
     if NARROW:
-        mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
+        mean, shift, square = _compute_two_pass_moments(
+            chunks, residuals, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS
+        )
     else:
-        count, means, shifts, squares = piece_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
-        mean, shift, square = total_moments(count, means, shifts, squares, len(chunks) == FULL)
+        count, means, shifts, squares = compute_lane_moments(
+            chunks, residuals, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS
+        )
+        mean, shift, square = reduce_lane_moments(count, means, shifts, squares, len(chunks) == FULL)
     return mean, shift, square

@@ -63,7 +63,7 @@ TOUCH: tl.constexpr = tl.constexpr(_TOUCH)
 
 
 @triton.jit
-def touch(ptr, count):
+def prefetch_lines(ptr, count):
     """Prefetch roughly `count` elements from `ptr` on into L2, for any address; at most one line per thread."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(TOUCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
@@ -91,7 +91,7 @@ TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
 
 
 @triton.jit
-def touch_rows(ptr, rows, stride, width):
+def prefetch_row_lines(ptr, rows, stride, width):
     """Prefetch `rows` rows of `width` elements (up to 256 bytes), `stride` elements apart, into L2."""
     SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(

@@ -19,19 +19,19 @@ def sum_pair(a, b, AXIS: tl.constexpr):
 
 
 @triton.jit
-def total_pair(a, b):
+def sum_pair_to_scalars(a, b):
     """Compute the sums of all of a and of all of b, both 1-D, as scalars, in one tree."""
     return tl.reduce((a, b), 0, _add_pairs)
 
 
 @triton.jit
-def rounded_product(a, b):
+def multiply_rounded(a, b):
     """Compute a * b, rounded; never contracted into an addition.
 
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
     a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
     Where lanes write their copies of a sum to one place, the result would then be any of them.  This product is for
-    sums over lanes that hold one term each; `multiply_terms` is for lanes that may hold several.
+    sums over lanes that hold one term each; `multiply_sum_terms` is for lanes that may hold several.
     """
     return tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -39,10 +39,10 @@ def rounded_product(a, b):
 
 
 @triton.jit
-def multiply_terms(a, b):
+def multiply_sum_terms(a, b):
     """Multiply a and b, the terms of a sum along the last axis, so that the sum is equal in all threads.
 
-    Only the first product is a `rounded_product`.  If a thread holds full rows, it starts with that one and adds
+    Only the first product is a `multiply_rounded`.  If a thread holds full rows, it starts with that one and adds
     the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the compiler does not
     know which of them has the first, and contracts no product into the addition of another thread's.
     """
@@ -50,15 +50,15 @@ def multiply_terms(a, b):
     place = tl.arange(0, product.shape[len(product.shape) - 1])
     for _ in tl.static_range(len(product.shape) - 1):
         place = tl.expand_dims(place, 0)
-    return tl.where(place == 0, rounded_product(a, b), product)
+    return tl.where(place == 0, multiply_rounded(a, b), product)
 
 
 @triton.jit
-def _larger(a, b):
+def _select_larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def maximum(a, AXIS: tl.constexpr):
+def reduce_maximum(a, AXIS: tl.constexpr):
     """Compute the largest value of a along AXIS, keeping the axis; NaN if any element is NaN, unlike `tl.max`."""
-    return tl.reduce(a, AXIS, _larger, keep_dims=True)
+    return tl.reduce(a, AXIS, _select_larger, keep_dims=True)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def load_tile(
     chunks = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = column_mask(col, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "")
+        col_mask = make_column_mask(col, cols, EVEN)
+        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "")
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         chunks = chunks + (h,)
@@ -31,7 +31,7 @@ def load_tile(
 
 
 @triton.jit
-def normalised(
+def normalise(
     h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def normalised(
     else:
         y = (h - rough) * rstd - shift * rstd
     if weight_ptr is not None:
-        y = y * offset_weight(widened(tl.load(weight_ptr + at, mask=mask, other=0.0)), WEIGHT_OFFSET)
+        y = y * add_weight_offset(widen(tl.load(weight_ptr + at, mask=mask, other=0.0)), WEIGHT_OFFSET)
     if bias_ptr is not None:
-        y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0))
+        y = y + widen(tl.load(bias_ptr + at, mask=mask, other=0.0))
     return y

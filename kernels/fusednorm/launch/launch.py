@@ -112,7 +112,7 @@ def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
     Accesses have `width` bytes if the arrays start at multiples of 16.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
-    reduction tree of `merge_even` is not full.
+    reduction tree of `merge_equal_sets` is not full.
     """
     return width == 16 and all(array is None or array.is_aligned for array in arrays)
 
@@ -127,5 +127,5 @@ def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool)
 
 
 def count_full_range_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """Compute FULL for programs that have slabs of `chunks` chunks each: `chunks` or 0."""
+    """Compute FULL for programs that have ranges of `chunks` chunks each: `chunks` or 0."""
     return chunks if lane_a_thread and length % (chunks * block) == 0 else 0

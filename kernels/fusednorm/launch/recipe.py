@@ -46,19 +46,20 @@ class PreparedLaunch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchTemplate:
-    """Launches over tensors that start at multiples of 16 bytes.
+    """The launches of one call, prepared to be repeated with other tensors, of which only the addresses are needed.
 
-    Parameters are selected from one list: the addresses of the tensors, of the launches' own memory at `offsets`,
-    and of workspaces; the number of rows and the number of programs of each of `rules`; then, at
-    `first_constant_slot`, `constants`; then a tuple for each of `tuples`, which contain the positions of their
-    items.
+    Tensors start at multiples of 16 bytes.  A repetition makes one list, from which each launch selects its
+    kernel's parameters by index.  The list has, in this order: the addresses of the tensors; the addresses of
+    arrays in the launches' own scratch memory, at `offsets`; the addresses of workspaces; if there are `rules`, the
+    number of rows and the number of programs by each rule; `constants`, which start at index `first_constant_slot`;
+    and a tuple for each of `tuples`, with the items of the list at the given indices.
 
     Attributes:
         device: the device of the launches, with its `device_index`.
         scratch_words: float32 elements of the launches' own memory, allocated by the empty tensor `empty_tensor`.
         workspaces: words and purpose of each.
-        rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows; empty
-            if the number of rows is fixed.
+        rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows; empty if
+            the number of rows is fixed.
         launches: the launches, in order.
     """
 
@@ -76,10 +77,16 @@ class LaunchTemplate:
 
     @classmethod
     def from_launches(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
-        """Make the template of executed launches; None if there is none for tensors at multiples of 16 bytes.
+        """Make a template that repeats launches with other tensors, from launches that have run once.
 
         Args:
-            tensors: the inputs and results by name; the launches run on the first one's device.
+            launches: all launches of one call, in order.
+            tensors: the call's inputs and results, by the names that the launches' arrays have for their memory;
+                the launches run on the first one's device.
+
+        Returns:
+            The template, or None if a tensor does not start at a multiple of 16 bytes, or if a kernel has not been
+            launched on this device before.
         """
         if any(tensor.data_ptr() % 16 for tensor in tensors.values()):
             return None

@@ -10,13 +10,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fusednorm.jit.epilogue import _reciprocal as reciprocal_of
-from fusednorm.jit.epilogue import tanh
-from fusednorm.jit.exchange import collect, first_tag, post, slot_of
-from fusednorm.jit.loads import widened
-from fusednorm.jit.pieces import _standardised as standardised
-from fusednorm.jit.pieces import total_moments
-from fusednorm.jit.reductions import maximum, rounded_product, sum_pair, total_pair
+from fusednorm.jit.epilogue import _approximate_reciprocal as reciprocal_of
+from fusednorm.jit.epilogue import approximate_tanh
+from fusednorm.jit.exchange import collect_slots, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.loads import widen
+from fusednorm.jit.pieces import _standardise as standardised
+from fusednorm.jit.pieces import reduce_lane_moments
+from fusednorm.jit.reductions import multiply_rounded, reduce_maximum, sum_pair, sum_pair_to_scalars
 
 from tests import inline_assembly
 
@@ -33,13 +33,13 @@ def _compute_kernel(result_ptr, a_ptr, b_ptr, c_ptr, d_ptr, STATEMENT: tl.conste
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + at)
     if STATEMENT == "multiply":
-        result = rounded_product(a, tl.load(b_ptr + at))
+        result = multiply_rounded(a, tl.load(b_ptr + at))
     elif STATEMENT == "widen":
-        result = widened(a)
+        result = widen(a)
     elif STATEMENT == "reciprocal":
         result = reciprocal_of(a)
     elif STATEMENT == "tanh":
-        result = tanh(a)
+        result = approximate_tanh(a)
     else:
         result = standardised(a, tl.load(b_ptr + at), tl.load(d_ptr + at), tl.load(c_ptr + at))
     tl.store(result_ptr + at, result)
@@ -144,12 +144,12 @@ def test_unknown_assembly_is_refused(device):
 def _waiting_kernel(exchange_ptr, result_ptr, POSTS: tl.constexpr):
     program = tl.program_id(0)
     other = (program + 1) % tl.num_programs(0)
-    tag = first_tag(exchange_ptr)
+    tag = load_first_tag(exchange_ptr)
     if POSTS:
         a = program.to(tl.float32)
-        post(slot_of(exchange_ptr, 0, tag, program, tl.num_programs(0), 1), tag, a, a + 0.5, -a)
-    slot = slot_of(exchange_ptr, 0, tag, other, tl.num_programs(0), 1)
-    a, b, c = collect(slot + tl.zeros((1,), tl.int32), tag)
+        post_scalars(locate_slot(exchange_ptr, 0, tag, program, tl.num_programs(0), 1), tag, a, a + 0.5, -a)
+    slot = locate_slot(exchange_ptr, 0, tag, other, tl.num_programs(0), 1)
+    a, b, c = collect_slots(slot + tl.zeros((1,), tl.int32), tag)
     tl.store(result_ptr + program, tl.sum(a + b + c))
 
 
@@ -186,7 +186,7 @@ def _sums_kernel(a_ptr, b_ptr, result_ptr, AXIS: tl.constexpr):
     tl.store(result_ptr + place, tl.reshape(a, (count,)))
     tl.store(result_ptr + COLS + place, tl.reshape(b, (count,)))
     flat = tl.arange(0, ROWS * COLS)
-    total_a, total_b = total_pair(tl.load(a_ptr + flat), tl.load(b_ptr + flat))
+    total_a, total_b = sum_pair_to_scalars(tl.load(a_ptr + flat), tl.load(b_ptr + flat))
     tl.store(result_ptr + 2 * COLS, total_a)
     tl.store(result_ptr + 2 * COLS + 1, total_b)
 
@@ -207,7 +207,7 @@ def test_sums_of_whole_numbers_are_exact(where, axis, device):
 def _maximum_kernel(a_ptr, result_ptr):
     row = tl.arange(0, ROWS)[:, None]
     a = tl.load(a_ptr + row * COLS + tl.arange(0, COLS)[None, :])
-    tl.store(result_ptr + row, maximum(a, 1))
+    tl.store(result_ptr + row, reduce_maximum(a, 1))
 
 
 @everywhere
@@ -226,7 +226,7 @@ def _moments_kernel(count_ptr, mean_ptr, shift_ptr, square_ptr, result_ptr, EVEN
     count, mean, shift, square = (
         tl.load(count_ptr + lane), tl.load(mean_ptr + lane), tl.load(shift_ptr + lane), tl.load(square_ptr + lane)
     )  # fmt: skip
-    mean, shift, square = total_moments(count, mean, shift, square, EVEN)
+    mean, shift, square = reduce_lane_moments(count, mean, shift, square, EVEN)
     tl.store(result_ptr, mean + shift)
     tl.store(result_ptr + 1, square)
 

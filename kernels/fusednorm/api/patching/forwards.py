@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from fusednorm.api.autocast import casts_to_float32
 from fusednorm.api.autograd import rms_norm
-from fusednorm.api.patching.patched import ForwardReplacement, PatchedForward, is_plain_tensor
+from fusednorm.api.patching.patched import ForwardReplacement, PatchedForward, is_unwrapped_tensor
 from fusednorm.api.patching.recognise import ProbedProperties, get_input_name, recognise_norm
 from fusednorm.api.torch_norms import (
     compute_group_norm_module,
@@ -103,7 +103,7 @@ def _get_weight(module: Any) -> Tensor | None:
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
     weight: Tensor | None = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
-    if type(weight) is not Parameter and weight is not None and not is_plain_tensor(weight):
+    if type(weight) is not Parameter and weight is not None and not is_unwrapped_tensor(weight):
         raise KernelInputError(f"weight must be a plain tensor, got {type(weight).__name__}")
     return weight
 
@@ -112,6 +112,6 @@ def _get_weight_and_bias(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return a module's current weight and bias, with the checks of `_get_weight`."""
     parameters = module._parameters
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
-    if type(bias) is not Parameter and bias is not None and not is_plain_tensor(bias):
+    if type(bias) is not Parameter and bias is not None and not is_unwrapped_tensor(bias):
         raise KernelInputError(f"bias must be a plain tensor, got {type(bias).__name__}")
     return _get_weight(module), bias

@@ -52,7 +52,7 @@ class PatchedForward:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if len(inputs) == 1 and not named else self._get_only_input(inputs, named)
         kind = type(x)
-        is_known = kind is Tensor or kind is Parameter or is_plain_tensor(x)
+        is_known = kind is Tensor or kind is Parameter or is_unwrapped_tensor(x)
         if is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu):
             try:
                 return self.compute(module, x)
@@ -128,10 +128,10 @@ def is_forward_of_class(module: nn.Module, forward: Any) -> bool:
 
 def is_supported_input(x: Any) -> bool:
     """Return whether an argument is a tensor of a class, dtype and device that the kernels support."""
-    return is_plain_tensor(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
+    return is_unwrapped_tensor(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
-def is_plain_tensor(x: Any) -> bool:
+def is_unwrapped_tensor(x: Any) -> bool:
     """Return whether a value is a tensor that does not consist of other tensors, unlike a DTensor."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:

@@ -33,7 +33,7 @@ class AffineParameters(NamedTuple):
 
 
 @triton.jit
-def _load_one(ptr, at):
+def _load_optional(ptr, at):
     """Load one value as a tuple (value,), or () if ptr is None."""
     loaded = ()
     if ptr is not None:
@@ -51,10 +51,10 @@ def load_affine(parameters, channel, sample_channel):
         sample_channel: sample * C + channel.
     """
     return (
-        _load_one(parameters[0], channel),
-        _load_one(parameters[1], channel),
-        _load_one(parameters[2], sample_channel),
-        _load_one(parameters[3], sample_channel),
+        _load_optional(parameters[0], channel),
+        _load_optional(parameters[1], channel),
+        _load_optional(parameters[2], sample_channel),
+        _load_optional(parameters[3], sample_channel),
     )
 
 
@@ -77,7 +77,7 @@ def _load_bias(bias_ptr, channel, mask):
 
 
 @triton.jit
-def load_masked_affine(parameters, channel, sample_channel, mask):
+def load_slope_and_offset(parameters, channel, sample_channel, mask):
     """Load the slope and offset of x_hat in float32; masked elements have arbitrary finite values."""
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
@@ -91,7 +91,7 @@ def load_masked_affine(parameters, channel, sample_channel, mask):
 
 
 @triton.jit
-def slope_and_offset(affine, rstd, rest):
+def compute_slope_and_offset(affine, rstd, rest):
     """Compute a and b of the affine step (h - mean) * a + b; the group's mean is mean + rest."""
     a = rstd
     if len(affine[0]) > 0:

@@ -92,7 +92,7 @@ def choose_backward(
             return streamed
         blocks = find_cooperative_blocks(sample, itemsize, multiprocessors) if waits else None
         return blocks or streamed or find_split_backward(sample, itemsize)
-    channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
+    channels, positions = next_power_of_2(sample.group_channels), next_power_of_2(sample.hw)
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))
@@ -107,17 +107,17 @@ def find_cooperative_backward(
     """Find the configuration in which programs share a group, or None if it does not fit the device."""
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
-            (channels == sample.channels and sample.hw <= most)
+            (channels == sample.group_channels and sample.hw <= most)
             and config.can_run(sample, itemsize, multiprocessors)
             and config.compute_padded_length(sample, itemsize) <= MAX_WASTE * sample.group_length
         ):
             return config
     fitting = [
         config
-        for pieces in (1, 2, 4, 5, 8)
+        for fragments in (1, 2, 4, 5, 8)
         for chunks in (2, 3, 4, 5)
         for channels in (1, 2, 4, 8, 16)
-        if (config := GroupNormBackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).can_run(
+        if (config := GroupNormBackwardCooperative(channels, chunks, fragments, 4, 4, 2, 2)).can_run(
             sample, itemsize, multiprocessors
         )
     ]
@@ -146,11 +146,11 @@ def find_measured_config(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
     """Find the entry of the tables for the sample's class, or None if no entry fits."""
-    if sample.c % (16 // itemsize) or count_max_overlaps(sample.channels, 16 // itemsize) > MOST_LABELS:
+    if sample.c % (16 // itemsize) or count_max_overlaps(sample.group_channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
         if (
-            (channels == sample.channels and sample.hw <= most)
+            (channels == sample.group_channels and sample.hw <= most)
             and config.columns <= sample.c
             and config.can_run(sample, itemsize, multiprocessors)
         ):
@@ -163,18 +163,18 @@ def find_cooperative_blocks(
 ) -> BackwardCooperativeBlock | None:
     """Find the configuration in which programs share blocks of columns, or None if it does not fit the device."""
     vector = 16 // itemsize
-    labels = count_max_overlaps(sample.channels, vector)
+    labels = count_max_overlaps(sample.group_channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
         return None
     programs_per_sm = 4 if labels == 1 else 3
     widths = {size // itemsize for size in (64, 128, 256)}
-    widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
+    widths |= {groups * sample.group_channels for groups in range(1, sample.groups + 1)}
     fitting = [
         config
-        for pieces in (1, 2, 4, 8)
+        for fragments in (1, 2, 4, 8)
         for columns in widths
         if columns % vector == 0 and 64 <= columns * itemsize <= 256
-        if (config := BackwardCooperativeBlock(columns, 2, pieces, 4, programs_per_sm, 2, 1)).can_run(
+        if (config := BackwardCooperativeBlock(columns, 2, fragments, 4, programs_per_sm, 2, 1)).can_run(
             sample, itemsize, multiprocessors
         )
     ]
@@ -207,15 +207,15 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
         (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
         key=lambda shape: (
             -(-sample.hw // shape.count_range_positions(itemsize)) * shape.count_range_positions(itemsize)
-            * -(-sample.channels // shape.channels) * shape.channels
+            * -(-sample.group_channels // shape.channels) * shape.channels
         ),
     )  # fmt: skip
     return replace(shape, fragments=_count_fragments(sample.hw, shape.count_range_positions(itemsize), most))
 
 
-def _count_fragments(positions: int, piece: int, most: int) -> int:
-    """Return the number of pieces per program.
+def _count_fragments(positions: int, fragment: int, most: int) -> int:
+    """Return the number of fragments per program.
 
-    It suffices for at most `most` parts, and is at least 4 unless fewer pieces exist.
+    It suffices for at most `most` parts, and is at least 4 unless fewer fragments exist.
     """
-    return min(-(-positions // piece), max(4, -(-positions // (piece * most))))
+    return min(-(-positions // fragment), max(4, -(-positions // (fragment * most))))

@@ -1,6 +1,6 @@
 """Code of the split backward passes of both layouts: their programs wait for nothing, and read x and dy twice.
 
-Each program processes pieces of some channels of one sample.  LAST means that x is channels-last.
+Each program processes fragments of some channels of one sample.  LAST means that x is channels-last.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fusednorm.jit.reductions import multiply_terms
+from fusednorm.jit.reductions import multiply_sum_terms
 from fusednorm.launch.launch import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall
-from fusednorm.ops.group_norm.gradients import load_tiles, tile_gradient, tile_mask, write_tile
+from fusednorm.ops.group_norm.gradients import (
+    compute_tile_gradient,
+    load_tiles,
+    make_tile_mask,
+    store_tile_gradient,
+)
 from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
 from fusednorm.ops.group_norm.sample import allocate_statistics
 
@@ -46,7 +51,7 @@ def plan_sums_and_apply(
 
 
 @triton.jit
-def _start_of(
+def _compute_tile_offsets(
     sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
 ):
     """Compute the offset of a tile's start, its elements' 32-bit offsets, and the step to the next tile."""
@@ -59,10 +64,10 @@ def _start_of(
 
 
 @triton.jit
-def _load_piece(
+def _load_fragment(
     ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Load a piece by `load_tiles`; `where` is the result of `_start_of`.
+    """Load a fragment by `load_tiles`; `where` is the result of `_compute_tile_offsets`.
 
     `lanes` is (channel, position, exists) of each element of a tile, or of each lane, counted from the tile's
     start.
@@ -71,22 +76,23 @@ def _load_piece(
 
 
 @triton.jit
-def _inside(start, at, places, elements, LAST: tl.constexpr):
+def _compute_sample_offsets(start, at, position_step, element_step, LAST: tl.constexpr):
     """Compute the offsets in the sample of a tile's elements.
 
-    The tile is `places` positions, or `elements`, after the first.
+    The tile is `position_step` positions, or `element_step`, after the first.
 
     The order of the additions changes the compiled code; each layout keeps the order of its measurements.
     """
     if LAST:
-        return start + elements + at
+        return start + element_step + at
     else:
-        return start + at + places
+        return start + at + position_step
 
 
 @triton.jit
-def sums_of_pieces(
-    dy_ptr, x_ptr, residual_ptr, sample, channel, first, pieces, hw, c, lanes, mean, slope, rstd, offset, dropout,
+def sum_fragment_gradients(
+    dy_ptr, x_ptr, residual_ptr, sample, channel, first, fragments, hw, c, lanes,
+    mean, slope, rstd, offset, dropout,
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
@@ -95,31 +101,31 @@ def sums_of_pieces(
     They are per lane if WIDTH is 1, else per element.
 
     Args:
-        sample, channel, first: sample, channel and position at which the first piece starts.
-        lanes: the argument `lanes` of `_load_piece`.
+        sample, channel, first: sample, channel and position at which the first fragment starts.
+        lanes: the argument `lanes` of `_load_fragment`.
         dropout: seed, threshold and scale.
     """
     RUN: tl.constexpr = CHUNKS * STEP
     sum_dz = tl.zeros((LANES, WIDTH), tl.float32)
     sum_dz_centred = tl.zeros((LANES, WIDTH), tl.float32)
-    for piece in range(0, pieces):
-        position = first + piece * RUN
+    for fragment in range(0, fragments):
+        position = first + fragment * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
+        start, at, step = _compute_tile_offsets(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
         tiles = (
-            _load_piece(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
-            _load_piece(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
-            _load_piece(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
         )
         for i in tl.static_range(CHUNKS):
-            centred, dz = tile_gradient(
+            centred, dz = compute_tile_gradient(
                 tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, slope * rstd, offset, sample.to(tl.int64),
-                _inside(start - sample * c * hw, at, i * STEP, i * step, LAST), dropout[0], dropout[1], dropout[2],
-                EVEN, ACTIVATION, DROPOUT, GAIN,
+                _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
+                dropout[0], dropout[1], dropout[2], EVEN, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             if WIDTH == 1:
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_terms(dz, centred), 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_sum_terms(dz, centred), 1, keep_dims=True)
             else:
                 sum_dz += dz
                 sum_dz_centred += dz * centred
@@ -127,32 +133,36 @@ def sums_of_pieces(
 
 
 @triton.jit
-def write_pieces(
-    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, pieces, hw, c, lanes,
+def store_fragment_gradients(
+    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c, lanes,
     mean, scale, offset, constant, factor, dropout,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of the pieces of `sums_of_pieces`, last piece first; `constant` and `factor` are `write_tile`'s."""
+    """Write dx of the fragments of `sum_fragment_gradients`, last fragment first; `constant` and `factor` are
+    `store_tile_gradient`'s.
+    """
     RUN: tl.constexpr = CHUNKS * STEP
-    for back in range(0, pieces):
-        position = first + (pieces - 1 - back) * RUN
+    for back in range(0, fragments):
+        position = first + (fragments - 1 - back) * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
+        start, at, step = _compute_tile_offsets(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
         tiles = (
-            _load_piece(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
-            _load_piece(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
-            _load_piece(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
         )
-        outsides = _load_piece(dresidual_out_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first")
+        dresidual_outs = _load_fragment(
+            dresidual_out_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"
+        )
         for i in tl.static_range(CHUNKS):
-            centred, dz = tile_gradient(
+            centred, dz = compute_tile_gradient(
                 tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, scale, offset, sample.to(tl.int64),
-                _inside(start - sample * c * hw, at, i * STEP, i * step, LAST), dropout[0], dropout[1], dropout[2],
-                True, ACTIVATION, DROPOUT, GAIN,
+                _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
+                dropout[0], dropout[1], dropout[2], True, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
-            write_tile(
-                centred, dz, dx_ptr, outsides[i : i + 1], start + i * step + at,
-                tile_mask(lanes[1] + i * STEP, left, lanes[2], True, EVEN),
+            store_tile_gradient(
+                centred, dz, dx_ptr, dresidual_outs[i : i + 1], start + i * step + at,
+                make_tile_mask(lanes[1] + i * STEP, left, lanes[2], True, EVEN),
                 scale, constant, factor, "evict_first",
             )  # fmt: skip

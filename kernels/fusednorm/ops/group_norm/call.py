@@ -104,7 +104,7 @@ class GroupNormForwardCall(GroupNormCall):
         """Compute groups, channels, division constants for a unit's channel, and the stride of scale and shift."""
         return (
             self.sample.groups,
-            self.sample.channels,
+            self.sample.group_channels,
             *_compute_division_constants(self.sample.hw // unit),
             self.affine.sample_stride,
         )
@@ -130,19 +130,19 @@ class GroupNormForwardCall(GroupNormCall):
         vector = 16 // self.x.element_size()
         return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
 
-    def find_parameter_unit(self, block: int, piece: int) -> str:
+    def find_parameter_unit(self, block: int, fragment: int) -> str:
         """Find the largest unit with one channel, so one value of each parameter.
 
         It is "two" if a vector has at most two channels.
         """
         vector = 16 // self.x.element_size()
-        for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
+        for mode, length in (("piece", fragment), ("chunk", block), ("vector", vector)):
             if self.sample.hw % length == 0:
                 return mode
         return "two" if self.sample.hw > vector else "element"
 
     def make_chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
-        """Make the constexprs of kernels that load a piece of a contiguous group in chunks of `block` elements."""
+        """Make the constexprs of kernels that load fragments of contiguous groups in chunks of `block` elements."""
         return {
             "VEC": self.group_vec,
             "BLOCK": block,

@@ -42,11 +42,11 @@ def _plan_copy(source: Array, copy: Array, sample: SampleShape) -> Launch:
     arguments = source, copy, rows // row_vec, columns // column_vec, row_blocks, column_blocks
     options = {"ROW_VEC": row_vec, "COLUMN_VEC": column_vec, "BLOCK": COPY_BLOCK, "num_warps": COPY_WARPS}
     grid = (source.shape[0] * row_blocks * column_blocks,)
-    return Launch(group_norm_companion_copy_kernel, grid, arguments, options)
+    return Launch(group_norm_layout_copy_kernel, grid, arguments, options)
 
 
 @triton.jit(do_not_specialize=["row_units", "column_units", "row_blocks", "column_blocks"])
-def group_norm_companion_copy_kernel(
+def group_norm_layout_copy_kernel(
     source_ptr,
     copy_ptr,
     row_units: tl.int64,

@@ -122,7 +122,7 @@ def list_candidates(
 
 
 def _compute_padding(config: GroupNormForwardCooperative, sample: SampleShape) -> float:
-    """Compute the ratio of the elements of all members' slabs to the elements of a group."""
+    """Compute the ratio of the elements of all members' ranges to the elements of a group."""
     return config.count_members(sample) * config.chunks * config.chunk_elements / sample.group_length
 
 
@@ -154,7 +154,9 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
                 continue
             if isinstance(config, GroupNormForwardCooperative):
                 members = config.count_members(sample)
-                config = replace(config, chunks=-(-sample.frame_length // (members * config.chunk_elements)))
+                config = replace(
+                    config, chunks=-(-sample.aligned_group_length // (members * config.chunk_elements))
+                )
             yield config
         return
     if sample.hw * sample.c * itemsize >= STREAM_FROM:
@@ -162,7 +164,7 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
         if streamed is not None:
             yield streamed
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
-        if channels != sample.channels or sample.hw > most:
+        if channels != sample.group_channels or sample.hw > most:
             continue
         if not _can_use_blocks(sample, block.block_groups, itemsize):
             continue
@@ -175,7 +177,7 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
 
 def _can_use_blocks(sample: SampleShape, groups: int, itemsize: int) -> bool:
     """Return whether blocks of `groups` groups start and end on 16 bytes, and 32-bit offsets span a sample."""
-    width = compute_access_width(itemsize, sample.c, groups * sample.channels)
+    width = compute_access_width(itemsize, sample.c, groups * sample.group_channels)
     return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
 
 
@@ -185,10 +187,10 @@ def _count_warps(elements: int, a_thread: int) -> int:
 
 def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
     """List the numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
-    whole = lcm(sample.channels, 16 // itemsize) // sample.channels
+    whole = lcm(sample.group_channels, 16 // itemsize) // sample.group_channels
     counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
-    counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
-    wide = [count for count in counts if count * sample.channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
+    counts = [count for count in counts if count * sample.group_channels <= MAX_BLOCK_COLUMNS]
+    wide = [count for count in counts if count * sample.group_channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
 
     def compute_padded_columns(count: int) -> tuple[int, int]:
         tile = make_block_tile(sample, count, 1, itemsize)
@@ -210,9 +212,9 @@ def _find_block(
     if not counts or sample.hw >= 2**31 // sample.c:
         return None
     groups = counts[0]
-    keep = make_block_tile(sample, groups, 1, itemsize).runs
-    most = _BLOCK_CHUNKS.get(keep)
-    if most is None or (keep > 1 and sample.hw >= STREAM_POSITIONS):
+    sums = make_block_tile(sample, groups, 1, itemsize).sums_per_thread
+    most = _BLOCK_CHUNKS.get(sums)
+    if most is None or (sums > 1 and sample.hw >= STREAM_POSITIONS):
         return None
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
         chunks = -(-sample.hw // make_block_tile(sample, groups, warps, itemsize).rows)
@@ -221,7 +223,7 @@ def _find_block(
     rows = make_block_tile(sample, groups, 8, itemsize).rows
     members = -(-sample.hw // (most * rows))
     may_stream = find_stream_warps(sample, itemsize) is not None
-    if not waits or members > multiprocessors or (may_stream and (keep > 1 or sample.hw >= STREAM_POSITIONS)):
+    if not waits or members > multiprocessors or (may_stream and (sums > 1 or sample.hw >= STREAM_POSITIONS)):
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardCooperativeBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)

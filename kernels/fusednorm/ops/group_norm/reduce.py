@@ -10,8 +10,8 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments
 from fusednorm.launch.launch import Launch, make_early_options
 
 REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
@@ -89,7 +89,7 @@ def reduce_moments(
             at = s.to(tl.int64) * columns + (first_column + first + column)
             part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
             part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
-            rough += share_of_mean(length, part, part_rest, total)
+            rough += compute_mean_term(length, part, part_rest, total)
     rough = tl.sum(tl.sum(rough, 1), 0)
 
     weighted = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
@@ -104,10 +104,10 @@ def reduce_moments(
             part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
             part_square = tl.load(square_part_ptr + at, mask=mask, other=0.0)
             count = tl.where(mask, length, 0.0)
-            sum_1, sum_2 = about_rough_mean(rough, count, part, part_rest, part_square)
+            sum_1, sum_2 = convert_moments_to_sums(rough, count, part, part_rest, part_square)
             weighted += sum_1
             square += sum_2
-    rest, square = about_mean(total, tl.sum(tl.sum(weighted, 1), 0), tl.sum(tl.sum(square, 1), 0))
+    rest, square = convert_sums_to_moments(total, tl.sum(tl.sum(weighted, 1), 0), tl.sum(tl.sum(square, 1), 0))
     return rough, rest, square / total
 
 
@@ -130,8 +130,8 @@ def group_norm_reduce_moments_kernel(
     EARLY: tl.constexpr,
 ):
     """Write one group's mean, the mean's rounding error, and rstd per program."""
-    let_next_start(EARLY)
-    await_previous(EARLY)
+    allow_next_launch(EARLY)
+    await_previous_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launch import Launch, make_early_options
 from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.sample import SampleShape, allocate_pair
@@ -43,10 +43,11 @@ def plan_group_reduction(
     Args:
         early: whether the kernel may start before the previous kernel ends.
     """
-    block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
+    block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.group_channels))
     block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
     arguments = (
-        *parts, affine.weight, affine.scale, *sums, sample.groups, sample.channels, splits, affine.sample_stride
+        *parts, affine.weight, affine.scale, *sums, sample.groups, sample.group_channels, splits,
+        affine.sample_stride,
     )  # fmt: skip
     options = {
         "BLOCK_SPLITS": block_splits,
@@ -131,7 +132,7 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
 
 
 @triton.jit
-def _sum_columns(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
+def _sum_rows_in_tiles(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
     """Compute `_sum_rows` in tiles of ROWS rows, or of fewer if there are few rows."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
@@ -144,7 +145,7 @@ def _sum_columns(first_ptr, second_ptr, first_row, last_row, columns, column, RO
 
 
 @triton.jit
-def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
+def _load_slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
     """Compute weight * (1 + scale) of a group's columns, the factor of dz, in float32."""
     mask = column < group_columns
     slope = tl.full(column.shape, 1.0, tl.float32)
@@ -173,7 +174,7 @@ def group_norm_reduce_sums_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute one group's sums of g = slope * dz and of g * x_hat per program, from sums over channels."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
@@ -183,13 +184,13 @@ def group_norm_reduce_sums_kernel(
     column = tl.arange(0, BLOCK_COLUMNS)[None, :]
     sum_g = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
     sum_g_xhat = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
-    slope = _slope(weight_ptr, scale_ptr, sample * scale_stride, first_column, column, group_columns)
-    await_previous(EARLY)
+    slope = _load_slope(weight_ptr, scale_ptr, sample * scale_stride, first_column, column, group_columns)
+    await_previous_launch(EARLY)
     for first in range(0, group_columns, BLOCK_COLUMNS):
         column_mask = first + column < group_columns
         c = first_column + first + column
         if first > 0:
-            slope = _slope(
+            slope = _load_slope(
                 weight_ptr, scale_ptr, sample * scale_stride, first_column, first + column, group_columns
             )
         for first_split in range(0, splits, BLOCK_SPLITS):
@@ -199,7 +200,7 @@ def group_norm_reduce_sums_kernel(
             sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
             sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
     elements: tl.constexpr = BLOCK_SPLITS * BLOCK_COLUMNS
-    sum_g, sum_g_xhat = total_pair(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)))
+    sum_g, sum_g_xhat = sum_pair_to_scalars(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)))
     tl.store(sum_g_ptr + row, sum_g)
     tl.store(sum_g_xhat_ptr + row, sum_g_xhat)
 
@@ -227,16 +228,16 @@ def group_norm_reduce_samples_kernel(
 
     Also computes the sample's part of the sums for dbias and dweight.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     if not BESIDE:
-        await_previous(EARLY)
+        await_previous_launch(EARLY)
     # One axis, which has room for many samples and for many blocks; adjacent programs read adjacent columns.
     blocks = tl.cdiv(columns, COLUMNS)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
     first = sample * splits
-    dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS)
+    dz, dz_xhat = _sum_rows_in_tiles(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS)
     at = sample * columns + column
     if dshift_ptr is not None:
         tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
@@ -254,7 +255,7 @@ def group_norm_reduce_samples_kernel(
         tl.store(dz_sum_ptr + at, dz * factor, mask=column_mask)
         tl.store(dz_xhat_sum_ptr + at, dz_xhat * factor, mask=column_mask)
     if BESIDE:
-        await_previous(EARLY)
+        await_previous_launch(EARLY)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "rows_a_program"])
@@ -275,19 +276,19 @@ def group_norm_reduce_rows_kernel(
 
     With one run of all rows the result is dbias and dweight; with many runs it is a shorter [runs, columns] array.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     if not BESIDE:
-        await_previous(EARLY)
+        await_previous_launch(EARLY)
     run = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
     first_row = run * rows_a_program
     last_row = tl.minimum(first_row + rows_a_program, rows)
-    bias, weight = _sum_columns(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS)
+    bias, weight = _sum_rows_in_tiles(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS)
     out = run * columns + column
     if dbias_ptr is not None:
         tl.store(dbias_ptr + out, bias.to(dbias_ptr.dtype.element_ty), mask=column_mask)
     if dweight_ptr is not None:
         tl.store(dweight_ptr + out, weight.to(dweight_ptr.dtype.element_ty), mask=column_mask)
     if BESIDE:
-        await_previous(EARLY)
+        await_previous_launch(EARLY)

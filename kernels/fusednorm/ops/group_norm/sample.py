@@ -21,26 +21,26 @@ MAX_OFFSET = 2**31
 
 @dataclass(frozen=True, slots=True)
 class SampleShape:
-    """One sample of x: `groups` groups of `channels` channels of `hw` positions, and its memory layout."""
+    """One sample of x: `groups` groups of `group_channels` channels of `hw` positions, and its memory layout."""
 
     groups: int
-    channels: int
+    group_channels: int
     hw: int
     channels_last: bool
 
     @property
     def c(self) -> int:
         """Channels of all groups."""
-        return self.groups * self.channels
+        return self.groups * self.group_channels
 
     @property
     def group_length(self) -> int:
         """Elements of one group."""
-        return self.channels * self.hw
+        return self.group_channels * self.hw
 
     @property
-    def frame_length(self) -> int:
-        """The most elements between the 16-byte boundary before a contiguous group's start and the group's end."""
+    def aligned_group_length(self) -> int:
+        """The most elements of a contiguous group with those before it that share its first 16 bytes."""
         return self.group_length + (7 if self.group_length % 8 else 0)
 
 

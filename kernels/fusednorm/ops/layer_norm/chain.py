@@ -13,11 +13,11 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv
-from fusednorm.jit.loads import column_mask, load_rows
-from fusednorm.jit.moments import lane_moments, tile_moments
+from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
+from fusednorm.jit.moments import compute_moments_from_lane_sums, compute_tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
-from fusednorm.jit.reductions import multiply_terms
-from fusednorm.jit.tiles import load_tile, normalised
+from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.tiles import load_tile, normalise
 from fusednorm.launch.launch import MAX_VEC, Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import RowLayout, list_row_strides
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
@@ -122,11 +122,11 @@ def layer_norm_chain_tile_kernel(
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
-        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, False)
+        pivot, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, False)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         after = ()
         for i in tl.static_range(CHUNKS):
-            y = normalised(
+            y = normalise(
                 chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], columns[i], col_masks[i],
                 False, 0.0,
             )  # fmt: skip
@@ -142,11 +142,11 @@ def layer_norm_chain_tile_kernel(
 
 
 @triton.jit
-def _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
+def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
     """Compute a chunk of x after the first norms, whose moments are in `roughs`, `shifts` and `rstds`."""
-    h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
+    h = load_row_residual_sum(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
-        h = normalised(
+        h = normalise(
             h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask,
             False, 0.0,
         )  # fmt: skip
@@ -154,16 +154,16 @@ def _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at
 
 
 @triton.jit
-def _lane_sums(h, pivot, mask, EVEN: tl.constexpr):
+def _compute_lane_sums(h, pivot, mask, EVEN: tl.constexpr):
     """Compute each lane's sums of h - pivot and of (h - pivot)^2."""
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
-    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_terms(d, d), 1, keep_dims=True)
+    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
 
 
 @triton.jit
-def _sweep_moments(
+def _compute_row_moments_after_norms(
     x_ptr,
     x_row,
     weight_ptrs,
@@ -176,31 +176,31 @@ def _sweep_moments(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute `sweep_moments` of x after the norms with given moments, for rows longer than BLOCK_N.
+    """Compute `compute_row_moments` of x after the norms with given moments, for rows longer than BLOCK_N.
 
     The pivots are from the first chunk, which is full; every second norm reads the other chunks backwards.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     chunks = tl.cdiv(cols, BLOCK_N)
-    mask = column_mask(col, cols, True)
-    h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last")
+    mask = make_column_mask(col, cols, True)
+    h = _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last")
     count = tl.full((lanes, 1), GROUP, tl.float32)
     pivot = tl.sum(h, 1, keep_dims=True) / GROUP
-    sum_1, sum_2 = _lane_sums(h, pivot, mask, True)
+    sum_1, sum_2 = _compute_lane_sums(h, pivot, mask, True)
     for step in range(1, chunks):
         if len(rstds) % 2 == 0:
             chunk = step
         else:
             chunk = chunks - step
         at = col + chunk * BLOCK_N
-        mask = column_mask(at, cols, EVEN)
-        h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last")
-        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN)
+        mask = make_column_mask(at, cols, EVEN)
+        h = _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last")
+        more_1, more_2 = _compute_lane_sums(h, pivot, mask, EVEN)
         sum_1 += more_1
         sum_2 += more_2
         count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
-    return lane_moments(pivot, sum_1, sum_2, count, cols.to(tl.float32))
+    return compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, cols.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units"])
@@ -234,7 +234,7 @@ def layer_norm_chain_sweep_kernel(
     shifts = ()
     rstds = ()
     for _ in tl.static_range(NORMS):
-        rough, shift, variance = _sweep_moments(
+        rough, shift, variance = _compute_row_moments_after_norms(
             x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, cols, EVEN, BLOCK_N, GROUP
         )
         roughs = roughs + (rough,)
@@ -249,6 +249,6 @@ def layer_norm_chain_sweep_kernel(
         else:
             chunk = chunks - 1 - step
         at = col + chunk * BLOCK_N
-        mask = column_mask(at, cols, EVEN)
-        y = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_first")
+        mask = make_column_mask(at, cols, EVEN)
+        y = _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_first")
         tl.store(y_ptr + y_row + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import activation_derivative, dropout_keep_tile
+from fusednorm.jit.epilogue import compute_tile_keep_mask, differentiate_activation
 
 
 @triton.jit
-def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
+def load_unconverted_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
     """Load weight or bias in the dtype of memory; DEFAULT if ptr is None."""
     if ptr is not None:
         return tl.load(ptr + col, mask=col_mask, other=0.0)
@@ -17,12 +17,12 @@ def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """Load a parameter by `stored_parameter`, as float32."""
-    return stored_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
+    """Load a parameter by `load_unconverted_parameter`, as float32."""
+    return load_unconverted_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
 
 
 @triton.jit
-def affine_gradient(
+def backpropagate_epilogue(
     dy,
     x_hat,
     weight,
@@ -38,10 +38,10 @@ def affine_gradient(
     """Compute dz, the gradient of the affine step's output, from dy through dropout and the activation."""
     dz = dy
     if DROPOUT:
-        keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
+        keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
         dz = tl.where(keep, dz * dropout_scale, 0.0)
     if ACTIVATION != "none":
-        dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION)
+        dz = dz * differentiate_activation(x_hat * weight + bias, ACTIVATION)
     return dz
 
 

@@ -84,7 +84,7 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     ),
 }
 # Rows that are too long for the resident programs together, and a single row from SINGLE_ROW_COLS on.  The parts
-# have the size of the slabs of the last entry above, so that a row has the same bits with both algorithms.
+# have the size of the ranges of the last entry above, so that a row has the same bits with both algorithms.
 FORWARD_SPLIT = {
     2: LayerNormForwardSplit(4, num_warps=8, apply_chunks=2, apply_num_warps=4, rows=16),  # 0.54-0.60
     4: LayerNormForwardSplit(2, num_warps=8, apply_chunks=1, apply_num_warps=4, rows=16),  # 0.48-0.61

@@ -19,7 +19,7 @@ SHAPES = [
 
 # What is outside of loops over chunks, stored and read again once a group or block: what finds channels.
 SPILLS = {
-    "group_norm_nchw_cooperative_kernel": 16,
+    "group_norm_nchw_forward_cooperative_kernel": 16,
     "group_norm_nhwc_backward_cooperative_kernel": 16,
 }
 
@@ -82,7 +82,7 @@ def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
 
 def test_contiguous_groups_that_start_anywhere_are_read_and_written_in_128_bits():
     reports = compile_elsewhere(COMPILE, "bfloat16", json.dumps([((2, 240, 61, 67), 8), ((8, 80, 59, 61), 8)]))
-    wanted = {"group_norm_nchw_cooperative_kernel", "group_norm_nchw_resident_kernel"}
+    wanted = {"group_norm_nchw_forward_cooperative_kernel", "group_norm_nchw_forward_resident_kernel"}
     assert wanted <= {kernel for kernel, *_ in reports}
     for kernel, options, _, spilled, registers, widest in reports:
         if kernel in wanted:

@@ -75,15 +75,15 @@ def memories(launch) -> dict:
 @pytest.mark.parametrize(
     ("config", "last", "channels", "kernels"),
     [
-        (GroupNormForwardResident(1, 1), False, 2, ["nchw_resident"]),
-        (GroupNormForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_cooperative"]),
-        (ForwardResidentBlock(2, 1, 1), True, 4, ["nhwc_resident"]),
-        (ForwardCooperativeBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_cooperative"]),
+        (GroupNormForwardResident(1, 1), False, 2, ["nchw_forward_resident"]),
+        (GroupNormForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_forward_cooperative"]),
+        (ForwardResidentBlock(2, 1, 1), True, 4, ["nhwc_forward_resident"]),
+        (ForwardCooperativeBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_forward_cooperative"]),
         (
             ForwardSampleStream(1, 2, 3, 3),
             True,
             4,
-            ["nhwc_stream_moments", "nhwc_stream_reduce", "nhwc_stream_apply"],
+            ["nhwc_forward_stream_moments", "nhwc_forward_stream_reduce", "nhwc_forward_stream_apply"],
         ),
     ],
     ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
@@ -101,9 +101,9 @@ def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(la
     to_other = (lambda x: x.contiguous()) if last else channels_last
     launches = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
     copies = launches[:-3] if last else launches[:-1]
-    assert names(copies) == ["group_norm_companion_copy_kernel"] * otherwise
+    assert names(copies) == ["group_norm_layout_copy_kernel"] * otherwise
     assert names(launches)[len(copies)] == (
-        "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
+        "group_norm_nhwc_forward_stream_moments_kernel" if last else "group_norm_nchw_forward_sweep_kernel"
     )
     first = named(launches[len(copies)])
     read = first["residual_ptr"]
@@ -129,13 +129,13 @@ def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dty
     plain = plan_forward(make(GroupNormForwardCall, **given, options=options))
     options = options._replace(activation="silu", dropout=0.1, seed=1)
     added = plan_forward(make(GroupNormForwardCall, **given, residual=x, options=options))
-    assert names(plain) == ["group_norm_nchw_resident_kernel"]
-    assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
+    assert names(plain) == ["group_norm_nchw_forward_resident_kernel"]
+    assert names(added) == [f"group_norm_nchw_forward_{kernel}_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
     (launch,) = plan(GroupNormForwardTile(4, 16, 4), 2, 20)
-    assert names([launch]) == ["group_norm_nchw_tile_kernel"]
+    assert names([launch]) == ["group_norm_nchw_forward_tile_kernel"]
     # Six groups of forty elements, which are ten vectors.
     assert launch.grid == (2,)
     assert (launch.options["ROWS"], launch.options["UNITS"], launch.options["VEC"]) == (4, 16, 4)
@@ -144,7 +144,7 @@ def test_tiles_take_so_many_groups_each():
 
 def test_a_sweep_is_a_program_a_group():
     (launch,) = plan(GroupNormForwardSweep(16, 4), 2, 20)
-    assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
+    assert names([launch]) == ["group_norm_nchw_forward_sweep_kernel"]
     assert launch.grid == (N * GROUPS,)
     assert launch.options["num_warps"] == 4
     assert launch.arguments[10] == 10
@@ -153,7 +153,10 @@ def test_a_sweep_is_a_program_a_group():
 @pytest.mark.parametrize(("hw", "splits", "programs"), [(160, 2, 4), (164, 3, 4), (192, 3, 4), (196, 3, 5)])
 def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
     partial, apply = plan(SPLIT, 2, hw)
-    assert names([partial, apply]) == ["group_norm_nchw_split_moments_kernel", "group_norm_nchw_split_apply_kernel"]
+    assert names([partial, apply]) == [
+        "group_norm_nchw_forward_split_moments_kernel",
+        "group_norm_nchw_forward_split_apply_kernel",
+    ]
     units = 2 * hw // 4
     assert (splits - 1) * 40 < units <= splits * 40
     assert (programs - 1) * 24 < units <= programs * 24
@@ -194,9 +197,9 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
 def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, runs, blocks, even):
     launches = plan(COLUMNS, channels, hw, last=True)
     assert names(launches) == [
-        "group_norm_nhwc_columns_moments_kernel",
+        "group_norm_nhwc_forward_columns_moments_kernel",
         "group_norm_reduce_moments_kernel",
-        "group_norm_nhwc_columns_apply_kernel",
+        "group_norm_nhwc_forward_columns_apply_kernel",
     ]
     stats, reduce, apply = launches
     assert stats.grid == (N * splits * blocks,)

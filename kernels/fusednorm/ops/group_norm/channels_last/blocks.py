@@ -8,7 +8,7 @@ columns at all positions.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.reductions import multiply_terms
+from fusednorm.jit.reductions import multiply_sum_terms
 
 _ASK = """{
 .reg .pred asker;
@@ -27,7 +27,7 @@ def count_max_overlaps(size: int, window: int) -> int:
 
 
 @triton.jit
-def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
+def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
     """Compute the mask of a block's existing vectors."""
     if EVEN:
         return tl.full(vector.shape, True, tl.int1)
@@ -36,45 +36,45 @@ def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
 
 
 @triton.jit
-def of_columns(values, place):
+def select_for_columns(values, group_index):
     """Select a value for each column from the values of the groups that its vector touches.
 
-    `place` is the index of the group.
+    `group_index` is the index of the group.
     """
     value = values[0]
     for i in tl.static_range(1, len(values)):
-        value = tl.where(place == i, values[i], value)
+        value = tl.where(group_index == i, values[i], value)
     return value
 
 
 @triton.jit
-def load_statistic(ptr, first_group, vector_group, last_group, place, LABELS: tl.constexpr):
+def load_group_statistic(ptr, first_group, vector_group, last_group, group_index, LABELS: tl.constexpr):
     """Load a float32 statistic for each column; its vector touches at most LABELS groups from `vector_group` on."""
     values = ()
     for i in tl.static_range(LABELS):
         values = values + (tl.load(ptr + first_group + tl.minimum(vector_group + i, last_group)),)
-    return of_columns(values, place)
+    return select_for_columns(values, group_index)
 
 
 @triton.jit
-def prefetch_tile(ptrs, wanted):
+def prefetch_addresses(ptrs, mask):
     """Prefetch the addresses of a tile into L2, without waiting."""
     tl.inline_asm_elementwise(
-        ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        ASK, "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def runs_of(value, KEEP: tl.constexpr):
-    """Reshape [LANES, VEC] to [LANES, KEEP, VEC // KEEP]."""
-    return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
+def split_into_runs(value, RUNS: tl.constexpr):
+    """Reshape [LANES, VEC] to [LANES, RUNS, VEC // RUNS]."""
+    return tl.reshape(value, (value.shape[0], RUNS, value.shape[1] // RUNS))
 
 
 @triton.jit
 def sum_squares_of_runs(d):
-    """Compute the sums of squares of runs, [LANES, KEEP], from [LANES, KEEP, VEC // KEEP]."""
+    """Compute the sums of squares of runs, [LANES, RUNS], from [LANES, RUNS, VEC // RUNS]."""
     if d.shape[2] == 1:
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)
     else:
-        return tl.sum(multiply_terms(d, d), 2)
+        return tl.sum(multiply_sum_terms(d, d), 2)

@@ -11,13 +11,13 @@ the error from cancellation is at most n * 2^-24 of the result.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.loads import load_sum
+from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
+from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import merge_moments
 
 
 @triton.jit
-def channel_moments(
+def compute_channel_moments(
     x_ptr,
     residual_ptr,
     first_row,
@@ -43,7 +43,7 @@ def channel_moments(
     rows = last_row - first_row
     mask = (row < rows) & column_mask
     offset = first_row * row_stride + at
-    pivot = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
+    pivot = load_residual_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
     sum_1 = tl.zeros(at.shape, tl.float32)
     sum_2 = tl.zeros(at.shape, tl.float32)
     full = rows // STEP
@@ -51,13 +51,13 @@ def channel_moments(
         for k in tl.static_range(UNROLL):
             start = first_row + step * STEP + k * ROWS
             offset = start * row_stride + at
-            d = load_sum(x_ptr, residual_ptr, offset, column_mask, "evict_last") - pivot
+            d = load_residual_sum(x_ptr, residual_ptr, offset, column_mask, "evict_last") - pivot
             sum_1 += d
             sum_2 += d * d
     for tail in range(first_row + full * STEP, last_row, ROWS):
         mask = (tail + row < last_row) & column_mask
         offset = tail * row_stride + at
-        h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
+        h = load_residual_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
         d = tl.where(mask, h - pivot, 0.0)
         sum_1 += d
         sum_2 += d * d
@@ -69,7 +69,7 @@ def channel_moments(
 
 
 @triton.jit
-def normalise_rows(
+def normalise_positions(
     x_ptr,
     residual_ptr,
     y_ptr,
@@ -106,28 +106,28 @@ def normalise_rows(
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at
-            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first"),)
+            tiles = tiles + (load_residual_sum(x_ptr, residual_ptr, offset, mask, "evict_first"),)
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at
             h = tiles[k]
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = activate_to((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION)
+            y = activate_for_dtype((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION)
             if DROPOUT:
-                keep = dropout_keep(seed, sample, offset, dropout_threshold)
+                keep = compute_keep_mask(seed, sample, offset, dropout_threshold)
                 y = tl.where(keep, y * dropout_scale, 0.0)
             tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def statistic_of_columns(ptr, column, column_mask):
+def load_column_statistic(ptr, column, column_mask):
     """Load a float32 statistic of each column's group."""
     return tl.load(ptr + column, mask=column_mask, other=0.0)
 
 
 @triton.jit
-def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
+def locate_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
     """Compute the columns [1, CV, VEC] of CV vectors from first_unit on, and the mask of existing vectors.
 
     All of them exist if EVEN.

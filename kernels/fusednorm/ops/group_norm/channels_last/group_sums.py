@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs, post_pairs
-from fusednorm.jit.reductions import total_pair
+from fusednorm.jit.reductions import sum_pair_to_scalars
 
 
 @triton.jit
-def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
+def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
     """Compute the slot of a group's total in the round `tag`.
 
     The slots of its contributors' parts follow, PAIR_WORDS each.
@@ -35,11 +35,11 @@ def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DE
 
 
 @triton.jit
-def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr):
+def sum_collected_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
     """Wait for the parts after `total_ptr` and add them up; `present` [SLOTS] masks them, and the first exists."""
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
-    return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0))
+    return sum_pair_to_scalars(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0))
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def post_totals(
     for group in range(member, groups, members):
         blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
-        total_ptr = slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
-        g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS)
+        total_ptr = locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
+        g, g_xhat = sum_collected_partials(total_ptr, tag, present, SLOTS)
         # Every warp waits for the parts itself.  Once a total is posted, contributors may replace their parts, for
         # which a slower warp would then wait forever.
         tl.debug_barrier()

@@ -1,10 +1,10 @@
 """Pieces of channels-last samples that stay in registers in the dtype of memory: loads, moments, stores.
 
-A piece is some positions of a block of columns (channels of full groups): a tuple of chunks [LANES, VEC], with one
-lane per thread, which loads a vector of VEC adjacent columns at once.  CV adjacent lanes hold a block's columns of
-one position, the next CV lanes those of the next of ROWS positions.  (For [ROWS, CV, VEC] the compiler would give
-adjacent threads adjacent positions.)  A lane has the same columns in the whole piece.  It has separate sums for
-KEEP runs of its columns, each within one group; KEEP is 1 if groups are multiples of VEC columns.
+A fragment is some positions of a block of columns (channels of full groups): a tuple of chunks [LANES, VEC], with
+one lane per thread, which loads a vector of VEC adjacent columns at once.  CV adjacent lanes hold a block's columns
+of one position, the next CV lanes those of the next of ROWS positions.  (For [ROWS, CV, VEC] the compiler would
+give adjacent threads adjacent positions.)  A lane has the same columns in the whole fragment.  It has SUMS sums,
+one for each run of its columns, each within one group; SUMS is 1 if groups are multiples of VEC columns.
 """
 
 from dataclasses import dataclass
@@ -14,67 +14,72 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import next_power_of_2
-from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.loads import chunk_of
-from fusednorm.jit.moments import about_mean, about_rough_mean, merge_moments, share_of_mean
+from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
+from fusednorm.jit.loads import add_residual_chunk
+from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments, merge_moments
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.affine import slope_and_offset
-from fusednorm.ops.group_norm.channels_last.blocks import runs_of, sum_squares_of_runs
+from fusednorm.ops.group_norm.affine import compute_slope_and_offset
+from fusednorm.ops.group_norm.channels_last.blocks import split_into_runs, sum_squares_of_runs
 from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """A chunk of a block of columns: `rows` positions of `vectors` accesses of `vec` elements.
+    """The elements that the threads of a program load at once from a block of adjacent channels.
 
-    Each thread has separate sums for `runs` runs of its columns; no run spans two groups.
+    Attributes:
+        vec: channels of one access; each thread makes one access.
+        vectors: threads that load one position, a power of two: those after the block's last channel are idle.
+        rows: positions that are loaded at once.
+        sums_per_thread: runs of equal length into which a thread's `vec` channels are divided, so that each run is
+            within one group and has sums of its own; 1 if every access is within one group.
     """
 
     vec: int
     vectors: int
     rows: int
-    runs: int
+    sums_per_thread: int
 
 
 def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
-    """Choose the chunk in which one access per thread covers the columns of a block of `block_groups` groups."""
-    columns = block_groups * sample.channels
+    """Choose the tile in which one access per thread covers the channels of a block of `block_groups` groups."""
+    columns = block_groups * sample.group_channels
     vec = compute_access_width(itemsize, sample.c, columns)
     vectors = next_power_of_2(columns // vec)
-    return BlockTile(vec, vectors, max(1, 32 * num_warps // vectors), vec // gcd(vec, sample.channels))
+    return BlockTile(vec, vectors, max(1, 32 * num_warps // vectors), vec // gcd(vec, sample.group_channels))
 
 
 def make_block_options(
     sample: SampleShape, block_groups: int, num_warps: int, tile: BlockTile
 ) -> dict[str, object]:
-    """Make the constexprs of the kernels that process pieces of blocks, and their number of warps."""
-    columns = block_groups * sample.channels
+    """Make the constexprs of the kernels that process fragments of blocks, and their number of warps."""
+    columns = block_groups * sample.group_channels
     return {
         "VEC": tile.vec,
         "CV": tile.vectors,
         "ROWS": tile.rows,
         "EVEN": columns == tile.vectors * tile.vec and sample.c % columns == 0,
-        "KEEP": tile.runs,
+        "SUMS": tile.sums_per_thread,
         "GROUPS": next_power_of_2(block_groups),
         "num_warps": num_warps,
     }
 
 
 @triton.jit
-def store_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
+def store_group_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
     if mean_ptr is not None:
         tl.store(mean_ptr + at, mean + rest, mask=mask)
         tl.store(rstd_ptr + at, rstd, mask=mask)
 
 
 @triton.jit
-def row_of_lane(ROWS: tl.constexpr, CV: tl.constexpr):
+def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
     """Compute each lane's position within a chunk, [LANES, 1]."""
     return tl.arange(0, ROWS * CV)[:, None] // CV
 
 
 @triton.jit
-def columns_of(
+def compute_lane_columns(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
     """Compute the columns [LANES, VEC] of a block, and the mask of lanes with existing vectors, [LANES, 1].
@@ -91,7 +96,7 @@ def columns_of(
 
 
 @triton.jit
-def load_rows(
+def load_block_rows(
     ptr, base, at, stride, rows, column_mask,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +104,7 @@ def load_rows(
 
     `at` [LANES, VEC] are the offsets of a chunk's elements; `stride` is between positions.
     """
-    row = row_of_lane(ROWS, at.shape[0] // ROWS)
+    row = compute_lane_rows(ROWS, at.shape[0] // ROWS)
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
@@ -112,30 +117,30 @@ def load_rows(
 
 
 @triton.jit
-def piece_moments(
-    chunks, residuals, rows, channels, belongs,
-    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
+def compute_group_moments(
+    chunks, residuals, rows, channels, membership,
+    FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squared deviations of each group, [GROUPS] each, over a piece.
+    """Compute mean, `rest` and sum of squared deviations of each group, [GROUPS] each, over a fragment.
 
-    The piece has `rows` positions.
+    The fragment has `rows` positions.
 
     The group's mean is mean + rest.  A thread's sums are about a pivot, the mean of its first values; with n
     positions per thread, the error from cancellation is at most n * 2^-24 of the result.  All threads' sums are
     then merged as in `merge_moments`: first over the positions of a run, then over the runs of a group.
 
     Args:
-        belongs: [CV * KEEP, GROUPS], whether a run of columns belongs to a group of `channels` columns.
+        membership: [CV * SUMS, GROUPS], whether a run of columns belongs to a group of `channels` columns.
     """
-    first = runs_of(chunk_of(chunks, residuals, 0), KEEP)
+    first = split_into_runs(add_residual_chunk(chunks, residuals, 0), SUMS)
     lanes: tl.constexpr = first.shape[0]
     width: tl.constexpr = first.shape[2]
-    row = row_of_lane(ROWS, lanes // ROWS)
+    row = compute_lane_rows(ROWS, lanes // ROWS)
     pivot = tl.sum(first, 2) * (1.0 / width)
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     sum_2 = tl.zeros(pivot.shape, tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = runs_of(chunk_of(chunks, residuals, i), KEEP) - pivot[:, :, None]
+        d = split_into_runs(add_residual_chunk(chunks, residuals, i), SUMS) - pivot[:, :, None]
         if i >= FULL:
             d = tl.where((row + i * ROWS < rows)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
@@ -146,36 +151,36 @@ def piece_moments(
         count = (tl.maximum(rows - row + (ROWS - 1), 0) // ROWS * width).to(tl.float32)
     total = rows.to(tl.float32) * channels
     distance = sum_1 / tl.maximum(count, 1.0)
-    share = share_of_mean(count, pivot, distance, total)
-    share = tl.reshape(tl.sum(_by_position(share, ROWS), 0), (belongs.shape[0], 1))
-    rough = tl.sum(tl.where(belongs, share, 0.0), 0)
-    sum_1, sum_2 = about_rough_mean(
-        _of_lanes(rough, belongs, ROWS, KEEP), count, pivot, distance, sum_2 - sum_1 * distance
+    share = compute_mean_term(count, pivot, distance, total)
+    share = tl.reshape(tl.sum(_reshape_by_position(share, ROWS), 0), (membership.shape[0], 1))
+    rough = tl.sum(tl.where(membership, share, 0.0), 0)
+    sum_1, sum_2 = convert_moments_to_sums(
+        _expand_groups_to_runs(rough, membership, ROWS, SUMS), count, pivot, distance, sum_2 - sum_1 * distance
     )
-    sum_1, sum_2 = sum_pair(_by_position(sum_1, ROWS), _by_position(sum_2, ROWS), 0)
-    sum_1 = tl.where(belongs, tl.reshape(sum_1, (belongs.shape[0], 1)), 0.0)
-    sum_2 = tl.where(belongs, tl.reshape(sum_2, (belongs.shape[0], 1)), 0.0)
+    sum_1, sum_2 = sum_pair(_reshape_by_position(sum_1, ROWS), _reshape_by_position(sum_2, ROWS), 0)
+    sum_1 = tl.where(membership, tl.reshape(sum_1, (membership.shape[0], 1)), 0.0)
+    sum_2 = tl.where(membership, tl.reshape(sum_2, (membership.shape[0], 1)), 0.0)
     sum_1, sum_2 = sum_pair(sum_1, sum_2, 0)
-    rest, square = about_mean(total, sum_1, sum_2)
+    rest, square = convert_sums_to_moments(total, sum_1, sum_2)
     return rough, tl.reshape(rest, rough.shape), tl.reshape(square, rough.shape)
 
 
 @triton.jit
-def _by_position(value, ROWS: tl.constexpr):
-    """Reshape [LANES, KEEP] to [ROWS, CV * KEEP]."""
+def _reshape_by_position(value, ROWS: tl.constexpr):
+    """Reshape [LANES, SUMS] to [ROWS, CV * SUMS]."""
     return tl.reshape(value, (ROWS, value.shape[0] // ROWS * value.shape[1]))
 
 
 @triton.jit
-def _of_lanes(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr):
-    """Select the value of each run's group, [LANES, KEEP], from [GROUPS]."""
-    runs: tl.constexpr = belongs.shape[0]
-    value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
-    return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // KEEP, KEEP))
+def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr):
+    """Select the value of each run's group, [LANES, SUMS], from [GROUPS]."""
+    runs: tl.constexpr = membership.shape[0]
+    value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
+    return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // SUMS, SUMS))
 
 
 @triton.jit
-def merge_members(mean, rest, square, count, total):
+def merge_member_moments(mean, rest, square, count, total):
     """Merge moments of all members, [SLOTS, GROUPS], into those of each group, [GROUPS].
 
     These are mean, `rest` and sum of squared deviations.
@@ -191,16 +196,16 @@ def merge_members(mean, rest, square, count, total):
 
 
 @triton.jit
-def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.constexpr):
+def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr, VEC: tl.constexpr):
     """Select the value of each column's group, [LANES, VEC], from [GROUPS]."""
-    runs: tl.constexpr = belongs.shape[0]
-    value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
-    wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // KEEP))
-    return tl.reshape(wide, (ROWS * runs // KEEP, VEC))
+    runs: tl.constexpr = membership.shape[0]
+    value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
+    wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // SUMS))
+    return tl.reshape(wide, (ROWS * runs // SUMS, VEC))
 
 
 @triton.jit
-def load_columns(ptr, column, column_mask):
+def load_optional_columns(ptr, column, column_mask):
     """Load a value for each column as a tuple of [LANES, VEC], or () if ptr is None."""
     loaded = ()
     if ptr is not None:
@@ -209,47 +214,47 @@ def load_columns(ptr, column, column_mask):
 
 
 @triton.jit
-def write_rows(
+def store_normalised_rows(
     chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
     mean, rest, rstd, sample, first, dropout, writer, writers,
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
+    """Write y and h of a fragment; if SHARED, only of its chunks i with i % writers == writer.
 
     Args:
         affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty tuple.
-        base, at, stride, rows, column_mask: as in `load_rows`.
+        base, at, stride, rows, column_mask: as in `load_block_rows`.
         mean, rest, rstd: statistics of each column's group; its mean is mean + rest.
-        first: the piece's start in the sample, in elements.
+        first: the fragment's start in the sample, in elements.
         dropout: seed, threshold and scale.
     """
-    a, b = slope_and_offset(affine, rstd, rest)
+    a, b = compute_slope_and_offset(affine, rstd, rest)
     for i in tl.static_range(len(chunks)):
         mask = column_mask
         if SHARED:
             # A mask, because the compiler does not cope with a branch for each chunk.
             mask = (i & (writers - 1) == writer) & column_mask
-        _write_chunk(
-            chunk_of(chunks, residuals, i), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
+        _store_normalised_chunk(
+            add_residual_chunk(chunks, residuals, i), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
             mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
 
 
 @triton.jit
-def _write_chunk(
+def _store_normalised_chunk(
     h, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask, mean, a, b, sample, first, dropout,
     i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     mask = column_mask
     if not IS_FULL:
-        mask = (row_of_lane(ROWS, at.shape[0] // ROWS) + i * ROWS < rows) & column_mask
+        mask = (compute_lane_rows(ROWS, at.shape[0] // ROWS) + i * ROWS < rows) & column_mask
     start = base + stride * (i * ROWS)
     if residual_out_ptr is not None:
         tl.store(residual_out_ptr + start + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
+    y = activate_for_dtype((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
-        keep = dropout_keep(dropout[0], sample, first + stride * (i * ROWS) + at, dropout[1])
+        keep = compute_keep_mask(dropout[0], sample, first + stride * (i * ROWS) + at, dropout[1])
         y = tl.where(keep, y * dropout[2], 0.0)
     tl.store(y_ptr + start + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

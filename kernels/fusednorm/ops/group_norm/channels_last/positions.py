@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
+def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
     """Compute each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
     lane = tl.arange(0, LANES)[:, None]
     positions = LANES // units
@@ -21,11 +21,11 @@ def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def turns_of(split, hw, splits, step):
+def count_split_steps(split, hw, splits, step):
     """Compute the number of steps of `step` positions in a sample's split, and the positions of its last step."""
-    steps = tl.cdiv(hw, step)
-    turns = tl.cdiv(steps - split, splits)
-    return turns, tl.minimum(hw - (split + (turns - 1) * splits) * step, step)
+    all_steps = tl.cdiv(hw, step)
+    steps = tl.cdiv(all_steps - split, splits)
+    return steps, tl.minimum(hw - (split + (steps - 1) * splits) * step, step)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def load_positions(
 
 
 @triton.jit
-def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
+def make_position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
     """Compute the mask of lanes whose positions of tile i exist, [LANES, 1]; a constant mask is dropped."""
     if WHOLE:
         return tl.full(position.shape, True, tl.int1)
@@ -59,9 +59,9 @@ def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
-def stored_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
+def make_store_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
     """Compute the mask of lanes whose positions of tile i exist, without idle lanes."""
-    mask = position_mask(position, positions, left, i, WHOLE)
+    mask = make_position_mask(position, positions, left, i, WHOLE)
     if IDLE:
         mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)
     return mask

@@ -87,7 +87,7 @@ class StreamPartition:
     Attributes:
         positions: the number of positions of a tile.
         step_positions: positions that a program adds up at a time; each program has every `splits`th step.
-        apply_chunks: tiles of a piece that is written.
+        apply_chunks: tiles of a fragment that is written.
         has_extra_splits: whether there are more splits than in the configuration, because of few samples.
     """
 
@@ -113,10 +113,10 @@ class StreamPartition:
 
         A lane has separate sums for runs of its columns, each within one group.
         """
-        keep = self.vec // gcd(self.vec, sample.channels)
-        runs = self.positions * sample.channels * keep // self.vec
+        sums = self.vec // gcd(self.vec, sample.group_channels)
+        runs = self.positions * sample.group_channels * sums // self.vec
         # A tile for tl.gather needs more than one element.
-        return {"KEEP": keep, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
+        return {"SUMS": sums, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
 
 
 def make_stream_partition(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
+def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
     """Compute the start of the frame of group `row` (int64) with `length` elements, and its `before`."""
     start = row * length
     if SKEWED:
@@ -21,8 +21,8 @@ def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
 
 
 @triton.jit
-def is_inside(element, before, length, SKEWED: tl.constexpr):
-    """Compute the mask of a piece's elements that belong to its group.
+def make_group_mask(element, before, length, SKEWED: tl.constexpr):
+    """Compute the mask of a fragment's elements that belong to its group.
 
     These are before <= element < length (`before` only if SKEWED).
     """
@@ -33,7 +33,7 @@ def is_inside(element, before, length, SKEWED: tl.constexpr):
 
 
 @triton.jit
-def count_inside(start, before, length, size, SKEWED: tl.constexpr):
+def count_group_elements(start, before, length, size, SKEWED: tl.constexpr):
     """Return the number of elements, of `size` from `start` on, that belong to the group."""
     count = tl.minimum(tl.maximum(length - start, 0), size)
     if SKEWED:
@@ -42,7 +42,7 @@ def count_inside(start, before, length, size, SKEWED: tl.constexpr):
 
 
 @triton.jit
-def whole_vectors(count, GROUP: tl.constexpr):
+def round_up_to_vectors(count, GROUP: tl.constexpr):
     """Compute the number of elements in the vectors that contain the first `count` elements of a frame."""
     return (count + (GROUP - 1)) // GROUP * GROUP
 
@@ -75,7 +75,7 @@ def store_chunk(
         tl.store(ptr + element, value, mask=tl.broadcast_to(whole, element.shape), eviction_policy=EVICT)
         size: tl.constexpr = element.shape[0] * GROUP
         if (before > 0) | (length < size):
-            ends = is_inside(element, before, length, SKEWED) & (whole == 0)
+            ends = make_group_mask(element, before, length, SKEWED) & (whole == 0)
             tl.store(ptr + element, value, mask=ends, eviction_policy=EVICT)
     else:
         tl.store(ptr + element, value, mask=element < length, eviction_policy=EVICT)

@@ -1,35 +1,40 @@
 """Pieces of contiguous groups that stay in registers in the dtype of memory: loads, moments, stores.
 
-A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
+A fragment is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
 loads at once.  All chunks below FULL are full, except the first if SKEWED.  The group starts at
-`before` and ends at `length` in a piece: see `contiguous.frames`.
+`before` and ends at `length` in a fragment: see `contiguous.frames`.
 """
 
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.loads import chunk_of
-from fusednorm.jit.reductions import multiply_terms, rounded_product
-from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset
-from fusednorm.ops.group_norm.contiguous.frames import count_inside, is_inside, load_chunk, store_chunk
-from fusednorm.ops.group_norm.contiguous.ranges import quotient
+from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
+from fusednorm.jit.loads import add_residual_chunk
+from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms
+from fusednorm.ops.group_norm.affine import compute_slope_and_offset, load_affine
+from fusednorm.ops.group_norm.contiguous.frames import (
+    count_group_elements,
+    load_chunk,
+    make_group_mask,
+    store_chunk,
+)
+from fusednorm.ops.group_norm.contiguous.ranges import divide_by_multiplication
 
 
 @triton.jit
-def element_of_chunk(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def make_chunk_offsets(BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Compute the elements of a chunk, [lanes, GROUP]."""
     return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def load_chunks(
+def load_group_fragment(
     ptr, at, length,
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a piece from ptr + at, up to `length` of its elements; the tuple is empty if ptr is None."""
-    element = element_of_chunk(BLOCK, GROUP)
+    """Load a fragment from ptr + at, up to `length` of its elements; the tuple is empty if ptr is None."""
+    element = make_chunk_offsets(BLOCK, GROUP)
     chunks = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
@@ -39,7 +44,7 @@ def load_chunks(
 
 
 @triton.jit
-def moments_of_lanes(
+def compute_group_lane_moments(
     chunks, residuals, before, length,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SKEWED: tl.constexpr = False,
@@ -50,37 +55,37 @@ def moments_of_lanes(
     error from cancellation is at most n * 2^-24 of the result.
     """
     lanes: tl.constexpr = BLOCK // GROUP
-    element = element_of_chunk(BLOCK, GROUP)
+    element = make_chunk_offsets(BLOCK, GROUP)
     start = tl.arange(0, lanes)[:, None] * GROUP
-    first = chunk_of(chunks, residuals, 0)
+    first = add_residual_chunk(chunks, residuals, 0)
     if SKEWED:
-        first = tl.where(is_inside(element, before, length, SKEWED), first, 0.0)
+        first = tl.where(make_group_mask(element, before, length, SKEWED), first, 0.0)
     if FULL > 0 and not SKEWED:
         pivot = tl.sum(first, 1, keep_dims=True) * (1.0 / GROUP)
     else:
-        present = count_inside(start, before, length, GROUP, SKEWED).to(tl.float32)
+        present = count_group_elements(start, before, length, GROUP, SKEWED).to(tl.float32)
         pivot = tl.sum(first, 1, keep_dims=True) / tl.maximum(present, 1.0)
     count = tl.zeros((lanes, 1), tl.float32)
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     sum_2 = tl.zeros((lanes, 1), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = chunk_of(chunks, residuals, i) - pivot
+        d = add_residual_chunk(chunks, residuals, i) - pivot
         if i < FULL and not (SKEWED and i == 0):
             count += GROUP
         else:
-            d = tl.where(is_inside(element + i * BLOCK, before, length, SKEWED), d, 0.0)
-            count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
+            d = tl.where(make_group_mask(element + i * BLOCK, before, length, SKEWED), d, 0.0)
+            count += count_group_elements(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
+        sum_2 += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
     # Returned as a rounded mean and its rounding error, because the pivot may be far from the mean.
-    distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0))
+    distance = multiply_rounded(sum_1, 1.0 / tl.maximum(count, 1.0))
     mean = pivot + distance
     square = tl.maximum(sum_2 - sum_1 * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return count, mean, (pivot - mean) + distance, square
 
 
 @triton.jit
-def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
+def unify_mean(mean, rest, means, index, PARAMETERS: tl.constexpr):
     """Compute a pair (mean, rest) with an equal sum, and with a mean that is equal in all threads.
 
     That mean is `means` where `index` is 0.
@@ -98,29 +103,29 @@ def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
 
 
 @triton.jit
-def _channel(
+def _compute_channels(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the channel within its group of each unit PARAMETERS of chunk i of a piece from `first` on.
+    """Compute the channel within its group of each unit PARAMETERS of chunk i of a fragment from `first` on.
 
     If PARAMETERS is "two", the channel of each vector's first element, and the next channel's offset in the vector.
     """
     next_channel = ()
     if PARAMETERS == "element" or PARAMETERS == "two":
         if PARAMETERS == "element":
-            at = first + i * BLOCK + element_of_chunk(BLOCK, GROUP)
+            at = first + i * BLOCK + make_chunk_offsets(BLOCK, GROUP)
         else:
             at = first + i * BLOCK + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP
         # The first vector may start before the group.
-        channel = quotient(tl.maximum(at, 0), indexing[2], indexing[3], indexing[4], False)
+        channel = divide_by_multiplication(tl.maximum(at, 0), indexing[2], indexing[3], indexing[4], False)
         if PARAMETERS == "two":
             next_channel = next_channel + (((channel + 1) * indexing[2] - at).to(tl.int32),)
     else:
         vector = first // GROUP + i * (BLOCK // GROUP)
         if PARAMETERS == "vector":
             vector += tl.arange(0, BLOCK // GROUP)[:, None]
-        channel = quotient(vector, indexing[2], indexing[3], indexing[4], False)
+        channel = divide_by_multiplication(vector, indexing[2], indexing[3], indexing[4], False)
     # Limited for elements past the end, which are not written.
     return tl.minimum(channel, indexing[1] - 1), next_channel
 
@@ -130,9 +135,9 @@ def load_chunk_affine(
     parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Load the argument of `chunk_slope_and_offset` for chunk i of a piece.
+    """Load the argument of `compute_chunk_slope_and_offset` for chunk i of a fragment.
 
-    The piece starts `first` elements into group `row`.
+    The fragment starts `first` elements into group `row`.
 
     Args:
         indexing: groups of a sample, channels of a group, the division by a channel's length (in elements if
@@ -140,7 +145,7 @@ def load_chunk_affine(
         PARAMETERS: the unit with one channel: "piece", "chunk", "vector" or "element"; or "two" if a vector has at
             most two channels.
     """
-    channel, next_channel = _channel(first, indexing, i, BLOCK, GROUP, PARAMETERS)
+    channel, next_channel = _compute_channels(first, indexing, i, BLOCK, GROUP, PARAMETERS)
     sample = row.to(tl.int32) // indexing[0]
     group_channel = (row.to(tl.int32) - sample * indexing[0]) * indexing[1]
     at = group_channel + channel
@@ -153,51 +158,52 @@ def load_chunk_affine(
 
 
 @triton.jit
-def chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
-    """Compute `slope_and_offset` of a chunk's elements from the result of `load_chunk_affine`."""
+def compute_chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
+    """Compute `compute_slope_and_offset` of a chunk's elements from the result of `load_chunk_affine`."""
     if PARAMETERS == "two":
-        a, b = slope_and_offset(affine[0], rstd, rest)
-        next_a, next_b = slope_and_offset(affine[1], rstd, rest)
+        a, b = compute_slope_and_offset(affine[0], rstd, rest)
+        next_a, next_b = compute_slope_and_offset(affine[1], rstd, rest)
         before_next = tl.arange(0, GROUP)[None, :] < affine[2]
         return tl.where(before_next, a, next_a), tl.where(before_next, b, next_b)
     else:
-        return slope_and_offset(affine, rstd, rest)
+        return compute_slope_and_offset(affine, rstd, rest)
 
 
 @triton.jit
-def write_chunks(
+def store_normalised_group_fragment(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
     indexing, mean, rest, rstd, dropout, writer, writers,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
+    """Write y and h of a fragment; if SHARED, only of its chunks i with i % writers == writer.
 
     Args:
         affine: parameters of the first chunk; those of each later chunk are loaded one chunk ahead.
-        base: the offset of the piece in the outputs.
-        row, first: the group, and the piece's start in the group, negative if the piece starts `before` the group.
+        base: the offset of the fragment in the outputs.
+        row, first: the group, and the fragment's start in the group, negative if the fragment starts `before` the
+            group.
         mean, rest: the group's mean is mean + rest.
         dropout: seed, threshold and scale.
     """
-    element = element_of_chunk(BLOCK, GROUP)
+    element = make_chunk_offsets(BLOCK, GROUP)
     for i in tl.static_range(len(chunks)):
         current = affine
         if PARAMETERS != "piece" and i + 1 < len(chunks):
             affine = load_chunk_affine(parameters, row, first, indexing, i + 1, BLOCK, GROUP, PARAMETERS)
         if SHARED:
             if i & (writers - 1) == writer:
-                write_chunk(
-                    chunk_of(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                store_normalised_group_chunk(
+                    add_residual_chunk(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                     before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                     mean, rest, rstd, dropout, element,
                     i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
                     ACTIVATION, DROPOUT, SKEWED,
                 )  # fmt: skip
         else:
-            write_chunk(
-                chunk_of(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+            store_normalised_group_chunk(
+                add_residual_chunk(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                 before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                 mean, rest, rstd, dropout, element,
                 i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, SKEWED,
@@ -205,7 +211,7 @@ def write_chunks(
 
 
 @triton.jit
-def write_chunk(
+def store_normalised_group_chunk(
     h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, indexing,
     mean, rest, rstd, dropout, element,
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
@@ -214,11 +220,11 @@ def write_chunk(
     """Write y and h of one chunk of `length` elements at offset `base` of the outputs and `first` of the group."""
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
-    a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
-    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
+    a, b = compute_chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
+    y = activate_for_dtype((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         sample = row // indexing[0]
         position = (row - sample * indexing[0]) * group_length + first + element
-        keep = dropout_keep(dropout[0], sample, position, dropout[1])
+        keep = compute_keep_mask(dropout[0], sample, position, dropout[1])
         y = tl.where(keep, y * dropout[2], 0.0)
     store_chunk(y_ptr + base, element, y, before, length, IS_FULL, EVICT, SKEWED)

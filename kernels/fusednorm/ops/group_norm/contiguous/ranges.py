@@ -14,15 +14,15 @@ data.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import activate_to, dropout_keep
-from fusednorm.jit.loads import load_sum
+from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
+from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import merge_moments
-from fusednorm.jit.reductions import multiply_terms
-from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.ops.group_norm.affine import load_slope_and_offset
 
 
 @triton.jit
-def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
+def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
     """Compute i // divisor for 0 <= i < 2^31 by a multiplication.
 
     magic = ceil(2^(31 + shift) / divisor), and 2^shift >= divisor.
@@ -35,16 +35,16 @@ def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
+def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_last")
+    h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
-    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_terms(d, d), 2, keep_dims=True)
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
 
 
 @triton.jit
-def range_moments(
+def compute_range_moments(
     x_ptr,
     residual_ptr,
     first,
@@ -62,16 +62,16 @@ def range_moments(
     tail = units - full * UNITS
 
     start = (first + lane) * VEC
-    pivot = load_sum(x_ptr, residual_ptr, start, lane < units, "evict_last")
+    pivot = load_residual_sum(x_ptr, residual_ptr, start, lane < units, "evict_last")
     sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
     sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
+        sum_1, sum_2 = _load_and_accumulate_sums(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
     if tail > 0:
         unit = first + full * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
+        sum_1, sum_2 = _load_and_accumulate_sums(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
@@ -80,7 +80,7 @@ def range_moments(
 
 
 @triton.jit
-def store_normalised(
+def store_normalised_tile(
     h,
     mean,
     rest,
@@ -118,17 +118,17 @@ def store_normalised(
         tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
     # The parameters are loaded after the reductions, so that they use no registers during them.
     if ALIGNED:
-        channel = group * channels + quotient(unit, channel_length, magic, shift, WIDE)
+        channel = group * channels + divide_by_multiplication(unit, channel_length, magic, shift, WIDE)
     else:
-        channel = group * channels + quotient(at, channel_length, magic, shift, WIDE)
+        channel = group * channels + divide_by_multiplication(at, channel_length, magic, shift, WIDE)
     sample_channel = sample * scale_stride + channel
-    weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
+    weight, bias = load_slope_and_offset(parameters, channel, sample_channel, mask)
     slope = weight * rstd
-    y = activate_to((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION)
+    y = activate_for_dtype((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
-        keep = dropout_keep(seed, sample.to(tl.int64), position, dropout_threshold)
+        keep = compute_keep_mask(seed, sample.to(tl.int64), position, dropout_threshold)
         y = tl.where(keep, y * dropout_scale, 0.0)
     tl.store((y_ptr + base) + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
@@ -177,8 +177,8 @@ def normalise_range(
         unit = first + full * UNITS + lane
         mask = unit < last
         at = unit * VEC + inner
-        h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
-        store_normalised(
+        h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_first")
+        store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
@@ -187,8 +187,8 @@ def normalise_range(
     for step in range(0, full):
         unit = first + (full - 1 - step) * UNITS + lane
         at = unit * VEC + inner
-        h = load_sum(x_ptr, residual_ptr, at, whole, "evict_first")
-        store_normalised(
+        h = load_residual_sum(x_ptr, residual_ptr, at, whole, "evict_first")
+        store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,

@@ -10,14 +10,14 @@ from fusednorm.jit.prefetch import prefetch
 
 
 @triton.jit
-def run_position(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
+def compute_run_positions(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
     """Compute the position of each element, [LANES, GROUP], in the tile's run of its channel."""
     return (tl.arange(0, LANES) % UNITS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def prefetch_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Prefetch RUN positions, or `left` if fewer, of each channel of a piece."""
+def prefetch_channel_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
+    """Prefetch RUN positions, or `left` if fewer, of each channel of a fragment."""
     count = tl.minimum(left, RUN)
     if CHANNELS == 1:
         if count > 0:

@@ -9,24 +9,28 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import let_next_start
-from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.loads import column_mask, offset_weight, unaligned_zero, widened
+from fusednorm.jit.early_start import allow_next_launch
+from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.loads import add_weight_offset, make_column_mask, make_unaligned_zero, widen
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
 from fusednorm.launch.workspace import get_exchange_buffer
 from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient, stored_parameter
+from fusednorm.ops.layer_norm.gradients import (
+    backpropagate_epilogue,
+    load_unconverted_parameter,
+    store_input_gradient,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardCooperative:
-    """Programs that share rows, a slab of `block_n` columns each, and exchange the row's sums.
+    """Programs that share rows, a range of `block_n` columns each, and exchange the row's sums.
 
-    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` rows after it
-    posted the slab's sums, and prefetches the slabs `ahead` rows later into L2.
+    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a range again `lag` rows after it
+    posted the range's sums, and prefetches the ranges `ahead` rows later into L2.
     """
 
     block_n: int
@@ -69,7 +73,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
 
 
 @triton.jit
-def _gradient(
+def _compute_range_gradient(
     x,
     residual,
     dy,
@@ -86,13 +90,13 @@ def _gradient(
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Compute d = h - mean and dz of a loaded slab; x_hat = d * rstd."""
-    d = widened(x)
+    """Compute d = h - mean and dz of a loaded range; x_hat = d * rstd."""
+    d = widen(x)
     if HAS_RESIDUAL:
-        d += widened(residual)
+        d += widen(residual)
     d -= mean
-    dz = affine_gradient(
-        widened(dy),
+    dz = backpropagate_epilogue(
+        widen(dy),
         d * rstd,
         weight,
         bias,
@@ -161,11 +165,11 @@ def layer_norm_backward_cooperative_kernel(
 
     Mean and rstd are inputs.
 
-    A program reads every slab twice: first for the slab's part of c1 and c2, which it posts, and LAG rows later,
+    A program reads every range twice: first for the range's part of c1 and c2, which it posts, and LAG rows later,
     when the other members have posted theirs, out of L1 or L2 for the gradients.  Programs are persistent; the
     launch must be cooperative.  Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
     """
-    let_next_start(EARLY_REDUCE)
+    allow_next_launch(EARLY_REDUCE)
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
     group = tl.program_id(0) // members
@@ -173,21 +177,21 @@ def layer_norm_backward_cooperative_kernel(
     member = tl.program_id(0) % members
     first_col = member * BLOCK_N
     lane = tl.arange(0, BLOCK_N)[None, :]
-    mask = column_mask(first_col + lane, cols, EVEN)
+    mask = make_column_mask(first_col + lane, cols, EVEN)
     other = tl.arange(0, SLOTS)
     present = other < members
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
-    own = first_col + unaligned_zero(cols, NARROW) + lane
-    weight_stored = stored_parameter(weight_ptr, own, mask, 1.0)
-    bias_stored = stored_parameter(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
+    own = first_col + make_unaligned_zero(cols, NARROW) + lane
+    weight_stored = load_unconverted_parameter(weight_ptr, own, mask, 1.0)
+    bias_stored = load_unconverted_parameter(bias_ptr if ACTIVATION != "none" else None, own, mask, 0.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
         dbias = tl.zeros((1, BLOCK_N), tl.float32)
 
-    start = first_tag(exchange_ptr)
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     turns = tl.cdiv(rows - group, groups)
     dy_ptr += first_col
@@ -196,7 +200,7 @@ def layer_norm_backward_cooperative_kernel(
     tag = start
     for turn in range(0, turns + LAG):
         row = group + turn * groups
-        ahead = column_mask(first_col + lane, cols, EVEN) & (turn < turns)
+        ahead = make_column_mask(first_col + lane, cols, EVEN) & (turn < turns)
         x = tl.load(x_ptr + row * (x_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
         dy = tl.load(dy_ptr + row * (dy_row_units * VEC) + lane, mask=ahead, other=0.0, eviction_policy=KEEP)
         residual = x
@@ -233,13 +237,13 @@ def layer_norm_backward_cooperative_kernel(
             if not IS_RMS:
                 mean_b = tl.load(mean_ptr + row_b)
             late_tag = tag - LAG
-            part_1, part_2, _ = collect(
-                slot_of(exchange_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
+            part_1, part_2, _ = collect_slots(
+                locate_slot(exchange_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
-            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
-            weight = offset_weight(widened(weight_stored), WEIGHT_OFFSET)
-            bias = widened(bias_stored)
-            d, dz = _gradient(
+            c1, c2 = sum_pair_to_scalars(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
+            weight = add_weight_offset(widen(weight_stored), WEIGHT_OFFSET)
+            bias = widen(bias_stored)
+            d, dz = _compute_range_gradient(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
@@ -259,9 +263,9 @@ def layer_norm_backward_cooperative_kernel(
             store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
 
         if turn < turns:
-            weight = offset_weight(widened(weight_stored), WEIGHT_OFFSET)
-            bias = widened(bias_stored)
-            d, dz = _gradient(
+            weight = add_weight_offset(widen(weight_stored), WEIGHT_OFFSET)
+            bias = widen(bias_stored)
+            d, dz = _compute_range_gradient(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
@@ -270,10 +274,12 @@ def layer_norm_backward_cooperative_kernel(
                 g = tl.where(mask, g, 0.0)
             c1, c2 = sum_pair(g * d, g, 1)
             c1 *= rstd
-            post(slot_of(exchange_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
+            post_scalars(
+                locate_slot(exchange_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0
+            )
         tag += 1
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)
     partial_at = group.to(tl.int64) * cols + first_col + lane
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, dweight, mask=mask)

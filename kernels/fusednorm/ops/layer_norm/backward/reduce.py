@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous
+from fusednorm.jit.early_start import await_previous_launch
 from fusednorm.launch.launch import Launch, RowDependence, make_early_options
 from fusednorm.results import Backward
 
@@ -85,7 +85,7 @@ def plan_partial_reduction(
 
 
 @triton.jit
-def _reduce(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sum_partials(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     lane = tl.arange(0, BLOCK_P)[:, None]
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -112,8 +112,8 @@ def layer_norm_backward_reduce_kernel(
 
     The second axis of the grid counts the gradients that are not None: dweight first, then dbias.
     """
-    await_previous(EARLY)
+    await_previous_launch(EARLY)
     if dweight_ptr is not None and tl.program_id(1) == 0:
-        _reduce(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_P, BLOCK_N)
+        _sum_partials(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_P, BLOCK_N)
     if dbias_ptr is not None and tl.program_id(1) == tl.num_programs(1) - 1:
-        _reduce(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_P, BLOCK_N)
+        _sum_partials(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_P, BLOCK_N)

@@ -11,21 +11,21 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv
-from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
-from fusednorm.jit.moments import sweep_moments
+from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
+from fusednorm.jit.moments import compute_row_moments
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradients import backpropagate_epilogue, load_parameter, store_input_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardSplit:
-    """A kernel for each row's constants, then slabs of `block_n` columns over tiles of `rows` rows."""
+    """A kernel for each row's constants, then ranges of `block_n` columns over tiles of `rows` rows."""
 
-    rows_block_n: int
-    rows_num_warps: int
+    constants_block_n: int
+    constants_num_warps: int
     rows: int
     block_n: int
     num_warps: int
@@ -36,8 +36,8 @@ class LayerNormBackwardSplit:
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
     """Plan the launches of a pass over rows of any length."""
     layout = call.make_row_layout()
-    slabs = cdiv(call.cols, config.block_n)
-    most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
+    ranges = cdiv(call.cols, config.block_n)
+    most_tiles = max(1, call.multiprocessors * config.programs_per_sm // ranges)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
     partials = PartialGradients.allocate(call.x, call.out, call.has_own_parameters, tiles)
     constants = new_workspace(call.x, call.rows, 4)
@@ -49,17 +49,17 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             *layout.sizes[:4], call.options.eps, *call.options.dropout_arguments,
         ),
         {
-            "BLOCK_N": config.rows_block_n,
+            "BLOCK_N": config.constants_block_n,
             "GROUP": 16 // call.itemsize,
-            "EVEN": call.cols % config.rows_block_n == 0,
+            "EVEN": call.cols % config.constants_block_n == 0,
             "IS_RMS": call.options.is_rms,
-            "num_warps": config.rows_num_warps,
+            "num_warps": config.constants_num_warps,
             **call.make_constexprs(layout.vec),
         },
     )  # fmt: skip
     apply = Launch(
         layer_norm_backward_split_apply_kernel,
-        (slabs, tiles),
+        (ranges, tiles),
         (
             *call.tensors, constants, *call.input_gradients, partials.dweight, partials.dbias,
             call.rows, *layout.sizes, *call.options.dropout_arguments,
@@ -131,7 +131,7 @@ def layer_norm_backward_split_sums_kernel(
         else:
             rough = tl.load(mean_ptr + row)
     else:
-        rough, shift, variance = sweep_moments(
+        rough, shift, variance = compute_row_moments(
             x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
         rstd = 1.0 / tl.sqrt(variance + eps)
@@ -141,16 +141,16 @@ def layer_norm_backward_split_sums_kernel(
     for chunk in range(0, tl.cdiv(cols, BLOCK_N)):
         first_col = chunk * BLOCK_N
         at = col + first_col
-        mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "")
-        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0))
+        mask = make_column_mask(at, cols, EVEN)
+        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "")
+        dy = widen(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0))
         x_hat = ((h - rough) - shift) * rstd
-        weight = offset_weight(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
+        weight = add_weight_offset(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
         if ACTIVATION == "none":
             bias = 0.0
         else:
             bias = load_parameter(bias_ptr, at, mask, 0.0)
-        dz = affine_gradient(
+        dz = backpropagate_epilogue(
             dy,
             x_hat,
             weight,
@@ -218,7 +218,7 @@ def layer_norm_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of one slab of BLOCK_N columns per program.
+    """Write dx of one range of BLOCK_N columns per program.
 
     A program takes every num_programs(1)-th tile of rows, last rows first.
 
@@ -227,8 +227,8 @@ def layer_norm_backward_split_apply_kernel(
     cols = col_units * VEC
     first_col = tl.program_id(0) * BLOCK_N
     col = first_col + tl.arange(0, BLOCK_N)[None, :]
-    col_mask = column_mask(col, cols, EVEN)
-    weight = offset_weight(load_parameter(weight_ptr, col, col_mask, 1.0), WEIGHT_OFFSET)
+    col_mask = make_column_mask(col, cols, EVEN)
+    weight = add_weight_offset(load_parameter(weight_ptr, col, col_mask, 1.0), WEIGHT_OFFSET)
     if ACTIVATION == "none":
         bias = 0.0
     else:
@@ -243,7 +243,7 @@ def layer_norm_backward_split_apply_kernel(
         row = (tiles - 1 - step) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < rows
         mask = row_mask & col_mask
-        h = load_rows(
+        h = load_row_residual_sum(
             x_ptr,
             residual_ptr,
             row * (x_row_units * VEC) + col,
@@ -252,13 +252,13 @@ def layer_norm_backward_split_apply_kernel(
             "evict_first",
         )
         dy_at = row * (dy_row_units * VEC) + col
-        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"))
+        dy = widen(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"))
         mean = tl.load(constants_ptr + row * 4, mask=row_mask, other=0.0)
         rstd = tl.load(constants_ptr + row * 4 + 1, mask=row_mask, other=0.0)
         c1 = tl.load(constants_ptr + row * 4 + 2, mask=row_mask, other=0.0)
         c2 = tl.load(constants_ptr + row * 4 + 3, mask=row_mask, other=0.0)
         x_hat = (h - mean) * rstd
-        dz = affine_gradient(
+        dz = backpropagate_epilogue(
             dy,
             x_hat,
             weight,

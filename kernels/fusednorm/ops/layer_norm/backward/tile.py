@@ -12,16 +12,27 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.early_start import let_next_start
-from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.loads import column_mask, load_rows, offset_weight, unaligned_zero, widened
-from fusednorm.jit.moments import tile_moments
+from fusednorm.jit.early_start import allow_next_launch
+from fusednorm.jit.heads import (
+    compute_parameter_offset,
+    compute_row_index,
+    compute_row_offset,
+    locate_program_in_head,
+)
+from fusednorm.jit.loads import (
+    add_weight_offset,
+    load_row_residual_sum,
+    make_column_mask,
+    make_unaligned_zero,
+    widen,
+)
+from fusednorm.jit.moments import compute_tile_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import multiply_terms, sum_pair
+from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
 from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradients import backpropagate_epilogue, load_parameter, store_input_gradient
 
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles that are being loaded; a Hopper multiprocessor has 228 KB, some used by the system."""
@@ -151,14 +162,14 @@ def layer_norm_backward_tile_kernel(
 
     With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """
-    let_next_start(EARLY_REDUCE)
+    allow_next_launch(EARLY_REDUCE)
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
-    program, programs, head, heads = programs_of_head(HEADS)
+    program, programs, head, heads = locate_program_in_head(HEADS)
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     EVICT: tl.constexpr = "" if NARROW else "evict_first"
-    own = parameter_start(head, cols, HEADS) + unaligned_zero(cols, NARROW)
+    own = compute_parameter_offset(head, cols, HEADS) + make_unaligned_zero(cols, NARROW)
     columns = ()
     col_masks = ()
     held = ()
@@ -167,7 +178,7 @@ def layer_norm_backward_tile_kernel(
     dbiases = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = column_mask(col, cols, EVEN)
+        col_mask = make_column_mask(col, cols, EVEN)
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         if HOLD_WEIGHT and weight_ptr is not None:
@@ -190,18 +201,20 @@ def layer_norm_backward_tile_kernel(
                 prefetch(dy_ptr + first_ahead * cols, present)
         token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = token < rows
-        row = row_of_token(token, head, heads, HEADS)
-        x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-        residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-        dy_row = row_start(token, row, head, dy_row_units * VEC, cols, HEADS)
+        row = compute_row_index(token, head, heads, HEADS)
+        x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
+        residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
+        dy_row = compute_row_offset(token, row, head, dy_row_units * VEC, cols, HEADS)
         chunks = ()
         dys = ()
         for i in tl.static_range(CHUNKS):
             mask = row_mask & col_masks[i]
-            h = load_rows(x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT)
+            h = load_row_residual_sum(
+                x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT
+            )
             chunks = chunks + (h,)
             dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy=EVICT)
-            dys = dys + (widened(dy),)
+            dys = dys + (widen(dy),)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
             shift = tl.zeros_like(rstd)
@@ -210,7 +223,7 @@ def layer_norm_backward_tile_kernel(
             else:
                 mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
-            mean, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
+            mean, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
 
         x_hats = ()
@@ -225,17 +238,17 @@ def layer_norm_backward_tile_kernel(
             else:
                 x_hat = (chunks[i] - mean) * rstd - shift * rstd
             if HOLD_WEIGHT and weight_ptr is not None:
-                weight = widened(held[i])
+                weight = widen(held[i])
             else:
                 weight = load_parameter(weight_ptr, own + columns[i], col_masks[i], 1.0)
-            weight = offset_weight(weight, WEIGHT_OFFSET)
+            weight = add_weight_offset(weight, WEIGHT_OFFSET)
             if ACTIVATION == "none":
                 bias = 0.0
             elif HOLD_WEIGHT and bias_ptr is not None:
-                bias = widened(held_biases[i])
+                bias = widen(held_biases[i])
             else:
                 bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
-            dz = affine_gradient(
+            dz = backpropagate_epilogue(
                 dys[i],
                 x_hat,
                 weight,
@@ -255,7 +268,7 @@ def layer_norm_backward_tile_kernel(
             g = dz * weight
             if i == 0:
                 # Not g itself: if one of its columns is a rounded product, some specialisations spill.
-                total = multiply_terms(dz, weight)
+                total = multiply_sum_terms(dz, weight)
                 if not EVEN:
                     total = tl.where(col_masks[i], total, 0.0)
             if not EVEN:
@@ -266,7 +279,7 @@ def layer_norm_backward_tile_kernel(
         dweights = new_dweights
         dbiases = new_dbiases
 
-        products = multiply_terms(gs[0], x_hats[0])
+        products = multiply_sum_terms(gs[0], x_hats[0])
         for i in tl.static_range(1, CHUNKS):
             products += gs[i] * x_hats[i]
             total += gs[i]
@@ -282,11 +295,11 @@ def layer_norm_backward_tile_kernel(
             dx *= rstd
             mask = row_mask & col_masks[i]
             if dresidual_out_ptr is not None:
-                outside_row = row_start(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
+                outside_row = compute_row_offset(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
                 dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
             store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT)
 
-    partial_row = row_of_token(program.to(tl.int64), head, heads, HEADS) * cols
+    partial_row = compute_row_index(program.to(tl.int64), head, heads, HEADS) * cols
     for i in tl.static_range(CHUNKS):
         at = partial_row + columns[i]
         if dweight_partial_ptr is not None:

@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.loads import chunk_of, unaligned_zero
+from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.loads import add_residual_chunk, make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import (
-    load_piece,
-    merge,
-    merge_even,
-    moments_of_piece,
-    write_chunk,
-    write_sums,
+    compute_fragment_moments,
+    load_fragment,
+    merge_equal_sets,
+    merge_sets,
+    store_normalised_chunk,
+    store_residual_sum,
 )
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, can_prefetch, count_full_range_chunks, make_cooperative_options
@@ -25,10 +25,10 @@ from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardCooperative:
-    """Programs that share rows: each reads a slab of `chunks` chunks, 8 columns per thread in a chunk, twice.
+    """Programs that share rows: each reads a range of `chunks` chunks, 8 columns per thread in a chunk, twice.
 
     `programs_per_sm` programs are resident on a multiprocessor, and exchange the row's moments.  A program reads a
-    slab again `lag` rows after it posted the slab's moments, and prefetches the slab `ahead` rows later into L2.
+    range again `lag` rows after it posted the range's moments, and prefetches the range `ahead` rows later into L2.
     """
 
     chunks: int
@@ -60,8 +60,8 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
     merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
     options = {
         "FULL": count_full_range_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
-        # Each member is one lane of a reduction; EQUAL_SLABS: whether all lanes have equal weight.
-        "EQUAL_SLABS": call.cols == config.range_cols * slots and slots <= 32 * config.num_warps,
+        # Each member is one lane of a reduction; EQUAL_RANGES: whether all lanes have equal weight.
+        "EQUAL_RANGES": call.cols == config.range_cols * slots and slots <= 32 * config.num_warps,
         "SLOTS": slots,
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
@@ -81,25 +81,25 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
 
 
 @triton.jit
-def _row_moments(
+def _collect_row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
-    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
+    DEPTH: tl.constexpr, EQUAL_RANGES: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Wait for all members' moments; returns mean, shift and rstd of the row, whose true mean is mean + shift.
 
     `other` [slots] is the number of each member; `count` [slots] is its number of columns, 0 after the last member.
     """
     present = other < members
-    slot_ptrs = slot_of(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
-    means, shifts, squares = collect(slot_ptrs, tag)
+    slot_ptrs = locate_slot(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
+    means, shifts, squares = collect_slots(slot_ptrs, tag)
     if IS_RMS:
         mean = 0.0
         shift = 0.0
         square = tl.sum(tl.where(present, squares, 0.0))
-    elif EQUAL_SLABS:
-        _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_even)
+    elif EQUAL_RANGES:
+        _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_equal_sets)
     else:
-        _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge)
+        _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge_sets)
     return mean, shift, 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
 
 
@@ -129,7 +129,7 @@ def layer_norm_forward_cooperative_kernel(
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
     FULL: tl.constexpr,
-    EQUAL_SLABS: tl.constexpr,
+    EQUAL_RANGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,31 +143,31 @@ def layer_norm_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of rows, each shared by `members` programs with a slab of CHUNKS * BLOCK_N columns each.
+    """Write y of rows, each shared by `members` programs with a range of CHUNKS * BLOCK_N columns each.
 
-    A program reads every slab twice.
+    A program reads every range twice.
 
     The first read is for the moments, which it posts, and the sum with a residual, which it writes.  The second is
     LAG rows later, when the other members have posted their moments, out of L1 or L2, for y.  Parameters stay in
     registers.  Programs are persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
-    slab: tl.constexpr = CHUNKS * BLOCK_N
+    range_length: tl.constexpr = CHUNKS * BLOCK_N
     group = tl.program_id(0) // members
     groups = tl.num_programs(0) // members
     member = tl.program_id(0) % members
-    first_col = member * slab
-    slab_cols = tl.minimum(cols - first_col, slab)
-    start = first_tag(exchange_ptr)
+    first_col = member * range_length
+    range_cols = tl.minimum(cols - first_col, range_length)
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, groups).to(tl.uint32) - 1
     turns = tl.cdiv(rows - group, groups)
     other = tl.arange(0, SLOTS)
-    count_of_other = tl.minimum(tl.maximum(cols - other * slab, 0), slab).to(tl.float32)
+    count_of_other = tl.minimum(tl.maximum(cols - other * range_length, 0), range_length).to(tl.float32)
     x_row_size = x_row_units * VEC
     residual_row_size = residual_row_units * VEC
-    own = first_col + unaligned_zero(cols, NARROW)
-    weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    own = first_col + make_unaligned_zero(cols, NARROW)
+    weights = load_fragment(weight_ptr, own, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_fragment(bias_ptr, own, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     # A sum that is written in float32 is exact, so the second read takes it instead of x and residual.
     EXACT_SUM: tl.constexpr = residual_out_ptr is not None and residual_out_ptr.dtype.element_ty == tl.float32
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
@@ -178,39 +178,39 @@ def layer_norm_forward_cooperative_kernel(
         # The row whose moments are computed; after the last iteration, the last row again, without use.
         row = group + tl.minimum(turn, turns - 1) * groups
         x_at = row * x_row_size + first_col
-        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
+        chunks = load_fragment(x_ptr, x_at, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
         residual_at = row * residual_row_size + first_col
-        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
+        residuals = load_fragment(residual_ptr, residual_at, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)
         if AHEAD > 0 and turn + AHEAD < turns:
-            prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, slab_cols)
+            prefetch(x_ptr + x_at + AHEAD * groups * x_row_size, range_cols)
             if residual_ptr is not None:
-                prefetch(residual_ptr + residual_at + AHEAD * groups * residual_row_size, slab_cols)
+                prefetch(residual_ptr + residual_at + AHEAD * groups * residual_row_size, range_cols)
 
         if turn >= LAG:
             late_row = group + (turn - LAG) * groups
             late_y = late_row * cols.to(tl.int64) + first_col
             if y_ptr is not None:
                 if EXACT_SUM:
-                    late = load_piece(residual_out_ptr, late_y, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late = load_fragment(residual_out_ptr, late_y, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
                     late_residuals = ()
                 else:
                     late_x = late_row * x_row_size + first_col
                     late_residual = late_row * residual_row_size + first_col
-                    late = load_piece(x_ptr, late_x, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
-                    late_residuals = load_piece(
-                        residual_ptr, late_residual, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP
+                    late = load_fragment(x_ptr, late_x, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP)
+                    late_residuals = load_fragment(
+                        residual_ptr, late_residual, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, DROP
                     )
-            mean, shift, rstd = _row_moments(
+            mean, shift, rstd = _collect_row_moments(
                 exchange_ptr, group, tag - LAG, members, other, count_of_other,
-                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS,
+                cols, eps, DEPTH, EQUAL_RANGES, IS_RMS,
             )  # fmt: skip
             if member == 0:
                 store_row_statistics(mean_ptr, rstd_ptr, late_row, mean, shift, rstd, None)
             if y_ptr is not None:
                 for i in tl.static_range(CHUNKS):
-                    write_chunk(
-                        chunk_of(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], i,
-                        y_ptr, late_y, slab_cols,
+                    store_normalised_chunk(
+                        add_residual_chunk(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], i,
+                        y_ptr, late_y, range_cols,
                         late_row, first_col,
                         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
                         FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
@@ -218,12 +218,12 @@ def layer_norm_forward_cooperative_kernel(
 
         if turn < turns:
             sums_at = row * cols.to(tl.int64) + first_col
-            write_sums(chunks, residuals, residual_out_ptr, sums_at, slab_cols, FULL, BLOCK_N, GROUP)
-            slab_mean, slab_shift, slab_square = moments_of_piece(
-                chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS
+            store_residual_sum(chunks, residuals, residual_out_ptr, sums_at, range_cols, FULL, BLOCK_N, GROUP)
+            range_mean, range_shift, range_square = compute_fragment_moments(
+                chunks, residuals, range_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS
             )
-            slot = slot_of(exchange_ptr, group, tag, member, members, DEPTH)
-            post(slot, tag, slab_mean, slab_shift, slab_square)
+            slot = locate_slot(exchange_ptr, group, tag, member, members, DEPTH)
+            post_scalars(slot, tag, range_mean, range_shift, range_square)
         tag += 1
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)

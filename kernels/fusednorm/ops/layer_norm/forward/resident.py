@@ -5,10 +5,20 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.loads import unaligned_zero
+from fusednorm.jit.heads import (
+    compute_parameter_offset,
+    compute_row_index,
+    compute_row_offset,
+    locate_program_in_head,
+)
+from fusednorm.jit.loads import make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
+from fusednorm.jit.pieces import (
+    compute_fragment_moments,
+    load_fragment,
+    store_normalised_fragment,
+    store_residual_sum,
+)
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
@@ -106,29 +116,29 @@ def layer_norm_forward_resident_kernel(
     program per multiprocessor.
     """
     cols = col_units * VEC
-    program, _, head, heads = programs_of_head(HEADS)
+    program, _, head, heads = locate_program_in_head(HEADS)
     token = program.to(tl.int64)
-    row = row_of_token(token, head, heads, HEADS)
-    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    own = parameter_start(head, cols, HEADS) + unaligned_zero(cols, NARROW)
+    row = compute_row_index(token, head, heads, HEADS)
+    x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = compute_parameter_offset(head, cols, HEADS) + make_unaligned_zero(cols, NARROW)
 
-    chunks = load_piece(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    residuals = load_piece(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    chunks = load_fragment(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    residuals = load_fragment(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS:
             # Nothing else hides the latency of the parameters.
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         elif not ALONE:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP)
-    mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS)
+    store_residual_sum(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP)
+    mean, shift, square = compute_fragment_moments(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
         # Any earlier, the prefetch would delay this row's statistics, with no other program to fill the gap.
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    write_piece(
+    store_normalised_fragment(
         chunks, residuals, weight_ptr, bias_ptr, own,
         y_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,

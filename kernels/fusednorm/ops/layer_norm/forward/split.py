@@ -12,10 +12,17 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.loads import chunk_of
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import load_piece, merge, piece_moments, total_moments, write_chunk, write_sums
+from fusednorm.jit.pieces import (
+    compute_lane_moments,
+    load_fragment,
+    merge_sets,
+    reduce_lane_moments,
+    store_normalised_chunk,
+    store_residual_sum,
+)
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import (
     Launch,
@@ -39,9 +46,9 @@ MOMENTS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardSplit:
-    """A kernel for the moments of parts of rows, then a kernel for slabs of up to `rows` rows.
+    """A kernel for the moments of parts of rows, then a kernel for ranges of up to `rows` rows.
 
-    A part has the fewest pieces of `chunks` chunks for which a row has at most MAX_PARTS parts; a slab has
+    A part has the fewest fragments of `chunks` chunks for which a row has at most MAX_PARTS parts; a range has
     `apply_chunks` chunks.  A chunk is 8 columns per thread; each kernel has its own number of warps.
     """
 
@@ -58,7 +65,7 @@ class LayerNormForwardSplit:
 
     @property
     def apply_chunk_cols(self) -> int:
-        """Columns of a chunk of a slab."""
+        """Columns of a chunk of a range."""
         return 256 * self.apply_num_warps
 
 
@@ -77,8 +84,8 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
     prefetches = can_prefetch(layout.vec, x, residual)
     lane_a_thread = has_one_lane_per_thread(min(16, layout.vec * call.itemsize), x, residual)
 
-    piece = config.chunks * config.block_n
-    part = piece * cdiv(cols, piece * MAX_PARTS)
+    fragment_cols = config.chunks * config.block_n
+    part = fragment_cols * cdiv(cols, fragment_cols * MAX_PARTS)
     parts = cdiv(cols, part)
     slots = next_power_of_2(parts)
     of_a_program = count_parts_per_program(rows * parts)
@@ -106,19 +113,19 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
     if y is None:
         return [statistics]
 
-    slab = config.apply_chunks * config.apply_chunk_cols
+    range_length = config.apply_chunks * config.apply_chunk_cols
     row_tiles = cdiv(rows, config.rows)
     return [
         statistics,
         Launch(
             layer_norm_forward_split_apply_kernel,
-            (cdiv(cols, slab) * row_tiles,),
+            (cdiv(cols, range_length) * row_tiles,),
             (
                 x, residual, call.weight, call.bias, y, residual_out, of_rows, rows, row_tiles, *layout.sizes,
                 *call.options.dropout_arguments,
             ),
             {
-                "FULL": 0 if cols % slab else config.apply_chunks,
+                "FULL": 0 if cols % range_length else config.apply_chunks,
                 "BLOCK_N": config.apply_chunk_cols,
                 "CHUNKS": config.apply_chunks,
                 "ROWS": config.rows,
@@ -148,15 +155,15 @@ def layer_norm_forward_split_stats_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a row's parts, pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
+    """Write the moments of a row's parts, fragments of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
 
     The last program of a row to finish merges them in the order of the parts, writes the result to `moments_ptr`
     [rows, 4] and to mean and rstd, each unless it is None, and resets the row's counter to 0.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     cols = col_units * VEC
     part_cols = part_units * VEC
-    piece: tl.constexpr = CHUNKS * BLOCK_N
+    fragment_cols: tl.constexpr = CHUNKS * BLOCK_N
     lanes: tl.constexpr = BLOCK_N // GROUP
     programs = tl.cdiv(parts, parts_a_program)
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -169,7 +176,7 @@ def layer_norm_forward_split_stats_kernel(
     for part in range(first_part, end_part):
         first_col = part * part_cols
         own_cols = tl.minimum(cols - first_col, part_cols)
-        last = (tl.cdiv(own_cols, piece) - 1) * piece
+        last = (tl.cdiv(own_cols, fragment_cols) - 1) * fragment_cols
         x_at = x_row + first_col
         residual_at = residual_row + first_col
         if PREFETCH and part + 1 < end_part:
@@ -181,25 +188,27 @@ def layer_norm_forward_split_stats_kernel(
         means = tl.zeros((lanes, 1), tl.float32)
         shifts = tl.zeros((lanes, 1), tl.float32)
         squares = tl.zeros((lanes, 1), tl.float32)
-        for at in range(0, last, piece):
-            of_piece = piece_moments(
-                load_piece(x_ptr, x_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                load_piece(residual_ptr, residual_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                piece, CHUNKS, BLOCK_N, GROUP, IS_RMS,
+        for at in range(0, last, fragment_cols):
+            of_fragment = compute_lane_moments(
+                load_fragment(x_ptr, x_at + at, fragment_cols, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+                load_fragment(
+                    residual_ptr, residual_at + at, fragment_cols, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"
+                ),
+                fragment_cols, CHUNKS, BLOCK_N, GROUP, IS_RMS,
             )  # fmt: skip
-            count, means, shifts, squares = merge(
-                count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
+            count, means, shifts, squares = merge_sets(
+                count, means, shifts, squares, of_fragment[0], of_fragment[1], of_fragment[2], of_fragment[3]
             )
         left = own_cols - last
-        of_piece = piece_moments(
-            load_piece(x_ptr, x_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-            load_piece(residual_ptr, residual_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+        of_fragment = compute_lane_moments(
+            load_fragment(x_ptr, x_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
+            load_fragment(residual_ptr, residual_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
             left, FULL, BLOCK_N, GROUP, IS_RMS,
         )  # fmt: skip
-        count, means, shifts, squares = merge(
-            count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
+        count, means, shifts, squares = merge_sets(
+            count, means, shifts, squares, of_fragment[0], of_fragment[1], of_fragment[2], of_fragment[3]
         )
-        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, FULL == CHUNKS)
+        part_mean, part_shift, part_square = reduce_lane_moments(count, means, shifts, squares, FULL == CHUNKS)
         _store_moments(row_parts_ptr + part * MOMENTS, part_mean, part_shift, part_square)
     tl.debug_barrier()
 
@@ -220,7 +229,7 @@ def layer_norm_forward_split_stats_kernel(
         else:
             # In 64 bits: slots past the last part would start past 2^31.
             counts = tl.minimum(tl.maximum(cols - slot.to(tl.int64) * part_cols, 0), part_cols).to(tl.float32)
-            mean, shift, square = total_moments(
+            mean, shift, square = reduce_lane_moments(
                 tl.expand_dims(counts, 1),
                 tl.expand_dims(part_means, 1),
                 tl.expand_dims(part_shifts, 1),
@@ -246,37 +255,40 @@ def layer_norm_forward_split_apply_kernel(
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y of a slab of CHUNKS * BLOCK_N columns, up to ROWS rows; `moments_ptr` [rows, 4] is mean, shift, rstd.
+    """Write y of a range of CHUNKS * BLOCK_N columns, up to ROWS rows; `moments_ptr` [rows, 4] is mean, shift,
+    rstd.
 
-    The last slabs are processed first: L2 still holds most of them.
+    The last ranges are processed first: L2 still holds most of them.
     """
     cols = col_units * VEC
-    slab: tl.constexpr = CHUNKS * BLOCK_N
-    first_col = (tl.cdiv(cols, slab) - 1 - tl.program_id(0) // row_tiles) * slab
-    slab_cols = tl.minimum(cols - first_col, slab)
+    range_length: tl.constexpr = CHUNKS * BLOCK_N
+    first_col = (tl.cdiv(cols, range_length) - 1 - tl.program_id(0) // row_tiles) * range_length
+    range_cols = tl.minimum(cols - first_col, range_length)
     first_row = (tl.program_id(0) % row_tiles).to(tl.int64) * ROWS
-    weights = load_piece(weight_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    biases = load_piece(bias_ptr, first_col, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    await_previous(EARLY)
+    weights = load_fragment(weight_ptr, first_col, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    biases = load_fragment(bias_ptr, first_col, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    await_previous_launch(EARLY)
     end_row = tl.minimum(rows, first_row + ROWS)
     for row in range(first_row, end_row):
         if PREFETCH and row + 1 < end_row:
-            prefetch(x_ptr + (row + 1) * (x_row_units * VEC) + first_col, slab_cols)
+            prefetch(x_ptr + (row + 1) * (x_row_units * VEC) + first_col, range_cols)
             if residual_ptr is not None:
-                prefetch(residual_ptr + (row + 1) * (residual_row_units * VEC) + first_col, slab_cols)
+                prefetch(residual_ptr + (row + 1) * (residual_row_units * VEC) + first_col, range_cols)
         x_at = row * (x_row_units * VEC) + first_col
         residual_at = row * (residual_row_units * VEC) + first_col
         y_at = row * cols.to(tl.int64) + first_col
-        chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
-        residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
-        write_sums(chunks, residuals, residual_out_ptr, y_at, slab_cols, FULL, BLOCK_N, GROUP)
+        chunks = load_fragment(x_ptr, x_at, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
+        residuals = load_fragment(
+            residual_ptr, residual_at, range_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first"
+        )
+        store_residual_sum(chunks, residuals, residual_out_ptr, y_at, range_cols, FULL, BLOCK_N, GROUP)
         mean = tl.load(moments_ptr + row * MOMENTS)
         shift = tl.load(moments_ptr + row * MOMENTS + 1)
         rstd = tl.load(moments_ptr + row * MOMENTS + 2)
         for i in tl.static_range(CHUNKS):
-            write_chunk(
-                chunk_of(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], i,
-                y_ptr, y_at, slab_cols, row, first_col,
+            store_normalised_chunk(
+                add_residual_chunk(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], i,
+                y_ptr, y_at, range_cols, row, first_col,
                 mean, shift, rstd, seed, dropout_threshold, dropout_scale,
                 FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
             )  # fmt: skip

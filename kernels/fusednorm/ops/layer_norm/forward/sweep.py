@@ -5,14 +5,19 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import finish
-from fusednorm.jit.float8 import magnitude, scale_of
-from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.loads import column_mask, load_rows
-from fusednorm.jit.moments import store_row_statistics, sweep_moments
+from fusednorm.jit.epilogue import apply_epilogue
+from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
+from fusednorm.jit.heads import (
+    compute_parameter_offset,
+    compute_row_index,
+    compute_row_offset,
+    locate_program_in_head,
+)
+from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
+from fusednorm.jit.moments import compute_row_moments, store_row_statistics
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
-from fusednorm.jit.reductions import maximum
-from fusednorm.jit.tiles import normalised
+from fusednorm.jit.reductions import reduce_maximum
+from fusednorm.jit.tiles import normalise
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
@@ -97,22 +102,22 @@ def layer_norm_forward_sweep_kernel(
     """Write y of one row per program in two sweeps; the second reads backwards, from L1 or L2.
 
     With a scale, y is float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane
-    of these is the GROUP columns that one thread loads at once, as in `sweep_moments`.
+    of these is the GROUP columns that one thread loads at once, as in `compute_row_moments`.
 
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """
     cols = col_units * VEC
-    program, _, head, heads = programs_of_head(HEADS)
+    program, _, head, heads = locate_program_in_head(HEADS)
     token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
-    row = row_of_token(token, head, heads, HEADS)
+    row = compute_row_index(token, head, heads, HEADS)
     if scale_ptr is None:
         col = tl.arange(0, BLOCK_N)[None, :]
     else:
         lane_col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP
         col = tl.arange(0, GROUP)[None, :]
-    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
-    own = parameter_start(head, cols, HEADS)
+    x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
+    own = compute_parameter_offset(head, cols, HEADS)
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
@@ -126,7 +131,7 @@ def layer_norm_forward_sweep_kernel(
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         else:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    rough, shift, variance = sweep_moments(
+    rough, shift, variance = compute_row_moments(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
@@ -141,13 +146,13 @@ def layer_norm_forward_sweep_kernel(
         for step in range(0, chunks):
             first_col = lane_col + (chunks - 1 - step) * BLOCK_N
             at = first_col + col
-            mask = column_mask(at, cols, EVEN)
-            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
-            y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
-            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
-            of_lane = maximum(magnitude(y, mask, EVEN), 1)
+            mask = make_column_mask(at, cols, EVEN)
+            h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+            y = normalise(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            of_lane = reduce_maximum(compute_magnitude(y, mask, EVEN), 1)
             largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
-        scale = scale_of(maximum(largest, 0))
+        scale = compute_float8_scale(reduce_maximum(largest, 0))
         tl.store(scale_ptr + row, scale)
         inverse = 1.0 / scale
 
@@ -158,12 +163,12 @@ def layer_norm_forward_sweep_kernel(
             else:
                 first_col = lane_col + step * BLOCK_N
             at = col + first_col
-            mask = column_mask(at, cols, EVEN)
-            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
+            mask = make_column_mask(at, cols, EVEN)
+            h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
-            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            y = normalise(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
             if scale_ptr is not None:
                 y = y * inverse
             y = y.to(y_ptr.dtype.element_ty)

@@ -10,13 +10,18 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.epilogue import finish
-from fusednorm.jit.float8 import magnitude, scale_of
-from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.loads import column_mask, offset_weight, widened
-from fusednorm.jit.moments import store_row_statistics, tile_moments
+from fusednorm.jit.epilogue import apply_epilogue
+from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
+from fusednorm.jit.heads import (
+    compute_parameter_offset,
+    compute_row_index,
+    compute_row_offset,
+    locate_program_in_head,
+)
+from fusednorm.jit.loads import add_weight_offset, make_column_mask, widen
+from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
 from fusednorm.jit.prefetch import prefetch_row_ahead
-from fusednorm.jit.reductions import maximum
+from fusednorm.jit.reductions import reduce_maximum
 from fusednorm.jit.tiles import load_tile
 from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
@@ -112,15 +117,15 @@ def layer_norm_forward_tile_kernel(
     `ahead` programs later into L2.
     """
     cols = col_units * VEC
-    program, _, head, heads = programs_of_head(HEADS)
-    own = parameter_start(head, cols, HEADS)
+    program, _, head, heads = locate_program_in_head(HEADS)
+    own = compute_parameter_offset(head, cols, HEADS)
     n = cols.to(tl.float32)
     weights = ()
     biases = ()
     if scale_ptr is None:
         for i in tl.static_range(CHUNKS):
             col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            col_mask = column_mask(col, cols, EVEN)
+            col_mask = make_column_mask(col, cols, EVEN)
             if weight_ptr is not None:
                 weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
             if bias_ptr is not None:
@@ -128,15 +133,15 @@ def layer_norm_forward_tile_kernel(
 
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = token < rows
-    row = row_of_token(token, head, heads, HEADS)
-    x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
-    residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
+    row = compute_row_index(token, head, heads, HEADS)
+    x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
+    residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
     columns, col_masks, chunks = load_tile(
         x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
     )
     if ahead is not None:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
+    pivot, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
@@ -157,14 +162,14 @@ def layer_norm_forward_tile_kernel(
                 weight = weights[i]
             else:
                 weight = tl.load(weight_ptr + columns[i], mask=col_masks[i], other=0.0)
-            y = y * offset_weight(widened(weight), WEIGHT_OFFSET)
+            y = y * add_weight_offset(widen(weight), WEIGHT_OFFSET)
         if bias_ptr is not None:
             if scale_ptr is None:
                 bias = biases[i]
             else:
                 bias = tl.load(bias_ptr + columns[i], mask=col_masks[i], other=0.0)
-            y = y + widened(bias)
-        y = finish(
+            y = y + widen(bias)
+        y = apply_epilogue(
             y,
             row,
             i * BLOCK_N,
@@ -177,10 +182,12 @@ def layer_norm_forward_tile_kernel(
         if scale_ptr is None:
             tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
-            largest = tl.maximum(largest, magnitude(y, col_masks[i], EVEN), propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(
+                largest, compute_magnitude(y, col_masks[i], EVEN), propagate_nan=tl.PropagateNan.ALL
+            )
             values = values + (y,)
     if scale_ptr is not None:
-        scale = scale_of(maximum(largest, 1))
+        scale = compute_float8_scale(reduce_maximum(largest, 1))
         tl.store(scale_ptr + row, scale, mask=row_mask)
         inverse = 1.0 / scale
         for i in tl.static_range(CHUNKS):

@@ -6,18 +6,27 @@ The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, 
 import triton
 import triton.language as tl
 
-from fusednorm.jit.early_start import let_next_start
-from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
-from fusednorm.jit.loads import widened
-from fusednorm.jit.reductions import rounded_product, sum_pair
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, of_columns, prefetch_tile, vector_mask
-from fusednorm.ops.group_norm.channels_last.group_sums import post_totals, slots_of_group, total_of_parts
+from fusednorm.jit.early_start import allow_next_launch
+from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, end_exchange, load_first_tag, post_pairs
+from fusednorm.jit.loads import widen
+from fusednorm.jit.reductions import multiply_rounded, sum_pair
+from fusednorm.ops.group_norm.channels_last.blocks import (
+    load_group_statistic,
+    make_vector_mask,
+    prefetch_addresses,
+    select_for_columns,
+)
+from fusednorm.ops.group_norm.channels_last.group_sums import (
+    locate_group_slots,
+    post_totals,
+    sum_collected_partials,
+)
 from fusednorm.ops.group_norm.gradients import (
-    load_gained_affine,
+    compute_tile_gradient,
     load_gradient_tiles,
+    load_scaled_slope_and_offset,
     load_tiles,
-    tile_gradient,
-    tile_mask,
+    make_tile_mask,
 )
 
 
@@ -59,7 +68,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     LANES: tl.constexpr,
     CV: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PIECES: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     EVEN: tl.constexpr,
     LABELS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -78,15 +87,15 @@ def group_norm_nhwc_backward_cooperative_kernel(
 
     A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
 
-    `members` programs share a unit; each has a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
-    positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a block
-    touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program reads
-    every piece twice: first for sums, which it posts after the slab's last piece, and LAG pieces later out of L1 or
-    L2 for dx.  It writes sums over channels to [N, splits, C].  Programs are persistent; the launch must be
-    cooperative.
+    `members` programs share a unit; each has a block of `block_units` vectors over a range of FRAGMENTS * CHUNKS *
+    ROWS positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a
+    block touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program
+    reads every fragment twice: first for sums, which it posts after the range's last fragment, and LAG fragments
+    later out of L1 or L2 for dx.  It writes sums over channels to [N, splits, C].  Programs are persistent; the
+    launch must be cooperative.
     """
-    let_next_start(EARLY)
-    BEHIND: tl.constexpr = PIECES - 1 + LAG
+    allow_next_launch(EARLY)
+    BEHIND: tl.constexpr = FRAGMENTS - 1 + LAG
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = CV * GROUP
@@ -104,7 +113,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
         split = member // bundle_blocks
         block_first = block * block_columns
         block_group = block_first // channels
-    first = split * (PIECES * RUN)
+    first = split * (FRAGMENTS * RUN)
     contributors = splits * OVERLAP
 
     lane = tl.arange(0, LANES)[:, None]
@@ -118,10 +127,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
     step_size = ROWS * c
     inside = first * c.to(tl.int64) + block_first
 
-    start = first_tag(exchange_ptr)
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
     turns = tl.cdiv(units - team, teams)
-    steps = turns * PIECES
+    steps = turns * FRAGMENTS
     sum_dz = tl.zeros((LANES, GROUP), tl.float32)
     sum_dz_centred = tl.zeros((LANES, GROUP), tl.float32)
     constants = ()
@@ -132,36 +141,36 @@ def group_norm_nhwc_backward_cooperative_kernel(
 
     for step in range(0, steps + BEHIND):
         wanted = step < steps
-        turn = step // PIECES
-        piece = step % PIECES
+        turn = step // FRAGMENTS
+        fragment = step % FRAGMENTS
         unit = team + turn * teams
         sample = unit // bundles
         bundle = unit - sample * bundles
-        left = hw - first - piece * RUN
+        left = hw - first - fragment * RUN
         bundle_first = bundle * bundle_columns
         sample_size = hw.to(tl.int64) * c
-        start_at = sample * sample_size + bundle_first + inside + piece * RUN * c.to(tl.int64)
-        columns = vector_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
+        start_at = sample * sample_size + bundle_first + inside + fragment * RUN * c.to(tl.int64)
+        columns = make_vector_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
         tiles = load_gradient_tiles(
             dy_ptr, x_ptr, residual_ptr, start_at, at, step_size, row, left, columns, wanted,
             EVEN, ROWS, CHUNKS, "evict_last",
         )  # fmt: skip
         if AHEAD > 0 and step + AHEAD < steps:
-            ahead_turn = (step + AHEAD) // PIECES
-            ahead_run = ((step + AHEAD) % PIECES) * RUN
+            ahead_turn = (step + AHEAD) // FRAGMENTS
+            ahead_run = ((step + AHEAD) % FRAGMENTS) * RUN
             ahead_unit = team + ahead_turn * teams
             ahead_sample = ahead_unit // bundles
             ahead_first = (ahead_unit - ahead_sample * bundles) * bundle_columns
             ahead_at = ahead_sample * sample_size + ahead_first + inside + ahead_run * c.to(tl.int64)
-            ahead_columns = vector_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
+            ahead_columns = make_vector_mask(vector, block_units, ahead_first + vector_first, c, EVEN)
             for i in tl.static_range(CHUNKS):
-                there = tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
-                prefetch_tile(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
-                prefetch_tile(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+                there = make_tile_mask(row + i * ROWS, hw - first - ahead_run, ahead_columns, True, EVEN)
+                prefetch_addresses(x_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
+                prefetch_addresses(dy_ptr + ahead_at + i * step_size + row * c + vector * GROUP, there)
 
         if not DIRECT:  # noqa: SIM102 (a constexpr and a run-time condition)
-            if step >= PIECES and step % PIECES == 0 and step <= steps:
-                lead_turn = step // PIECES - 1
+            if step >= FRAGMENTS and step % FRAGMENTS == 0 and step <= steps:
+                lead_turn = step // FRAGMENTS - 1
                 lead_bundle = (team + lead_turn * teams) % bundles
                 lead_tag = start + lead_turn.to(tl.uint32)
                 there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
@@ -171,15 +180,15 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 )  # fmt: skip
 
         if step >= BEHIND:
-            late_turn = (step - BEHIND) // PIECES
-            late_run = ((step - BEHIND) % PIECES) * RUN
+            late_turn = (step - BEHIND) // FRAGMENTS
+            late_run = ((step - BEHIND) % FRAGMENTS) * RUN
             late_unit = team + late_turn * teams
             late_sample = late_unit // bundles
             late_bundle = late_unit - late_sample * bundles
             late_first = late_bundle * bundle_columns
             late_at = late_sample * sample_size + late_first + inside + late_run * c.to(tl.int64)
             late_left = hw - first - late_run
-            late_columns = vector_mask(vector, block_units, late_first + vector_first, c, EVEN)
+            late_columns = make_vector_mask(vector, block_units, late_first + vector_first, c, EVEN)
             late_group = late_bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - late_group) - 1
             tile = load_gradient_tiles(
@@ -187,10 +196,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 EVEN, ROWS, 1, "evict_first",
             )  # fmt: skip
             statistics_at = late_sample * groups + late_group
-            late_mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
-            late_rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             late_channel = late_first + vector_first + inner
-            slope, offset = load_gained_affine(
+            slope, offset = load_scaled_slope_and_offset(
                 parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
             )
             # A program may wait only for totals that need its own part: a later total may have replaced any other.
@@ -199,8 +208,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
             if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
                 if DIRECT:
-                    total_ptr = slots_of_group(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
-                    g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS)
+                    total_ptr = locate_group_slots(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
+                    g, g_xhat = sum_collected_partials(
+                        total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS
+                    )
                     constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
                     factors = (tl.zeros((LANES, 1), tl.float32) + g_xhat * inverse_size,)
                 else:
@@ -209,15 +220,15 @@ def group_norm_nhwc_backward_cooperative_kernel(
                     factors = ()
                     for i in tl.static_range(LABELS):
                         group = tl.minimum(vector_group + i, lane_last)
-                        total_ptrs = slots_of_group(
+                        total_ptrs = locate_group_slots(
                             exchange_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
                         )
                         sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
                         constants = constants + (sum_g * inverse_size,)
                         factors = factors + (sum_g_xhat * inverse_size,)
             scale = slope * late_rstd
-            late_constant = of_columns(constants, place) * late_rstd
-            late_factor = of_columns(factors, place) * late_rstd * late_rstd
+            late_constant = select_for_columns(constants, place) * late_rstd
+            late_factor = select_for_columns(factors, place) * late_rstd * late_rstd
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
@@ -226,20 +237,20 @@ def group_norm_nhwc_backward_cooperative_kernel(
                         late_left - (i + 1) * ROWS, late_columns, True, EVEN, ROWS, 1, "evict_first",
                     )  # fmt: skip
                 tile_at = late_at + i * step_size
-                centred, dz = tile_gradient(
+                centred, dz = compute_tile_gradient(
                     this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
                     tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
                     True, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
-                # Not `write_tile`: the different order of loads would change the machine code.
+                # Not `store_tile_gradient`: the different order of loads would change the machine code.
                 dx = dz * scale - (centred * late_factor + late_constant)
                 outside = load_tiles(
                     dresidual_out_ptr, tile_at, at, step_size, row, late_left - i * ROWS, late_columns, True,
                     EVEN, ROWS, 1, "evict_first",
                 )  # fmt: skip
                 if len(outside) > 0:
-                    dx += widened(outside[0])
-                mask = tile_mask(row + i * ROWS, late_left, late_columns, True, EVEN)
+                    dx += widen(outside[0])
+                mask = make_tile_mask(row + i * ROWS, late_left, late_columns, True, EVEN)
                 tl.store(
                     dx_ptr + tile_at + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
                 )
@@ -248,23 +259,25 @@ def group_norm_nhwc_backward_cooperative_kernel(
             first_group = bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - first_group) - 1
             statistics_at = sample * groups + first_group
-            mean = load_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
-            rstd = load_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
             channel = bundle_first + vector_first + inner
-            slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
+            slope, offset = load_scaled_slope_and_offset(
+                parameters, channel, sample * scale_stride + channel, columns, GAIN
+            )
             scale = slope * rstd
-            sum_dz = tl.where(piece > 0, sum_dz, 0.0)
-            sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
+            sum_dz = tl.where(fragment > 0, sum_dz, 0.0)
+            sum_dz_centred = tl.where(fragment > 0, sum_dz_centred, 0.0)
             for i in tl.static_range(CHUNKS):
-                centred, dz = tile_gradient(
+                centred, dz = compute_tile_gradient(
                     tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
                     start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += dz
                 sum_dz_centred += dz * centred
-            if piece == PIECES - 1:
-                sum_dz_xhat = rounded_product(sum_dz_centred, rstd)
+            if fragment == FRAGMENTS - 1:
+                sum_dz_xhat = multiply_rounded(sum_dz_centred, rstd)
                 channel_dz, channel_dz_xhat = sum_pair(
                     tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0
                 )
@@ -279,7 +292,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 if SPAN > 1:
                     mine = touched == (block_first + block_column) // channels - block_group
                 block_channel = bundle_first + block_first + block_column
-                block_slope, _block_offset = load_gained_affine(
+                block_slope, _block_offset = load_scaled_slope_and_offset(
                     parameters, block_channel, sample * scale_stride + block_channel, there, GAIN
                 )
                 g, g_xhat = sum_pair(
@@ -289,10 +302,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 tag = start + turn.to(tl.uint32)
                 group = block_group + touched
                 end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - bundle_first)
-                part_ptrs = slots_of_group(exchange_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
+                part_ptrs = locate_group_slots(exchange_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
                 contributor = split
                 if not DIRECT:
                     contributor = split * OVERLAP + block - group * channels // block_columns
                 post_pairs(part_ptrs + (1 + contributor) * PAIR_WORDS, group * channels < end, tag, g, g_xhat)
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)

@@ -9,23 +9,27 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.reductions import multiply_rounded, sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.backward_split import plan_sums_and_apply, sums_of_pieces, write_pieces
+from fusednorm.ops.group_norm.backward_split import (
+    plan_sums_and_apply,
+    store_fragment_gradients,
+    sum_fragment_gradients,
+)
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_statistic, vector_mask
-from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_group_statistic, make_vector_mask
+from fusednorm.ops.group_norm.gradients import load_scaled_slope_and_offset
 from fusednorm.ops.group_norm.sample import compute_access_width
 
-_SIZES = ["splits", "blocks", "pieces", "hw", "column_units", "groups", "channels", "seed", "dropout_threshold"]
+_SIZES = ["splits", "blocks", "fragments", "hw", "column_units", "groups", "channels", "seed", "dropout_threshold"]
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardColumnSplit(GroupNormBackwardConfig):
-    """Slabs of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
+    """Ranges of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
 
-    A slab is `fragments` pieces of `chunks` tiles; a tile has one vector per thread.
+    A range is `fragments` fragments of `chunks` tiles; a tile has one vector per thread.
 
     It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait, if C is
     not a multiple of 16 bytes, or if samples are too large to share.
@@ -43,11 +47,11 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample = call.sample
         vec = compute_access_width(call.x.element_size(), sample.c)
-        slab_rows = self.fragments * self.chunks * self.count_tile_rows(vec)
-        splits = cdiv(sample.hw, slab_rows)
+        range_rows = self.fragments * self.chunks * self.count_tile_rows(vec)
+        splits = cdiv(sample.hw, range_rows)
         blocks = cdiv(sample.c, self.columns)
         shape = (
-            splits, blocks, self.fragments, sample.hw, sample.c // vec, sample.groups, sample.channels,
+            splits, blocks, self.fragments, sample.hw, sample.c // vec, sample.groups, sample.group_channels,
             call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -55,8 +59,8 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
             "LANES": 32 * self.num_warps,
             "CV": self.columns // vec,
             "CHUNKS": self.chunks,
-            "EVEN": sample.c % self.columns == 0 and sample.hw % slab_rows == 0,
-            "LABELS": count_max_overlaps(sample.channels, vec),
+            "EVEN": sample.c % self.columns == 0 and sample.hw % range_rows == 0,
+            "LABELS": count_max_overlaps(sample.group_channels, vec),
             "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
@@ -77,7 +81,7 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     dz_xhat_part_ptr,
     splits: tl.int32,
     blocks: tl.int32,
-    pieces: tl.int32,
+    fragments: tl.int32,
     hw: tl.int64,
     column_units: tl.int64,
     groups: tl.int32,
@@ -97,8 +101,8 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat to [N, splits, C], one slab of CV vectors of columns per program."""
-    let_next_start(EARLY)
+    """Write sums of dz and dz * x_hat to [N, splits, C], one range of CV vectors of columns per program."""
+    allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = CV * GROUP
@@ -114,18 +118,20 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
     place = (block_first + lane_column) // channels - vector_group
-    columns = vector_mask(vector, CV, vector_first, c, EVEN)
-    mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    columns = make_vector_mask(vector, CV, vector_first, c, EVEN)
+    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
-    slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
-    first = split.to(tl.int64) * pieces * RUN
-    sum_dz, sum_dz_centred = sums_of_pieces(
-        dy_ptr, x_ptr, residual_ptr, sample, block_first, first, pieces, hw, c, (lane_column, row, columns),
+    slope, offset = load_scaled_slope_and_offset(
+        parameters, channel, sample * scale_stride + channel, columns, GAIN
+    )
+    first = split.to(tl.int64) * fragments * RUN
+    sum_dz, sum_dz_centred = sum_fragment_gradients(
+        dy_ptr, x_ptr, residual_ptr, sample, block_first, first, fragments, hw, c, (lane_column, row, columns),
         mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
         True, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    sum_dz_xhat = rounded_product(sum_dz_centred, rstd)
+    sum_dz_xhat = multiply_rounded(sum_dz_centred, rstd)
     channel_dz, channel_dz_xhat = sum_pair(
         tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0
     )
@@ -149,7 +155,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     dx_ptr,
     splits: tl.int32,
     blocks: tl.int32,
-    pieces: tl.int32,
+    fragments: tl.int32,
     hw: tl.int64,
     column_units: tl.int64,
     groups: tl.int32,
@@ -169,8 +175,8 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx, one slab of CV vectors of columns per program, starting with data still in the cache."""
-    let_next_start(EARLY)
+    """Write dx, one range of CV vectors of columns per program, starting with data still in the cache."""
+    allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = CV * GROUP
@@ -187,21 +193,23 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
     place = (block_first + lane_column) // channels - vector_group
-    columns = vector_mask(vector, CV, vector_first, c, EVEN)
-    mean = load_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    rstd = load_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    columns = make_vector_mask(vector, CV, vector_first, c, EVEN)
+    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     channel = block_first + lane_column
-    slope, offset = load_gained_affine(parameters, channel, sample * scale_stride + channel, columns, GAIN)
-    await_previous(EARLY)
-    sum_g = load_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    slope, offset = load_scaled_slope_and_offset(
+        parameters, channel, sample * scale_stride + channel, columns, GAIN
+    )
+    await_previous_launch(EARLY)
+    sum_g = load_group_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    sum_g_xhat = load_group_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
     scale = slope * rstd
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd
-    first = split.to(tl.int64) * pieces * RUN
-    write_pieces(
-        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, pieces, hw, c,
+    first = split.to(tl.int64) * fragments * RUN
+    store_fragment_gradients(
+        dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, fragments, hw, c,
         (lane_column, row, columns), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), ROWS, CHUNKS, EVEN,
         True, ACTIVATION, DROPOUT, GAIN,

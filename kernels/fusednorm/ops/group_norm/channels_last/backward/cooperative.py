@@ -16,10 +16,10 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in
 
 @dataclass(frozen=True, slots=True)
 class BackwardCooperativeBlock(GroupNormBackwardConfig):
-    """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
+    """Programs that share channels-last groups: a block of `columns` columns over a range of positions each.
 
-    A slab is `fragments` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks
-    with parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
+    A range is `fragments` fragments, a fragment `chunks` tiles; a tile has one 16-byte vector of x per thread.
+    Blocks with parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
     `GroupNormBackwardCooperative`.
     """
 
@@ -40,16 +40,16 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         return 32 * self.num_warps // self.count_vectors(itemsize)
 
     def count_range_rows(self, itemsize: int) -> int:
-        """Return the number of positions of a slab."""
+        """Return the number of positions of a range."""
         return self.fragments * self.chunks * self.count_tile_rows(itemsize)
 
     def count_splits(self, sample: SampleShape, itemsize: int) -> int:
-        """Return the number of slabs of a block."""
+        """Return the number of ranges of a block."""
         return -(-sample.hw // self.count_range_rows(itemsize))
 
     def count_bundle_blocks(self, sample: SampleShape) -> int:
         """Return the number of blocks of a bundle: the fewest that consist of complete groups."""
-        blocks = sample.channels // gcd(self.columns, sample.channels)
+        blocks = sample.group_channels // gcd(self.columns, sample.group_channels)
         return min(blocks, -(-sample.c // self.columns))
 
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
@@ -57,7 +57,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         return self.count_splits(sample, itemsize) * self.count_bundle_blocks(sample)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether a bundle's members are resident together, and L2 keeps a piece until its second read."""
+        """Return whether a bundle's members are resident together and L2 keeps a fragment for its second read."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.c * itemsize % 16 == 0
@@ -75,22 +75,22 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         group = 16 // itemsize
         splits, members = self.count_splits(sample, itemsize), self.count_members(sample, itemsize)
         blocks = self.count_bundle_blocks(sample)
-        bundle_groups = min(blocks * self.columns, sample.c) // sample.channels
+        bundle_groups = min(blocks * self.columns, sample.c) // sample.group_channels
         bundles = cdiv(sample.groups, bundle_groups)
         units = call.n * bundles
         resident = count_multiprocessors(call.x.device) * self.programs_per_sm
         teams = max(1, min(units, resident // members))
         # If so, no other block has columns of its group.
-        direct = self.columns == sample.channels
+        direct = self.columns == sample.group_channels
         depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.fragments))
-        overlap = min(blocks, count_max_overlaps(self.columns, sample.channels))
+        overlap = min(blocks, count_max_overlaps(self.columns, sample.group_channels))
         partial = call.allocate_wanted_partials(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, cdiv(pairs, 2)),
-            units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
-            bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
+            units, members, splits, sample.hw, sample.c // group, sample.groups, sample.group_channels,
+            bundles, bundle_groups, bundle_groups * sample.group_channels // group, blocks, self.columns // group,
             call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         whole = self.columns // group == self.count_vectors(itemsize) and sample.c % (blocks * self.columns) == 0
@@ -99,10 +99,10 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
             "CV": self.count_vectors(itemsize),
             "LANES": 32 * self.num_warps,
             "CHUNKS": self.chunks,
-            "PIECES": self.fragments,
+            "FRAGMENTS": self.fragments,
             "EVEN": whole and sample.hw % self.count_range_rows(itemsize) == 0,
-            "LABELS": count_max_overlaps(sample.channels, group),
-            "SPAN": next_power_of_2(min(bundle_groups, count_max_overlaps(sample.channels, self.columns))),
+            "LABELS": count_max_overlaps(sample.group_channels, group),
+            "SPAN": next_power_of_2(min(bundle_groups, count_max_overlaps(sample.group_channels, self.columns))),
             "OVERLAP": overlap,
             "DIRECT": direct,
             "SLOTS": next_power_of_2(splits * overlap),

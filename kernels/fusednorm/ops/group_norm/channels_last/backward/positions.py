@@ -6,11 +6,11 @@ Tiles are those of `channels_last.positions`.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import chunk_of, widened
+from fusednorm.jit.loads import add_residual_chunk, widen
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.channels_last.positions import position_mask, stored_mask
-from fusednorm.ops.group_norm.gradients import gained_gradient
+from fusednorm.ops.group_norm.channels_last.positions import make_position_mask, make_store_mask
+from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def load_masked_positions(
     tiles = ()
     if ptr is not None:
         for i in tl.static_range(CHUNKS):
-            mask = stored_mask(position, positions, units, left, i, WHOLE, IDLE)
+            mask = make_store_mask(position, positions, units, left, i, WHOLE, IDLE)
             tiles = tiles + (tl.load(ptr + start + i * step + at, mask=mask, other=0.0, eviction_policy=EVICT),)
     return tiles
 
@@ -57,19 +57,19 @@ def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
 
 
 @triton.jit
-def add_gradient_positions(
+def accumulate_gradient_positions(
     tiles, mean, scale, offset, sums, sums_centred, sample, sample_at, tile, positions, left, position,
     seed, dropout_threshold, dropout_scale,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC]."""
     for i in tl.static_range(len(tiles[0])):
-        centred = chunk_of(tiles[1], tiles[2], i) - mean
+        centred = add_residual_chunk(tiles[1], tiles[2], i) - mean
         if not WHOLE:
             # z of an element that does not exist may be infinite, and 0 * inf = NaN would spoil a sum.
-            centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
-        dz = gained_gradient(
-            widened(tiles[0][i]), centred, scale, offset, sample, sample_at + i * tile,
+            centred = tl.where(make_position_mask(position, positions, left, i, WHOLE), centred, 0.0)
+        dz = backpropagate_scaled_epilogue(
+            widen(tiles[0][i]), centred, scale, offset, sample, sample_at + i * tile,
             seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         sums += dz
@@ -78,7 +78,7 @@ def add_gradient_positions(
 
 
 @triton.jit
-def sums_of_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
+def sum_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
     """Compute the sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each.
 
     Also returns the mask of existing columns.

@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.loads import chunk_of, widened
-from fusednorm.jit.reductions import rounded_product
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.loads import add_residual_chunk, widen
+from fusednorm.jit.reductions import multiply_rounded
 from fusednorm.launch.launch import Launch, can_prefetch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.positions import (
-    add_gradient_positions,
+    accumulate_gradient_positions,
     load_gradient_positions,
     load_masked_positions,
     prefetch_gradient_positions,
-    sums_of_columns,
+    sum_columns,
 )
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_statistic
-from fusednorm.ops.group_norm.channels_last.positions import places, stored_mask, turns_of
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_group_statistic
+from fusednorm.ops.group_norm.channels_last.positions import count_split_steps, locate_lanes, make_store_mask
 from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
-from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
 from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
 from fusednorm.ops.group_norm.sample import allocate_statistics
 
@@ -34,7 +34,7 @@ from fusednorm.ops.group_norm.sample import allocate_statistics
 class BackwardSampleStream(GroupNormBackwardConfig):
     """Sums over up to `splits` parts of each channels-last sample, with all columns of a position in a tile.
 
-    A thread has `chunks` accesses per step; for dx a program has `apply_fragments` pieces of `apply_chunks`
+    A thread has `chunks` accesses per step; for dx a program has `apply_fragments` fragments of `apply_chunks`
     accesses.
     """
 
@@ -49,23 +49,23 @@ class BackwardSampleStream(GroupNormBackwardConfig):
         partition = make_stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
         parts = call.allocate_partials(partition.splits)
         sums_of_groups = allocate_statistics(call.x, sample)
-        piece = partition.positions * partition.apply_chunks
-        pieces = 1 if partition.has_extra_splits else self.apply_fragments
-        programs = cdiv(sample.hw, piece * pieces)
+        fragment = partition.positions * partition.apply_chunks
+        fragments = 1 if partition.has_extra_splits else self.apply_fragments
+        programs = cdiv(sample.hw, fragment * fragments)
         epilogue = (call.affine.sample_stride, *call.options.dropout_arguments)
         sums = (
             *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.position_vectors,
-            sample.groups, sample.channels, partition.splits, *epilogue,
+            sample.groups, sample.group_channels, partition.splits, *epilogue,
         )  # fmt: skip
         apply = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
-            call.out.dx, sample.hw, partition.position_vectors, sample.groups, sample.channels, call.n, pieces,
-            *epilogue,
+            call.out.dx, sample.hw, partition.position_vectors, sample.groups, sample.group_channels, call.n,
+            fragments, *epilogue,
         )  # fmt: skip
         options = {
             **partition.make_tile_options(self.num_warps),
             "IDLE": partition.has_idle_lanes,
-            "LABELS": count_max_overlaps(sample.channels, partition.vec),
+            "LABELS": count_max_overlaps(sample.group_channels, partition.vec),
             "PREFETCH": can_prefetch(sample.c, *call.inputs),
             **call.gradient_options,
         }
@@ -80,7 +80,7 @@ class BackwardSampleStream(GroupNormBackwardConfig):
         apply_options = {
             **options,
             "CHUNKS": partition.apply_chunks,
-            "WHOLE": sample.hw % (piece * pieces) == 0,
+            "WHOLE": sample.hw % (fragment * fragments) == 0,
             **make_early_options(call.can_start_early),
         }
         return [
@@ -138,9 +138,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
 
     With PREFETCH a program prefetches its next step into L2.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     c = units * VEC
-    position, column, positions = places(units, LANES, VEC)
+    position, column, positions = locate_lanes(units, LANES, VEC)
     at = position * c + column
     tile = positions * c
     step_positions = positions * CHUNKS
@@ -152,7 +152,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     program = tl.program_id(0)
     sample = (program // splits).to(tl.int64)
     split = program % splits
-    turns, left = turns_of(split, hw, splits, step_positions)
+    turns, left = count_split_steps(split, hw, splits, step_positions)
     whole = turns
     if not WHOLE:
         whole = turns - (left < step_positions).to(tl.int32)
@@ -162,9 +162,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
         if whole > 0:
             # Parameters and statistics are loaded from memory too, and the code below waits for them.
             prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
-    mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
+    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    slope, offset = load_scaled_slope_and_offset(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
     sums = tl.zeros((LANES, VEC), tl.float32)
     sums_centred = tl.zeros((LANES, VEC), tl.float32)
@@ -176,7 +176,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if turn + 1 < whole:
                 prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
-        sums, sums_centred = add_gradient_positions(
+        sums, sums_centred = accumulate_gradient_positions(
             tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
             seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
@@ -187,13 +187,13 @@ def group_norm_nhwc_backward_stream_sums_kernel(
                 dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
                 CHUNKS, False, IDLE, "",
             )  # fmt: skip
-            sums, sums_centred = add_gradient_positions(
+            sums, sums_centred = accumulate_gradient_positions(
                 tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
                 position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
     sums *= 1.0 / GAIN
-    sums_centred = rounded_product(sums_centred, rstd * (1.0 / GAIN))
-    of_column, of_column_xhat, here = sums_of_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE)
+    sums_centred = multiply_rounded(sums_centred, rstd * (1.0 / GAIN))
+    of_column, of_column_xhat, here = sum_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE)
     of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
     tl.store(dz_part_ptr + of_part, of_column, mask=here)
     tl.store(dz_xhat_part_ptr + of_part, of_column_xhat, mask=here)
@@ -201,7 +201,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "hw", "units", "groups", "channels", "samples", "pieces", "scale_stride", "seed", "dropout_threshold",
+        "hw", "units", "groups", "channels", "samples", "fragments", "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
 def group_norm_nhwc_backward_stream_apply_kernel(
@@ -220,7 +220,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     groups: tl.int32,
     channels: tl.int32,
     samples: tl.int32,
-    pieces: tl.int32,
+    fragments: tl.int32,
     scale_stride: tl.int64,
     seed: tl.int64,
     dropout_threshold: tl.int64,
@@ -237,38 +237,39 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, as they were read last.
+    """Write dx of `fragments` fragments of CHUNKS tiles; the last positions of all samples first, as they were read
+    last.
 
     A kernel that starts next can rely on complete sums of columns.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
     c = units * VEC
-    position, column, positions = places(units, LANES, VEC)
+    position, column, positions = locate_lanes(units, LANES, VEC)
     at = position * c + column
     tile = positions * c
-    piece_positions = positions * CHUNKS
+    fragment_positions = positions * CHUNKS
     base = sample * hw * c
     first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
     first_group = first_column // channels
     place = column // channels - first_group
-    mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     there = tl.full(position.shape, True, tl.int1)
-    slope, offset = load_gained_affine(parameters, column, sample * scale_stride + column, there, GAIN)
+    slope, offset = load_scaled_slope_and_offset(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
-    await_previous(EARLY)
-    let_next_start(EARLY)
-    sum_g = load_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    sum_g_xhat = load_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    await_previous_launch(EARLY)
+    allow_next_launch(EARLY)
+    sum_g = load_group_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    sum_g_xhat = load_group_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     inverse_size = 1.0 / (hw.to(tl.float32) * channels)
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd
-    first = (program // samples).to(tl.int64) * pieces * piece_positions
-    for back in range(0, pieces):
-        start_position = first + (pieces - 1 - back) * piece_positions
+    first = (program // samples).to(tl.int64) * fragments * fragment_positions
+    for back in range(0, fragments):
+        start_position = first + (fragments - 1 - back) * fragment_positions
         inside = start_position * c
-        left = tl.minimum(hw - start_position, piece_positions).to(tl.int32)
+        left = tl.minimum(hw - start_position, fragment_positions).to(tl.int32)
         tiles = load_gradient_positions(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
             CHUNKS, WHOLE, IDLE, "evict_first",
@@ -278,20 +279,21 @@ def group_norm_nhwc_backward_stream_apply_kernel(
             CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
-            if back + 1 < pieces and start_position <= hw:
+            if back + 1 < fragments and start_position <= hw:
                 prefetch_gradient_positions(
                     dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile
                 )
         for i in tl.static_range(CHUNKS):
-            centred = chunk_of(tiles[1], tiles[2], i) - mean
-            dz = gained_gradient(
-                widened(tiles[0][i]), centred, scale, offset, sample, inside + at + i * tile,
+            centred = add_residual_chunk(tiles[1], tiles[2], i) - mean
+            dz = backpropagate_scaled_epilogue(
+                widen(tiles[0][i]), centred, scale, offset, sample, inside + at + i * tile,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             dx = dz * scale - (centred * factor + constant)
             if len(outsides) > 0:
-                dx += widened(outsides[i])
+                dx += widen(outsides[i])
             tl.store(
                 dx_ptr + base + inside + i * tile + at, dx.to(dx_ptr.dtype.element_ty),
-                mask=stored_mask(position, positions, units, left, i, WHOLE, IDLE), eviction_policy="evict_first",
+                mask=make_store_mask(position, positions, units, left, i, WHOLE, IDLE),
+                eviction_policy="evict_first",
             )  # fmt: skip

@@ -12,15 +12,15 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import cdiv
-from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.launch.launch import Launch, make_early_options
-from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.ops.group_norm.affine import load_slope_and_offset
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.columns import (
-    block_of_columns,
-    channel_moments,
-    normalise_rows,
-    statistic_of_columns,
+    compute_channel_moments,
+    load_column_statistic,
+    locate_columns,
+    normalise_positions,
 )
 from fusednorm.ops.group_norm.reduce import plan_moment_reduction
 from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics, allocate_triple, compute_access_width
@@ -57,8 +57,9 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         runs = cdiv(sample.hw, self.range_rows)
         tile = self._make_tile_options(sample, call.x.element_size())
         arguments = (
-            *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-            runs, self.range_rows, blocks, call.affine.sample_stride, *call.options.dropout_arguments,
+            *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups,
+            sample.group_channels, runs, self.range_rows, blocks, call.affine.sample_stride,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
@@ -68,7 +69,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         }
         return [
             *self.plan_statistics(call.x, sample, call.options.eps, call.residual, mean, rstd, rest),
-            Launch(group_norm_nhwc_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
+            Launch(group_norm_nhwc_forward_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
         ]
 
     def plan_statistics(
@@ -102,9 +103,9 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         }
         grid = (x.shape[0] * splits * blocks,)
         return [
-            Launch(group_norm_nhwc_columns_moments_kernel, grid, arguments, options),
+            Launch(group_norm_nhwc_forward_columns_moments_kernel, grid, arguments, options),
             plan_moment_reduction(
-                parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw, rest
+                parts, splits, mean, rstd, eps, sample.group_channels, self.split_rows, sample.hw, rest
             ),
         ]
 
@@ -119,7 +120,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "splits", "split_rows", "blocks"])
-def group_norm_nhwc_columns_moments_kernel(
+def group_norm_nhwc_forward_columns_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
@@ -138,20 +139,20 @@ def group_norm_nhwc_columns_moments_kernel(
     EARLY: tl.constexpr,
 ):
     """Write the moments of a block of columns over one split of the positions to [N, splits, C]."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     program = tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)
     sample = run // splits
     split = run - sample * splits
     c = column_units * VEC
-    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    column, column_mask = locate_columns(block * CV, column_units, CV, VEC, EVEN)
     base = sample * hw * c
     first_row = split * split_rows
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    mean, rest, square = channel_moments(
+    mean, rest, square = compute_channel_moments(
         x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64),
         column, column_mask, ROWS, UNROLL,
     )  # fmt: skip
@@ -161,7 +162,7 @@ def group_norm_nhwc_columns_moments_kernel(
 
 
 @triton.jit(do_not_specialize=["hw", "column_units", "groups", "channels", "runs", "run_rows", "blocks"])
-def group_norm_nhwc_columns_apply_kernel(
+def group_norm_nhwc_forward_columns_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -198,7 +199,7 @@ def group_norm_nhwc_columns_apply_kernel(
     run = (program // blocks).to(tl.int64)
     sample = run // runs
     c = column_units * VEC
-    column, column_mask = block_of_columns(block * CV, column_units, CV, VEC, EVEN)
+    column, column_mask = locate_columns(block * CV, column_units, CV, VEC, EVEN)
     group = sample * groups + column // channels
     base = sample * hw * c
     first_row = (run - sample * runs) * run_rows
@@ -208,13 +209,13 @@ def group_norm_nhwc_columns_apply_kernel(
         residual_out_ptr += base
 
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
-    await_previous(EARLY)
-    scale = statistic_of_columns(rstd_ptr, group, column_mask) * weight
-    bias -= statistic_of_columns(rest_ptr, group, column_mask) * scale
-    normalise_rows(
+    weight, bias = load_slope_and_offset(parameters, column, sample * scale_stride + column, column_mask)
+    await_previous_launch(EARLY)
+    scale = load_column_statistic(rstd_ptr, group, column_mask) * weight
+    bias -= load_column_statistic(rest_ptr, group, column_mask) * scale
+    normalise_positions(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
-        statistic_of_columns(mean_ptr, group, column_mask), scale, bias,
+        load_column_statistic(mean_ptr, group, column_mask), scale, bias,
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
         seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -8,23 +8,23 @@ import triton.language as tl
 
 from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.exchange import collect_tile, first_tag, leave, post_tile, slot_of
-from fusednorm.jit.prefetch import touch_rows
+from fusednorm.jit.exchange import collect_tile, end_exchange, load_first_tag, locate_slot, post_tile
+from fusednorm.jit.prefetch import prefetch_row_lines
 from fusednorm.launch.launch import Launch, make_cooperative_options
 from fusednorm.launch.workspace import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
 from fusednorm.ops.group_norm.channels_last.pieces import (
-    columns_of,
-    load_columns,
-    load_rows,
+    compute_group_moments,
+    compute_lane_columns,
+    compute_lane_rows,
+    expand_groups_to_columns,
+    load_block_rows,
+    load_optional_columns,
     make_block_options,
     make_block_tile,
-    merge_members,
-    of_runs,
-    piece_moments,
-    row_of_lane,
-    store_statistics,
-    write_rows,
+    merge_member_moments,
+    store_group_statistics,
+    store_normalised_rows,
 )
 from fusednorm.ops.group_norm.sample import SampleShape
 
@@ -54,8 +54,8 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         sample, size = call.sample, call.x.element_size()
         tile = make_block_tile(sample, self.block_groups, self.num_warps, size)
-        slabs = 1 if self.lag == 0 else 2
-        held = slabs * self.chunks * tile.vec * call.held_bytes
+        ranges = 1 if self.lag == 0 else 2
+        held = ranges * self.chunks * tile.vec * call.held_bytes
         return fit_resident_programs(self, call, held, members=self.count_members(sample, size))
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
@@ -81,10 +81,10 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         buffer = get_exchange_buffer(call.x.device, depth * programs * next_power_of_2(self.block_groups))
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
-            sample.groups, sample.channels, blocks, self.block_groups, call.options.eps,
+            sample.groups, sample.group_channels, blocks, self.block_groups, call.options.eps,
             call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
-        return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
+        return [Launch(group_norm_nhwc_forward_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit(
@@ -93,7 +93,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nhwc_cooperative_kernel(
+def group_norm_nhwc_forward_cooperative_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -124,7 +124,7 @@ def group_norm_nhwc_cooperative_kernel(
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
     EVEN: tl.constexpr,
-    KEEP: tl.constexpr,
+    SUMS: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -135,32 +135,32 @@ def group_norm_nhwc_cooperative_kernel(
 ):
     """Write y of blocks of columns of one sample, each shared by `members` programs of CHUNKS * ROWS positions.
 
-    A program reads a piece for its groups' moments, which it posts, and again LAG blocks later, when the other
-    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the piece stays in registers while the program
-    waits.  It prefetches the piece AHEAD blocks later into L2.  Programs are persistent; the launch must be
+    A program reads a fragment for its groups' moments, which it posts, and again LAG blocks later, when the other
+    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the fragment stays in registers while the program
+    waits.  It prefetches the fragment AHEAD blocks later into L2.  Programs are persistent; the launch must be
     cooperative.
     """
-    piece: tl.constexpr = CHUNKS * ROWS
-    width: tl.constexpr = VEC // KEEP
+    fragment_rows: tl.constexpr = CHUNKS * ROWS
+    width: tl.constexpr = VEC // SUMS
     team = tl.program_id(0) // members
     teams = tl.num_programs(0) // members
     member = tl.program_id(0) % members
     c = column_units * VEC
     block_units = block_groups * channels // VEC
     stride = c.to(tl.int64)
-    first_row = member.to(tl.int64) * piece
-    rows = tl.minimum(hw - first_row, piece).to(tl.int32)
-    start = first_tag(exchange_ptr)
+    first_row = member.to(tl.int64) * fragment_rows
+    rows = tl.minimum(hw - first_row, fragment_rows).to(tl.int32)
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(units, teams).to(tl.uint32) - 1
     turns = tl.cdiv(units - team, teams)
     group = tl.arange(0, GROUPS)
-    belongs = (tl.arange(0, CV * KEEP) * width // channels)[:, None] == group[None, :]
+    membership = (tl.arange(0, CV * SUMS) * width // channels)[:, None] == group[None, :]
     length = hw.to(tl.float32) * channels
     other = tl.arange(0, SLOTS)[:, None]
-    rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * piece, 0), piece)
+    rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * fragment_rows, 0), fragment_rows)
     count_of_other = rows_of_other.to(tl.float32) * channels
     dropout = (seed, dropout_threshold, dropout_scale)
-    row = row_of_lane(ROWS, CV).to(tl.int64) * stride
+    row = compute_lane_rows(ROWS, CV).to(tl.int64) * stride
 
     tag = start
     for turn in range(0, turns + LAG):
@@ -168,12 +168,12 @@ def group_norm_nhwc_cooperative_kernel(
         unit = team + tl.minimum(turn, turns - 1) * teams
         sample = (unit // blocks).to(tl.int64)
         block = unit % blocks
-        column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+        column, column_mask = compute_lane_columns(block, block_units, column_units, ROWS, CV, VEC, EVEN)
         base = (sample * hw + first_row) * stride
-        chunks = load_rows(
+        chunks = load_block_rows(
             x_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS, "evict_last" if LAG else ""
         )
-        residuals = load_rows(
+        residuals = load_block_rows(
             residual_ptr, base, row + column, stride, rows, column_mask, FULL, ROWS, CHUNKS,
             "evict_last" if LAG else "",
         )  # fmt: skip
@@ -181,7 +181,9 @@ def group_norm_nhwc_cooperative_kernel(
             next_unit = unit + AHEAD * teams
             next_base = ((next_unit // blocks).to(tl.int64) * hw + first_row) * stride
             next_column = (next_unit % blocks) * block_units * VEC
-            touch_rows(x_ptr + next_base + next_column, rows, c, tl.minimum(block_units * VEC, c - next_column))
+            prefetch_row_lines(
+                x_ptr + next_base + next_column, rows, c, tl.minimum(block_units * VEC, c - next_column)
+            )
 
         if LAG == 0:
             late = chunks
@@ -195,46 +197,49 @@ def group_norm_nhwc_cooperative_kernel(
             late_unit = team + tl.maximum(turn - LAG, 0) * teams
             late_sample = (late_unit // blocks).to(tl.int64)
             late_block = late_unit % blocks
-            late_column, late_mask = columns_of(late_block, block_units, column_units, ROWS, CV, VEC, EVEN)
+            late_column, late_mask = compute_lane_columns(
+                late_block, block_units, column_units, ROWS, CV, VEC, EVEN
+            )
             late_base = (late_sample * hw + first_row) * stride
 
         if LAG == 0 or turn >= LAG:
             affine = (
-                load_columns(weight_ptr, late_column, late_mask),
-                load_columns(bias_ptr, late_column, late_mask),
-                load_columns(scale_ptr, late_sample * scale_stride + late_column, late_mask),
-                load_columns(shift_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_optional_columns(weight_ptr, late_column, late_mask),
+                load_optional_columns(bias_ptr, late_column, late_mask),
+                load_optional_columns(scale_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_optional_columns(shift_ptr, late_sample * scale_stride + late_column, late_mask),
             )
             if LAG > 0:
-                late = load_rows(
+                late = load_block_rows(
                     x_ptr, late_base, row + late_column, stride, rows, late_mask, FULL, ROWS, CHUNKS, "evict_first"
                 )
-                late_residuals = load_rows(
+                late_residuals = load_block_rows(
                     residual_ptr, late_base, row + late_column, stride, rows, late_mask, FULL, ROWS, CHUNKS,
                     "evict_first",
                 )  # fmt: skip
             else:
                 _post_moments(
                     exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                    channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH,
+                    channels, membership, group, FULL, ROWS, SUMS, GROUPS, DEPTH,
                 )  # fmt: skip
             late_tag = tag - LAG
-            slots = slot_of(
+            slots = locate_slot(
                 exchange_ptr, team, late_tag, tl.where(other < members, other, 0) * GROUPS + group[None, :],
                 members * GROUPS, DEPTH,
             )  # fmt: skip
             means, rests, squares = collect_tile(slots, late_tag)
-            mean, rest, square = merge_members(means, rests, squares, count_of_other, length)
+            mean, rest, square = merge_member_moments(means, rests, squares, count_of_other, length)
             rstd = 1.0 / tl.sqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
-            store_statistics(
+            store_group_statistics(
                 mean_ptr, rstd_ptr, mean, rest, rstd, late_sample * groups + first_group + group, group_mask
             )
-            write_rows(
+            store_normalised_rows(
                 late, late_residuals, affine, y_ptr, residual_out_ptr, late_base, row + late_column, stride, rows,
-                late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
-                of_runs(rstd, belongs, ROWS, KEEP, VEC),
+                late_mask, expand_groups_to_columns(mean, membership, ROWS, SUMS, VEC),
+                expand_groups_to_columns(rest, membership, ROWS, SUMS, VEC),
+                expand_groups_to_columns(rstd, membership, ROWS, SUMS, VEC),
                 late_sample, first_row * stride, dropout, 0, 1,
                 FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT,
             )  # fmt: skip
@@ -242,20 +247,20 @@ def group_norm_nhwc_cooperative_kernel(
         if LAG > 0 and turn < turns:
             _post_moments(
                 exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH,
+                channels, membership, group, FULL, ROWS, SUMS, GROUPS, DEPTH,
             )  # fmt: skip
         tag += 1
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)
 
 
 @triton.jit
 def _post_moments(
-    exchange_ptr, chunks, residuals, tag, team, member, members, rows, channels, belongs, group,
-    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr,
+    exchange_ptr, chunks, residuals, tag, team, member, members, rows, channels, membership, group,
+    FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Post the moments of a piece to the other members, in a slot for each group."""
-    mean, rest, square = piece_moments(chunks, residuals, rows, channels, belongs, FULL, ROWS, KEEP)
-    slots = slot_of(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
+    """Post the moments of a fragment to the other members, in a slot for each group."""
+    mean, rest, square = compute_group_moments(chunks, residuals, rows, channels, membership, FULL, ROWS, SUMS)
+    slots = locate_slot(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
     post_tile(slots, group < GROUPS, tag, mean, rest, square)

@@ -16,16 +16,16 @@ from fusednorm.ops.group_norm.call import (
     fit_resident_programs,
 )
 from fusednorm.ops.group_norm.channels_last.pieces import (
-    columns_of,
-    load_columns,
-    load_rows,
+    compute_group_moments,
+    compute_lane_columns,
+    compute_lane_rows,
+    expand_groups_to_columns,
+    load_block_rows,
+    load_optional_columns,
     make_block_options,
     make_block_tile,
-    of_runs,
-    piece_moments,
-    row_of_lane,
-    store_statistics,
-    write_rows,
+    store_group_statistics,
+    store_normalised_rows,
 )
 
 
@@ -53,7 +53,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
-            sample.channels, blocks, self.block_groups, call.options.eps, call.affine.sample_stride,
+            sample.group_channels, blocks, self.block_groups, call.options.eps, call.affine.sample_stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -65,7 +65,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
             "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.options.constexprs,
         }
-        return [Launch(group_norm_nhwc_resident_kernel, (units * writers,), arguments, options)]
+        return [Launch(group_norm_nhwc_forward_resident_kernel, (units * writers,), arguments, options)]
 
 
 @triton.jit(
@@ -74,7 +74,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nhwc_resident_kernel(
+def group_norm_nhwc_forward_resident_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -103,7 +103,7 @@ def group_norm_nhwc_resident_kernel(
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
     EVEN: tl.constexpr,
-    KEEP: tl.constexpr,
+    SUMS: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -114,7 +114,7 @@ def group_norm_nhwc_resident_kernel(
     If SHARED, `writers` programs have each block.
 
     Each of these programs computes all moments and writes a share of the chunks: see
-    `group_norm_nchw_resident_kernel`.
+    `group_norm_nchw_forward_resident_kernel`.
     """
     program = tl.program_id(0)
     if SHARED:
@@ -127,27 +127,27 @@ def group_norm_nhwc_resident_kernel(
     block = unit % blocks
     c = column_units * VEC
     block_units = block_groups * channels // VEC
-    column, column_mask = columns_of(block, block_units, column_units, ROWS, CV, VEC, EVEN)
-    at = row_of_lane(ROWS, CV).to(tl.int64) * c + column
+    column, column_mask = compute_lane_columns(block, block_units, column_units, ROWS, CV, VEC, EVEN)
+    at = compute_lane_rows(ROWS, CV).to(tl.int64) * c + column
     stride = c.to(tl.int64)
     base = sample * hw * c
     group = tl.arange(0, GROUPS)
-    run = tl.arange(0, CV * KEEP) * (VEC // KEEP)
-    belongs = (run // channels)[:, None] == group[None, :]
+    run = tl.arange(0, CV * SUMS) * (VEC // SUMS)
+    membership = (run // channels)[:, None] == group[None, :]
     group_mask = group < tl.minimum(block_groups, groups - block * block_groups)
 
-    chunks = load_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
-    residuals = load_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    chunks = load_block_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
+    residuals = load_block_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
     affine = (
-        load_columns(weight_ptr, column, column_mask),
-        load_columns(bias_ptr, column, column_mask),
-        load_columns(scale_ptr, sample * scale_stride + column, column_mask),
-        load_columns(shift_ptr, sample * scale_stride + column, column_mask),
+        load_optional_columns(weight_ptr, column, column_mask),
+        load_optional_columns(bias_ptr, column, column_mask),
+        load_optional_columns(scale_ptr, sample * scale_stride + column, column_mask),
+        load_optional_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
     length = (hw * channels).to(tl.float32)
-    mean, rest, square = piece_moments(chunks, residuals, hw, channels, belongs, FULL, ROWS, KEEP)
+    mean, rest, square = compute_group_moments(chunks, residuals, hw, channels, membership, FULL, ROWS, SUMS)
     rstd = 1.0 / tl.sqrt(square / length + eps)
-    store_statistics(
+    store_group_statistics(
         mean_ptr,
         rstd_ptr,
         mean,
@@ -156,10 +156,11 @@ def group_norm_nhwc_resident_kernel(
         sample * groups + block * block_groups + group,
         group_mask & (writer == 0),
     )
-    write_rows(
+    store_normalised_rows(
         chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
-        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
-        of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
+        expand_groups_to_columns(mean, membership, ROWS, SUMS, VEC),
+        expand_groups_to_columns(rest, membership, ROWS, SUMS, VEC),
+        expand_groups_to_columns(rstd, membership, ROWS, SUMS, VEC), sample, 0,
         (seed, dropout_threshold, dropout_scale), writer, writers,
         FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT,
     )  # fmt: skip

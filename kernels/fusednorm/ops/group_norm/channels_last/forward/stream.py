@@ -10,13 +10,17 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.moments import merge_moments
 from fusednorm.launch.launch import Launch, make_early_options
-from fusednorm.ops.group_norm.affine import load_masked_affine
+from fusednorm.ops.group_norm.affine import load_slope_and_offset
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
-from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
+from fusednorm.ops.group_norm.channels_last.positions import count_split_steps, locate_lanes
+from fusednorm.ops.group_norm.channels_last.samples import (
+    compute_split_moments,
+    load_sample_fragment,
+    store_normalised_sample_fragment,
+)
 from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
 from fusednorm.ops.group_norm.sample import allocate_triple
 
@@ -29,9 +33,9 @@ _REDUCE_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ForwardSampleStream(GroupNormForwardConfig):
-    """Moments of up to `splits` parts of each sample, then y of pieces.
+    """Moments of up to `splits` parts of each sample, then y of fragments.
 
-    For moments a thread has `chunks` accesses per step; a piece is `apply_chunks` accesses of a thread.
+    For moments a thread has `chunks` accesses per step; a fragment is `apply_chunks` accesses of a thread.
     """
 
     num_warps: int
@@ -44,14 +48,14 @@ class ForwardSampleStream(GroupNormForwardConfig):
         partition = make_stream_partition(sample, x.element_size(), self, call.n, x.device)
         parts = allocate_triple(x, call.n, partition.splits, sample.groups)
         coefficients = new_workspace(x, 3, call.n, sample.c)
-        piece = partition.positions * partition.apply_chunks
+        fragment = partition.positions * partition.apply_chunks
         moments = (
-            x, call.residual, *parts, sample.hw, partition.position_vectors, sample.groups, sample.channels,
+            x, call.residual, *parts, sample.hw, partition.position_vectors, sample.groups, sample.group_channels,
             partition.splits
         )  # fmt: skip
         reduce = (
             *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-            sample.channels, partition.splits, partition.step_positions, call.affine.sample_stride,
+            sample.group_channels, partition.splits, partition.step_positions, call.affine.sample_stride,
             call.n * sample.c, call.options.eps,
         )  # fmt: skip
         apply = (
@@ -60,7 +64,7 @@ class ForwardSampleStream(GroupNormForwardConfig):
         )  # fmt: skip
         return [
             Launch(
-                group_norm_nhwc_stream_moments_kernel,
+                group_norm_nhwc_forward_stream_moments_kernel,
                 (call.n * partition.splits,),
                 moments,
                 {
@@ -72,25 +76,25 @@ class ForwardSampleStream(GroupNormForwardConfig):
                 },
             ),
             Launch(
-                group_norm_nhwc_stream_reduce_kernel,
+                group_norm_nhwc_forward_stream_reduce_kernel,
                 (call.n * sample.groups,),
                 reduce,
                 {
                     "SPLITS": next_power_of_2(partition.splits),
-                    "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.channels)),
+                    "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.group_channels)),
                     "num_warps": 1 if partition.has_extra_splits else _REDUCE_WARPS,
                     **make_early_options(call.can_start_early),
                 },
             ),
             Launch(
-                group_norm_nhwc_stream_apply_kernel,
-                (call.n * cdiv(sample.hw, piece),),
+                group_norm_nhwc_forward_stream_apply_kernel,
+                (call.n * cdiv(sample.hw, fragment),),
                 apply,
                 {
                     **partition.make_tile_options(self.num_warps),
                     "IDLE": partition.has_idle_lanes,
                     "CHUNKS": partition.apply_chunks,
-                    "WHOLE": sample.hw % piece == 0,
+                    "WHOLE": sample.hw % fragment == 0,
                     **make_early_options(call.can_start_early),
                     **call.options.constexprs,
                 },
@@ -99,7 +103,7 @@ class ForwardSampleStream(GroupNormForwardConfig):
 
 
 @triton.jit(do_not_specialize=["hw", "units", "groups", "channels", "splits"])
-def group_norm_nhwc_stream_moments_kernel(
+def group_norm_nhwc_forward_stream_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
@@ -114,17 +118,17 @@ def group_norm_nhwc_stream_moments_kernel(
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    KEEP: tl.constexpr,
+    SUMS: tl.constexpr,
     GROUPS: tl.constexpr,
     RUNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of each group over a split of a sample to [N, splits, groups]."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
-    mean, rest, square = split_moments(
+    mean, rest, square = compute_split_moments(
         x_ptr, residual_ptr, program // splits, (program % splits).to(tl.int32), splits, hw, units, channels,
-        VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS,
+        VEC, LANES, CHUNKS, WHOLE, SUMS, GROUPS, RUNS,
     )  # fmt: skip
     group = tl.arange(0, GROUPS)
     tl.store(mean_part_ptr + program * groups + group, mean, mask=group < groups)
@@ -133,7 +137,7 @@ def group_norm_nhwc_stream_moments_kernel(
 
 
 @triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step", "scale_stride", "columns"])
-def group_norm_nhwc_stream_reduce_kernel(
+def group_norm_nhwc_forward_stream_reduce_kernel(
     mean_part_ptr,
     rest_part_ptr,
     square_part_ptr,
@@ -160,19 +164,21 @@ def group_norm_nhwc_stream_reduce_kernel(
 
     The three coefficients have `columns` columns each; y is act((h - first) * second + third).
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     program = tl.program_id(0)
     sample = (program // groups).to(tl.int64)
     group = program % groups
     split = tl.arange(0, SPLITS)
     present = split < splits
-    turns, left = turns_of(split, hw, splits, step)
+    turns, left = count_split_steps(split, hw, splits, step)
     counts = tl.where(present, (turns - 1) * step + left, 0).to(tl.float32) * channels
     total = hw.to(tl.float32) * channels
     at = (sample * splits + split) * groups + group
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    slope, offset = _affine(parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS)
-    await_previous(EARLY)
+    slope, offset = _load_group_slope_and_offset(
+        parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS
+    )
+    await_previous_launch(EARLY)
     means = tl.load(mean_part_ptr + at, mask=present, other=0.0)
     rests = tl.load(rest_part_ptr + at, mask=present, other=0.0)
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
@@ -185,7 +191,9 @@ def group_norm_nhwc_stream_reduce_kernel(
     coefficients = coefficient_ptr + sample * (groups * channels) + group * channels
     for start in range(0, channels, BLOCK_CHANNELS):
         if start > 0:
-            slope, offset = _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS)
+            slope, offset = _load_group_slope_and_offset(
+                parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS
+            )
         within = start + tl.arange(0, BLOCK_CHANNELS)
         of_group = within < channels
         tl.store(coefficients + within, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
@@ -194,16 +202,18 @@ def group_norm_nhwc_stream_reduce_kernel(
 
 
 @triton.jit
-def _affine(parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr):
+def _load_group_slope_and_offset(
+    parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr
+):
     """Load the slope and offset of a group's channels from `start` on, [BLOCK_CHANNELS] each."""
     within = start + tl.arange(0, BLOCK_CHANNELS)
     channel = group * channels + within
-    slope, offset = load_masked_affine(parameters, channel, sample * scale_stride + channel, within < channels)
+    slope, offset = load_slope_and_offset(parameters, channel, sample * scale_stride + channel, within < channels)
     return slope + tl.zeros((BLOCK_CHANNELS,), tl.float32), offset + tl.zeros((BLOCK_CHANNELS,), tl.float32)
 
 
 @triton.jit(do_not_specialize=["hw", "units", "samples", "seed", "dropout_threshold"])
-def group_norm_nhwc_stream_apply_kernel(
+def group_norm_nhwc_forward_stream_apply_kernel(
     x_ptr,
     residual_ptr,
     y_ptr,
@@ -224,23 +234,23 @@ def group_norm_nhwc_stream_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one piece of CHUNKS tiles; the last positions of all samples first, as they were read last."""
+    """Write y of one fragment of CHUNKS tiles; the last positions of all samples first, as they were read last."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
     positions = LANES // units
     c = units * VEC
     first = (program // samples).to(tl.int64) * (positions * CHUNKS)
     left = tl.minimum(hw - first, positions * CHUNKS).to(tl.int32)
-    tiles = load_sample_piece(x_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
-    residuals = load_sample_piece(residual_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
-    await_previous(EARLY)
-    _, column, _ = places(units, LANES, VEC)
+    tiles = load_sample_fragment(x_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
+    residuals = load_sample_fragment(residual_ptr, sample, first, hw, units, left, VEC, LANES, CHUNKS, WHOLE)
+    await_previous_launch(EARLY)
+    _, column, _ = locate_lanes(units, LANES, VEC)
     coefficients = coefficient_ptr + sample * c + column
     columns = samples.to(tl.int64) * c
     mean = tl.load(coefficients)
     slope = tl.load(coefficients + columns)
     offset = tl.load(coefficients + 2 * columns)
-    write_sample_piece(
+    store_normalised_sample_fragment(
         tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset,
         sample, first, hw, units, left, (seed, dropout_threshold, dropout_scale),
         VEC, LANES, WHOLE, IDLE, ACTIVATION, DROPOUT,

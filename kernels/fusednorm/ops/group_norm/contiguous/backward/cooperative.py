@@ -11,20 +11,20 @@ import triton.language as tl
 
 from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import let_next_start
-from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair, total_pair
+from fusednorm.jit.early_start import allow_next_launch
+from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
 from fusednorm.launch.workspace import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
+from fusednorm.ops.group_norm.contiguous.runs import compute_run_positions, prefetch_channel_runs
 from fusednorm.ops.group_norm.gradients import (
-    load_gained_affine,
+    compute_tile_gradient,
     load_gradient_tiles,
+    load_scaled_slope_and_offset,
     load_tiles,
-    tile_gradient,
-    tile_mask,
-    write_tile,
+    make_tile_mask,
+    store_tile_gradient,
 )
 from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
 from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in_l2
@@ -34,10 +34,10 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in
 class GroupNormBackwardCooperative(GroupNormBackwardConfig):
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
-    A part is `fragments` pieces, a piece `chunks` tiles along its channels, a tile one 16-byte vector of x per
-    thread. `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A program
-    reads a piece again `lag` pieces after it posted the part's sums, and prefetches the piece `ahead` pieces later
-    into L2.
+    A part is `fragments` fragments, a fragment `chunks` tiles along its channels, a tile one 16-byte vector of x
+    per thread. `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A
+    program reads a fragment again `lag` fragments after it posted the part's sums, and prefetches the fragment
+    `ahead` fragments later into L2.
     """
 
     channels: int
@@ -60,14 +60,14 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
         """Return the number of programs that share a group."""
         parts = -(-sample.hw // self.count_range_positions(itemsize))
-        return parts * -(-sample.channels // self.channels)
+        return parts * -(-sample.group_channels // self.channels)
 
     def compute_padded_length(self, sample: SampleShape, itemsize: int) -> int:
         """Compute the number of elements of all members' tiles."""
         return self.count_members(sample, itemsize) * self.channels * self.count_range_positions(itemsize)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether a group's members are resident together, and L2 keeps a piece until its second read."""
+        """Return whether a group's members are resident together, and L2 keeps a fragment until its second read."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.hw * itemsize % 16 == 0
@@ -90,7 +90,7 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, depth * teams * members),
-            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.sample_stride,
+            rows, members, parts, sample.hw // vec, sample.groups, sample.group_channels, call.affine.sample_stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -99,8 +99,9 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
             "LANES": 32 * self.num_warps,
             "GROUP": 16 // itemsize,
             "CHUNKS": self.chunks,
-            "PIECES": self.fragments,
-            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "FRAGMENTS": self.fragments,
+            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0
+            and sample.group_channels % self.channels == 0,
             "SLOTS": next_power_of_2(members),
             "DEPTH": depth,
             "LAG": self.lag,
@@ -149,7 +150,7 @@ def group_norm_nchw_backward_cooperative_kernel(
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PIECES: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     EVEN: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -164,16 +165,16 @@ def group_norm_nchw_backward_cooperative_kernel(
 
     There are `parts` parts for every CHANNELS channels.
 
-    A part is PIECES pieces of CHUNKS tiles along each channel.  A program reads every piece twice: first for sums
-    over the group, which it posts after the last piece, and LAG pieces later, when the other members have posted
-    theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].  Programs are persistent; the
-    launch must be cooperative.
+    A part is FRAGMENTS fragments of CHUNKS tiles along each channel.  A program reads every fragment twice: first
+    for sums over the group, which it posts after the last fragment, and LAG fragments later, when the other members
+    have posted theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].  Programs are
+    persistent; the launch must be cooperative.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP
-    BEHIND: tl.constexpr = PIECES - 1 + LAG
+    BEHIND: tl.constexpr = FRAGMENTS - 1 + LAG
     hw = channel_units * VEC
     group_size = channels * hw.to(tl.int64)
     c = groups * channels
@@ -183,23 +184,23 @@ def group_norm_nchw_backward_cooperative_kernel(
     member = tl.program_id(0) % members
     part = member % parts
     first_channel = (member // parts) * CHANNELS
-    first = part * (PIECES * RUN)
+    first = part * (FRAGMENTS * RUN)
     if CHANNELS == 1:
         lane_channel = 0
     else:
         lane_channel = tl.arange(0, LANES)[:, None] // UNITS
     channel = first_channel + lane_channel
     channel_mask = channel < channels
-    position = run_position(LANES, UNITS, GROUP)
+    position = compute_run_positions(LANES, UNITS, GROUP)
     at = lane_channel * hw + position
     inside = first_channel * hw.to(tl.int64) + first
     other = tl.arange(0, SLOTS)
     present = other < members
 
-    start = first_tag(exchange_ptr)
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
-    steps = turns * PIECES
+    steps = turns * FRAGMENTS
     sum_dz = tl.zeros((LANES, 1), tl.float32)
     sum_dz_centred = tl.zeros((LANES, 1), tl.float32)
     constant = tl.full((), 0.0, tl.float32)
@@ -207,11 +208,11 @@ def group_norm_nchw_backward_cooperative_kernel(
 
     for step in range(0, steps + BEHIND):
         wanted = step < steps
-        turn = step // PIECES
-        piece = step % PIECES
+        turn = step // FRAGMENTS
+        fragment = step % FRAGMENTS
         row = team + turn * teams
-        start_at = row * group_size + inside + piece * RUN
-        left = hw - first - piece * RUN
+        start_at = row * group_size + inside + fragment * RUN
+        left = hw - first - fragment * RUN
         tiles = load_gradient_tiles(
             dy_ptr, x_ptr, residual_ptr, start_at, at, STEP, position, left, channel_mask, wanted,
             EVEN, STEP, CHUNKS, "evict_last",
@@ -220,24 +221,24 @@ def group_norm_nchw_backward_cooperative_kernel(
         rstd = tl.load(rstd_ptr + row, mask=wanted, other=0.0)
         sample = row // groups
         group_channel = (row - sample * groups) * channels + channel
-        slope, offset = load_gained_affine(
+        slope, offset = load_scaled_slope_and_offset(
             parameters, group_channel, sample * scale_stride + group_channel, channel_mask & wanted, GAIN
         )
         if AHEAD > 0 and step + AHEAD < steps:
-            turn_ahead = (step + AHEAD) // PIECES
-            run_ahead = ((step + AHEAD) % PIECES) * RUN
+            turn_ahead = (step + AHEAD) // FRAGMENTS
+            run_ahead = ((step + AHEAD) % FRAGMENTS) * RUN
             at_ahead = (team + turn_ahead * teams) * group_size + inside + run_ahead
             left_ahead = hw - first - run_ahead
             channels_left = channels - first_channel
-            prefetch_runs(x_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
-            prefetch_runs(dy_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
+            prefetch_channel_runs(x_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
+            prefetch_channel_runs(dy_ptr + at_ahead, hw, channels_left, left_ahead, RUN, CHANNELS)
 
         if step >= BEHIND:
-            late_turn = (step - BEHIND) // PIECES
-            late_piece = (step - BEHIND) % PIECES
+            late_turn = (step - BEHIND) // FRAGMENTS
+            late_fragment = (step - BEHIND) % FRAGMENTS
             late_row = team + late_turn * teams
-            late_at = late_row * group_size + inside + late_piece * RUN
-            late_left = hw - first - late_piece * RUN
+            late_at = late_row * group_size + inside + late_fragment * RUN
+            late_left = hw - first - late_fragment * RUN
             tile = load_gradient_tiles(
                 dy_ptr, x_ptr, residual_ptr, late_at, at, STEP, position, late_left, channel_mask, True,
                 EVEN, STEP, 1, "evict_first",
@@ -246,20 +247,22 @@ def group_norm_nchw_backward_cooperative_kernel(
             late_rstd = tl.load(rstd_ptr + late_row)
             late_sample = late_row // groups
             late_channel = (late_row - late_sample * groups) * channels + channel
-            late_slope, late_offset = load_gained_affine(
+            late_slope, late_offset = load_scaled_slope_and_offset(
                 parameters, late_channel, late_sample * scale_stride + late_channel, channel_mask, GAIN
             )
-            if late_piece == 0:
+            if late_fragment == 0:
                 tag = start + late_turn.to(tl.uint32)
-                slots = slot_of(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
-                part_1, part_2, _ = collect(slots, tag)
-                sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
+                slots = locate_slot(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+                part_1, part_2, _ = collect_slots(slots, tag)
+                sum_g, sum_g_xhat = sum_pair_to_scalars(
+                    tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0)
+                )
                 constant = sum_g * inverse_size
                 factor = sum_g_xhat * inverse_size
             scale = late_slope * late_rstd
             late_constant = constant * late_rstd
             late_factor = factor * late_rstd * late_rstd
-            late_position = (late_row - late_sample * groups) * group_size + inside + late_piece * RUN
+            late_position = (late_row - late_sample * groups) * group_size + inside + late_fragment * RUN
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
@@ -267,7 +270,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                         dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * STEP, at, STEP, position,
                         late_left - (i + 1) * STEP, channel_mask, True, EVEN, STEP, 1, "evict_first",
                     )  # fmt: skip
-                centred, dz = tile_gradient(
+                centred, dz = compute_tile_gradient(
                     this, 0, position, late_left - i * STEP, channel_mask,
                     late_mean, scale, late_offset, late_sample.to(tl.int64),
                     late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
@@ -278,39 +281,39 @@ def group_norm_nchw_backward_cooperative_kernel(
                     dresidual_out_ptr, late_at + i * STEP, at, STEP, position, here, channel_mask, True,
                     EVEN, STEP, 1, "evict_first",
                 )  # fmt: skip
-                write_tile(
+                store_tile_gradient(
                     centred, dz, dx_ptr, outside, late_at + i * STEP + at,
-                    tile_mask(position, here, channel_mask, True, EVEN),
+                    make_tile_mask(position, here, channel_mask, True, EVEN),
                     scale, late_constant, late_factor, "evict_first",
                 )  # fmt: skip
 
         if wanted:
-            sum_dz = tl.where(piece > 0, sum_dz, 0.0)
-            sum_dz_centred = tl.where(piece > 0, sum_dz_centred, 0.0)
-            sample_position = (row - sample * groups) * group_size + inside + piece * RUN
+            sum_dz = tl.where(fragment > 0, sum_dz, 0.0)
+            sum_dz_centred = tl.where(fragment > 0, sum_dz_centred, 0.0)
+            sample_position = (row - sample * groups) * group_size + inside + fragment * RUN
             for i in tl.static_range(CHUNKS):
-                centred, dz = tile_gradient(
+                centred, dz = compute_tile_gradient(
                     tiles, i, position + i * STEP, left, channel_mask,
                     mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at + i * STEP,
                     seed, dropout_threshold, dropout_scale,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_terms(dz, centred), 1, keep_dims=True)
-            if piece == PIECES - 1:
+                sum_dz_centred += tl.sum(multiply_sum_terms(dz, centred), 1, keep_dims=True)
+            if fragment == FRAGMENTS - 1:
                 if CHANNELS == 1:
-                    run_dz, run_dz_xhat = total_pair(
+                    run_dz, run_dz_xhat = sum_pair_to_scalars(
                         tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,))
                     )
                     run_dz_xhat *= rstd
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
                 else:
-                    lane_g = rounded_product(sum_dz, slope)
-                    lane_g_xhat = rounded_product(sum_dz_centred, slope * rstd)
-                    g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)))
+                    lane_g = multiply_rounded(sum_dz, slope)
+                    lane_g_xhat = multiply_rounded(sum_dz_centred, slope * rstd)
+                    g, g_xhat = sum_pair_to_scalars(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)))
                 tag = start + turn.to(tl.uint32)
-                post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
+                post_scalars(locate_slot(exchange_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
                 if dz_part_ptr is not None:
                     slot = (sample * parts + part).to(tl.int64) * c + (row - sample * groups) * channels
                     slot += first_channel
@@ -327,4 +330,4 @@ def group_norm_nchw_backward_cooperative_kernel(
                         tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=there)
                         tl.store(dz_xhat_part_ptr + slot + run, run_dz_xhat * (rstd * (1.0 / GAIN)), mask=there)
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)

@@ -9,16 +9,21 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.backward_split import plan_sums_and_apply, sums_of_pieces, write_pieces
+from fusednorm.ops.group_norm.backward_split import (
+    plan_sums_and_apply,
+    store_fragment_gradients,
+    sum_fragment_gradients,
+)
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import run_position
-from fusednorm.ops.group_norm.gradients import load_gained_affine
+from fusednorm.ops.group_norm.contiguous.runs import compute_run_positions
+from fusednorm.ops.group_norm.gradients import load_scaled_slope_and_offset
 
 _SIZES = [
-    "parts", "blocks", "pieces", "channel_units", "groups", "channels", "scale_stride", "seed", "dropout_threshold"
+    "parts", "blocks", "fragments", "channel_units", "groups", "channels", "scale_stride", "seed",
+    "dropout_threshold",
 ]  # fmt: skip
 
 
@@ -43,9 +48,9 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
         parts = cdiv(sample.hw, self.count_range_positions(itemsize))
-        blocks = cdiv(sample.channels, self.channels)
+        blocks = cdiv(sample.group_channels, self.channels)
         shape = (
-            parts, blocks, self.fragments, sample.hw // vec, sample.groups, sample.channels,
+            parts, blocks, self.fragments, sample.hw // vec, sample.groups, sample.group_channels,
             call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -54,7 +59,8 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
             "LANES": 32 * self.num_warps,
             "GROUP": 16 // itemsize,
             "CHUNKS": self.chunks,
-            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0
+            and sample.group_channels % self.channels == 0,
             "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
@@ -64,8 +70,8 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
 
 
 @triton.jit
-def _place(
-    program, parts, blocks, pieces, hw, groups, channels,
+def _locate_program(
+    program, parts, blocks, fragments, hw, groups, channels,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Compute the sample, channels and positions of a program's part.
@@ -80,7 +86,7 @@ def _place(
         lane_channel = 0
     else:
         lane_channel = tl.arange(0, LANES)[:, None] // (LANES // CHANNELS)
-    return row, row // groups, part, first_channel, lane_channel, part.to(tl.int64) * pieces * RUN
+    return row, row // groups, part, first_channel, lane_channel, part.to(tl.int64) * fragments * RUN
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -95,7 +101,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     dz_xhat_part_ptr,
     parts: tl.int32,
     blocks: tl.int32,
-    pieces: tl.int32,
+    fragments: tl.int32,
     channel_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
@@ -115,26 +121,26 @@ def group_norm_nchw_backward_split_sums_kernel(
     EARLY: tl.constexpr,
 ):
     """Write sums of dz and dz * x_hat to [N, parts, C], one part of CHANNELS channels per program."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP
     hw = channel_units * VEC
     c = groups.to(tl.int64) * channels
-    row, sample, part, first_channel, lane_channel, first = _place(
-        tl.program_id(0), parts, blocks, pieces, hw, groups, channels, CHANNELS, LANES, RUN
+    row, sample, part, first_channel, lane_channel, first = _locate_program(
+        tl.program_id(0), parts, blocks, fragments, hw, groups, channels, CHANNELS, LANES, RUN
     )
     channel = first_channel + lane_channel
     channel_mask = channel < channels
     group_channel = (row - sample * groups) * channels
-    position = run_position(LANES, UNITS, GROUP)
+    position = compute_run_positions(LANES, UNITS, GROUP)
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    slope, offset = load_gained_affine(
+    slope, offset = load_scaled_slope_and_offset(
         parameters, group_channel + channel, sample * scale_stride + group_channel + channel, channel_mask, GAIN
     )
-    sum_dz, sum_dz_centred = sums_of_pieces(
-        dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, pieces, hw, c,
+    sum_dz, sum_dz_centred = sum_fragment_gradients(
+        dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, fragments, hw, c,
         (lane_channel, position, channel_mask), mean, slope, rstd, offset,
         (seed, dropout_threshold, dropout_scale), LANES, 1, STEP, CHUNKS, EVEN,
         False, ACTIVATION, DROPOUT, GAIN,
@@ -163,7 +169,7 @@ def group_norm_nchw_backward_split_apply_kernel(
     dx_ptr,
     parts: tl.int32,
     blocks: tl.int32,
-    pieces: tl.int32,
+    fragments: tl.int32,
     channel_units: tl.int64,
     groups: tl.int32,
     channels: tl.int32,
@@ -183,32 +189,41 @@ def group_norm_nchw_backward_split_apply_kernel(
     EARLY: tl.constexpr,
 ):
     """Write dx, one part of CHANNELS channels per program, starting with data that is still in the cache."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
     RUN: tl.constexpr = CHUNKS * STEP
     hw = channel_units * VEC
     c = groups.to(tl.int64) * channels
-    row, sample, _, first_channel, lane_channel, first = _place(
-        tl.num_programs(0) - 1 - tl.program_id(0), parts, blocks, pieces, hw, groups, channels, CHANNELS, LANES, RUN
+    row, sample, _, first_channel, lane_channel, first = _locate_program(
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        parts,
+        blocks,
+        fragments,
+        hw,
+        groups,
+        channels,
+        CHANNELS,
+        LANES,
+        RUN,
     )
     channel = first_channel + lane_channel
     channel_mask = channel < channels
     group_channel = (row - sample * groups) * channels
-    position = run_position(LANES, UNITS, GROUP)
+    position = compute_run_positions(LANES, UNITS, GROUP)
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    slope, offset = load_gained_affine(
+    slope, offset = load_scaled_slope_and_offset(
         parameters, group_channel + channel, sample * scale_stride + group_channel + channel, channel_mask, GAIN
     )
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     scale = slope * rstd
-    await_previous(EARLY)
+    await_previous_launch(EARLY)
     constant = tl.load(sum_g_ptr + row) * inverse_size * rstd
     factor = tl.load(sum_g_xhat_ptr + row) * inverse_size * rstd * rstd
-    write_pieces(
+    store_fragment_gradients(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, group_channel + first_channel, first,
-        pieces, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
+        fragments, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), STEP, CHUNKS, EVEN,
         False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.early_start import let_next_start
-from fusednorm.jit.loads import load_masked, load_sum
-from fusednorm.jit.moments import about_mean
-from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
+from fusednorm.jit.early_start import allow_next_launch
+from fusednorm.jit.loads import load_masked, load_residual_sum
+from fusednorm.jit.moments import convert_sums_to_moments
+from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
+from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
 from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
 
 
@@ -40,8 +40,8 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
         parts = call.allocate_wanted_partials(1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
-            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.sample_stride, call.options.eps,
-            *call.options.dropout_arguments,
+            rows, sample.hw // vec, sample.groups, sample.group_channels, call.affine.sample_stride,
+            call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -93,7 +93,7 @@ def group_norm_nchw_backward_tile_kernel(
 
     The groups are [ROWS, CHANNELS, POSITIONS] in registers.
     """
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     channel = tl.arange(0, CHANNELS)[None, :, None]
     position = tl.arange(0, POSITIONS)[None, None, :]
@@ -107,13 +107,13 @@ def group_norm_nchw_backward_tile_kernel(
     parameter = group * channels + channel
 
     dy = load_masked(dy_ptr, at, mask, "evict_first")
-    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
+    h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)
-        square = tl.sum(multiply_terms(d, d), 2, keep_dims=True)
+        square = tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
         rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
-        rest, square = about_mean(length, rest, square)
+        rest, square = convert_sums_to_moments(length, rest, square)
         rstd = 1.0 / tl.sqrt(square / length + eps)
         centred = (h - pivot) - rest
     else:
@@ -121,19 +121,21 @@ def group_norm_nchw_backward_tile_kernel(
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
         centred = h - mean
 
-    slope, offset = load_gained_affine(parameters, parameter, sample * scale_stride + parameter, channel_mask, GAIN)
+    slope, offset = load_scaled_slope_and_offset(
+        parameters, parameter, sample * scale_stride + parameter, channel_mask, GAIN
+    )
     xhat = tl.where(mask, centred * rstd, 0.0)
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
-    dz = gained_gradient(
+    dz = backpropagate_scaled_epilogue(
         dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
         ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_terms(dz, xhat), 2)
+    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_sum_terms(dz, xhat), 2)
     if dz_part_ptr is not None:
         slot = row * channels + channel
         tl.store(dz_part_ptr + slot, sum_dz * (1.0 / GAIN), mask=channel_mask)
         tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat * (1.0 / GAIN), mask=channel_mask)
-    sum_g, sum_g_xhat = sum_pair(rounded_product(sum_dz, slope), rounded_product(sum_dz_xhat, slope), 1)
+    sum_g, sum_g_xhat = sum_pair(multiply_rounded(sum_dz, slope), multiply_rounded(sum_dz_xhat, slope), 1)
     dx = rstd * (dz * slope - (sum_g + xhat * sum_g_xhat) / length)
     if dresidual_out_ptr is not None:
         dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")

@@ -8,30 +8,30 @@ import triton.language as tl
 
 from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import next_power_of_2
-from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.pieces import merge, merge_even, total_moments
+from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.pieces import merge_equal_sets, merge_sets, reduce_lane_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.launch.launch import Launch, count_full_range_chunks, make_cooperative_options
 from fusednorm.launch.workspace import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
-from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
+from fusednorm.ops.group_norm.contiguous.frames import count_group_elements, locate_frame, round_up_to_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
+    compute_group_lane_moments,
     load_chunk_affine,
-    load_chunks,
-    moments_of_lanes,
-    same_for_all,
-    write_chunks,
+    load_group_fragment,
+    store_normalised_group_fragment,
+    unify_mean,
 )
 from fusednorm.ops.group_norm.sample import SampleShape
 
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardCooperative(GroupNormForwardConfig):
-    """Programs that share a group, each a slab of `chunks` chunks, 8 elements per thread in a chunk.
+    """Programs that share a group, each a range of `chunks` chunks, 8 elements per thread in a chunk.
 
-    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` groups after it
-    posted the slab's moments; with lag 0 the slab stays in registers.  It prefetches the slab `ahead` groups later
-    into L2.
+    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a range again `lag` groups after
+    it posted the range's moments; with lag 0 the range stays in registers.  It prefetches the range `ahead` groups
+    later into L2.
     """
 
     chunks: int
@@ -47,22 +47,22 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
 
     def count_members(self, sample: SampleShape) -> int:
         """Return the number of programs that share a group."""
-        return -(-sample.frame_length // (self.chunks * self.chunk_elements))
+        return -(-sample.aligned_group_length // (self.chunks * self.chunk_elements))
 
     def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
         return waits and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
-        slabs = 1 if self.lag == 0 else 2
+        ranges = 1 if self.lag == 0 else 2
         # A vector in two channels needs the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
         return fit_resident_programs(
-            self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.count_members(call.sample)
+            self, call, ranges * self.chunks * 8 * call.held_bytes, extra, self.count_members(call.sample)
         )
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
-        slab = self.chunks * self.chunk_elements
+        range_length = self.chunks * self.chunk_elements
         members = self.count_members(sample)
         slots = next_power_of_2(members)
         depth = next_power_of_2(max(2, 2 * self.lag))
@@ -77,79 +77,80 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
                 sample.group_length, self.chunk_elements, self.chunks, call.has_one_lane_per_thread
             ),
             "LANE_A_THREAD": call.has_one_lane_per_thread,
-            "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps,
+            "EQUAL": sample.group_length == range_length * slots and slots <= 32 * self.num_warps,
             "SKEWED": call.is_skewed,
             "SLOTS": slots,
             "DEPTH": depth,
             "LAG": self.lag,
             "AHEAD": self.ahead if call.can_prefetch_groups else 0,
-            "PARAMETERS": call.find_parameter_unit(self.chunk_elements, slab),
+            "PARAMETERS": call.find_parameter_unit(self.chunk_elements, range_length),
             **make_cooperative_options(self),
             **call.options.constexprs,
         }
-        return [Launch(group_norm_nchw_cooperative_kernel, (programs,), arguments, options)]
+        return [Launch(group_norm_nchw_forward_cooperative_kernel, (programs,), arguments, options)]
 
 
 @triton.jit
-def _group_moments(
+def _collect_group_moments(
     exchange_ptr, team, tag, members, other, before, length, eps,
-    SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
+    RANGE_LENGTH: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr,
+    PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     """Wait for all members' moments; returns mean, `rest` and rstd of the group, whose true mean is mean + rest.
 
-    `other` [slots] is the number of each member; each member has one slab of the group's frame.
+    `other` [slots] is the number of each member; each member has one range of the group's frame.
     """
-    count = count_inside(other * SLAB, before, before + length, SLAB, SKEWED).to(tl.float32)
+    count = count_group_elements(other * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(tl.float32)
     present = other < members
-    slot_ptrs = slot_of(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
-    means, rests, squares = collect(slot_ptrs, tag)
+    slot_ptrs = locate_slot(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+    means, rests, squares = collect_slots(slot_ptrs, tag)
     if EQUAL:
-        _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_even)
+        _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_equal_sets)
     else:
-        _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge)
-    mean, rest = same_for_all(mean, rest, means, other, PARAMETERS)
+        _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge_sets)
+    mean, rest = unify_mean(mean, rest, means, other, PARAMETERS)
     return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
 
 
 @triton.jit
-def _slab_moments(
+def _compute_range_moments(
     chunks, residuals, before, end,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squares of a slab.
+    """Compute mean, `rest` and sum of squares of a range.
 
-    A full slab needs no masks, even if other slabs do.
+    A full range needs no masks, even if other ranges do.
     """
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
-        count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP)
-        moments = total_moments(count, means, rests, squares, True)
+        count, means, rests, squares = compute_group_lane_moments(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP)
+        moments = reduce_lane_moments(count, means, rests, squares, True)
     else:
-        count, means, rests, squares = moments_of_lanes(
+        count, means, rests, squares = compute_group_lane_moments(
             chunks, residuals, before, end, FULL, BLOCK, GROUP, SKEWED=SKEWED
         )
-        moments = total_moments(count, means, rests, squares, False)
+        moments = reduce_lane_moments(count, means, rests, squares, False)
     return moments
 
 
 @triton.jit
-def _write_slab(
+def _store_normalised_range(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
     indexing, mean, rest, rstd, dropout,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write a slab by `write_chunks`; a full slab needs no masks, even if other slabs do."""
+    """Write a range by `store_normalised_group_fragment`; a full range needs no masks, even if other ranges do."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
-        write_chunks(
+        store_normalised_group_fragment(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
             indexing, mean, rest, rstd, dropout, 0, 1,
             CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
     else:
-        write_chunks(
+        store_normalised_group_fragment(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
             group_length, indexing, mean, rest, rstd, dropout, 0, 1,
             FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, SKEWED,
@@ -162,7 +163,7 @@ def _write_slab(
         "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nchw_cooperative_kernel(
+def group_norm_nchw_forward_cooperative_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -203,20 +204,20 @@ def group_norm_nchw_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of groups, each shared by `members` programs with a slab of CHUNKS * BLOCK elements each.
+    """Write y of groups, each shared by `members` programs with a range of CHUNKS * BLOCK elements each.
 
-    A program reads a slab for its moments, which it posts, and again LAG groups later, when the other members have
-    posted theirs, out of L1 or L2 for y.  With LAG 0 the slab stays in registers while the program waits for the
-    others.  It prefetches the slab AHEAD groups later into L2.  Programs are persistent; the launch must be
+    A program reads a range for its moments, which it posts, and again LAG groups later, when the other members have
+    posted theirs, out of L1 or L2 for y.  With LAG 0 the range stays in registers while the program waits for the
+    others.  It prefetches the range AHEAD groups later into L2.  Programs are persistent; the launch must be
     cooperative.
     """
     length = group_units * VEC
-    slab: tl.constexpr = CHUNKS * BLOCK
+    range_length: tl.constexpr = CHUNKS * BLOCK
     team = tl.program_id(0) // members
     teams = tl.num_programs(0) // members
     member = tl.program_id(0) % members
-    first = member * slab
-    start = first_tag(exchange_ptr)
+    first = member * range_length
+    start = load_first_tag(exchange_ptr)
     last_tag = start + tl.cdiv(rows, teams).to(tl.uint32) - 1
     turns = tl.cdiv(rows - team, teams)
     other = tl.arange(0, SLOTS)
@@ -228,67 +229,75 @@ def group_norm_nchw_cooperative_kernel(
     for turn in range(0, turns + LAG):
         # The group whose moments are computed; after the last iteration, the last group again, without use.
         row = team + tl.minimum(turn, turns - 1) * teams
-        frame, before = frame_of(row, length, GROUP, SKEWED)
+        frame, before = locate_frame(row, length, GROUP, SKEWED)
         x_at = frame + first
-        end = tl.minimum(before + length - first, slab)
-        chunks = load_chunks(x_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED)
-        residuals = load_chunks(
+        end = tl.minimum(before + length - first, range_length)
+        chunks = load_group_fragment(
+            x_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED
+        )
+        residuals = load_group_fragment(
             residual_ptr, x_at, end, FULL, BLOCK, CHUNKS, GROUP, "evict_last" if LAG else "", SKEWED
         )
         if AHEAD > 0 and turn + AHEAD < turns:
             if SKEWED:
-                next_frame, next_before = frame_of(row + AHEAD * teams, length, GROUP, SKEWED)
-                next_end = tl.minimum(next_before + length - first, slab)
+                next_frame, next_before = locate_frame(row + AHEAD * teams, length, GROUP, SKEWED)
+                next_end = tl.minimum(next_before + length - first, range_length)
                 if next_end > 0:
-                    prefetch(x_ptr + next_frame + first, whole_vectors(next_end, GROUP))
+                    prefetch(x_ptr + next_frame + first, round_up_to_vectors(next_end, GROUP))
             else:
                 prefetch(x_ptr + x_at + AHEAD * teams * length.to(tl.int64), end)
 
         if LAG > 0 and turn >= LAG:
             late_row = team + (turn - LAG) * teams
-            late_frame, late_before = frame_of(late_row, length, GROUP, SKEWED)
+            late_frame, late_before = locate_frame(late_row, length, GROUP, SKEWED)
             late_at = late_frame + first
             late_first = first - late_before
-            late_end = tl.minimum(late_before + length - first, slab)
+            late_end = tl.minimum(late_before + length - first, range_length)
             affine = load_chunk_affine(parameters, late_row, late_first, indexing, 0, BLOCK, GROUP, PARAMETERS)
-            late = load_chunks(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
-            late_residuals = load_chunks(
+            late = load_group_fragment(x_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED)
+            late_residuals = load_group_fragment(
                 residual_ptr, late_at, late_end, FULL, BLOCK, CHUNKS, GROUP, "evict_first", SKEWED
             )
-            mean, rest, rstd = _group_moments(
+            mean, rest, rstd = _collect_group_moments(
                 exchange_ptr, team, tag - LAG, members, other, late_before,
-                length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
+                length, eps, range_length, DEPTH, EQUAL, PARAMETERS, SKEWED,
             )  # fmt: skip
             if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                 if member == 0:
                     tl.store(mean_ptr + late_row, mean + rest)
                     tl.store(rstd_ptr + late_row, rstd)
-            _write_slab(
+            _store_normalised_range(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
                 late_before - first, late_end, length, indexing, mean, rest, rstd, dropout,
                 FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT,
             )  # fmt: skip
 
         if turn < turns:
-            slab_mean, slab_rest, slab_square = _slab_moments(
+            range_mean, range_rest, range_square = _compute_range_moments(
                 chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD
             )
-            post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
+            post_scalars(
+                locate_slot(exchange_ptr, team, tag, member, members, DEPTH),
+                tag,
+                range_mean,
+                range_rest,
+                range_square,
+            )
             if LAG == 0:
                 affine = load_chunk_affine(parameters, row, first - before, indexing, 0, BLOCK, GROUP, PARAMETERS)
-                mean, rest, rstd = _group_moments(
+                mean, rest, rstd = _collect_group_moments(
                     exchange_ptr, team, tag, members, other, before,
-                    length, eps, slab, DEPTH, EQUAL, PARAMETERS, SKEWED,
+                    length, eps, range_length, DEPTH, EQUAL, PARAMETERS, SKEWED,
                 )  # fmt: skip
                 if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
                     if member == 0:
                         tl.store(mean_ptr + row, mean + rest)
                         tl.store(rstd_ptr + row, rstd)
-                _write_slab(
+                _store_normalised_range(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
                     before - first, end, length, indexing, mean, rest, rstd, dropout,
                     FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT,
                 )  # fmt: skip
         tag += 1
 
-    leave(exchange_ptr, last_tag)
+    end_exchange(exchange_ptr, last_tag)

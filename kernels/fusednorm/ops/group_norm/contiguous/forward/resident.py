@@ -8,8 +8,8 @@ import triton.language as tl
 
 from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv
-from fusednorm.jit.pieces import total_moments
-from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
+from fusednorm.jit.pieces import reduce_lane_moments
+from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_lines
 from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
@@ -17,13 +17,13 @@ from fusednorm.ops.group_norm.call import (
     count_writers,
     fit_resident_programs,
 )
-from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
+from fusednorm.ops.group_norm.contiguous.frames import locate_frame, round_up_to_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
+    compute_group_lane_moments,
     load_chunk_affine,
-    load_chunks,
-    moments_of_lanes,
-    same_for_all,
-    write_chunks,
+    load_group_fragment,
+    store_normalised_group_fragment,
+    unify_mean,
 )
 
 
@@ -47,14 +47,14 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         return 256 * self.num_warps
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
-        chunks = cdiv(call.sample.frame_length, self.chunk_elements)
+        chunks = cdiv(call.sample.aligned_group_length, self.chunk_elements)
         return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = count_multiprocessors(call.x.device)
         writers = count_writers(rows, self.writers, multiprocessors)
-        chunks = cdiv(sample.frame_length, self.chunk_elements)
+        chunks = cdiv(sample.aligned_group_length, self.chunk_elements)
         arguments = (
             *call.tensors, *call.statistics, writers,
             self.prefetch_distance_per_sm * multiprocessors if writers == 1 else 0,
@@ -73,7 +73,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
             "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.options.constexprs,
         }
-        return [Launch(group_norm_nchw_resident_kernel, (rows * writers,), arguments, options)]
+        return [Launch(group_norm_nchw_forward_resident_kernel, (rows * writers,), arguments, options)]
 
 
 @triton.jit(
@@ -82,7 +82,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         "scale_stride", "seed", "dropout_threshold",
     ]
 )  # fmt: skip
-def group_norm_nchw_resident_kernel(
+def group_norm_nchw_forward_resident_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -131,35 +131,35 @@ def group_norm_nchw_resident_kernel(
         row = tl.program_id(0).to(tl.int64)
         writer = 0
     length = group_units * VEC
-    base, before = frame_of(row, length, GROUP, SKEWED)
+    base, before = locate_frame(row, length, GROUP, SKEWED)
     end = before + length
     indexing = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
 
-    chunks = load_chunks(x_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
-    residuals = load_chunks(residual_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
+    chunks = load_group_fragment(x_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
+    residuals = load_group_fragment(residual_ptr, base, end, FULL, BLOCK, CHUNKS, GROUP, "", SKEWED)
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS * 2:
             # Nothing else hides the latency of the parameters.
             if weight_ptr is not None:
-                touch(weight_ptr + (row % groups) * channels, channels)
+                prefetch_lines(weight_ptr + (row % groups) * channels, channels)
             if bias_ptr is not None:
-                touch(bias_ptr + (row % groups) * channels, channels)
+                prefetch_lines(bias_ptr + (row % groups) * channels, channels)
         if ahead > 0 and tl.program_id(0) + ahead < tl.num_programs(0):
-            next_base, next_before = frame_of(row + ahead, length, GROUP, SKEWED)
-            prefetch(x_ptr + next_base, whole_vectors(next_before + length, GROUP))
-    count, means, rests, squares = moments_of_lanes(
+            next_base, next_before = locate_frame(row + ahead, length, GROUP, SKEWED)
+            prefetch(x_ptr + next_base, round_up_to_vectors(next_before + length, GROUP))
+    count, means, rests, squares = compute_group_lane_moments(
         chunks, residuals, before, end, FULL, BLOCK, GROUP, SKEWED=SKEWED
     )
-    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
-    mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
+    mean, rest, square = reduce_lane_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
+    mean, rest = unify_mean(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
     rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
     affine = load_chunk_affine(parameters, row, -before, indexing, 0, BLOCK, GROUP, PARAMETERS)
-    write_chunks(
+    store_normalised_group_fragment(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
         indexing, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
         FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, SKEWED,

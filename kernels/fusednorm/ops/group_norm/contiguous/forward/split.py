@@ -11,10 +11,10 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.early_start import await_previous, let_next_start
+from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.launch.launch import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
+from fusednorm.ops.group_norm.contiguous.ranges import compute_range_moments, normalise_range
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, plan_moment_reduction, reduce_moments
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape, allocate_triple, compute_access_width
 
@@ -49,7 +49,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
             **call.make_contiguous_options(self.tile_vectors, self.num_warps),
         }
         grid = (call.n * call.sample.groups * programs,)
-        return [partial, Launch(group_norm_nchw_split_apply_kernel, grid, arguments, options)]
+        return [partial, Launch(group_norm_nchw_forward_split_apply_kernel, grid, arguments, options)]
 
     def plan_statistics(
         self, x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
@@ -74,7 +74,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
         splits = cdiv(group_units, self.split_vectors)
         parts = allocate_triple(x, x.shape[0], splits, sample.groups)
         arguments = (
-            x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_vectors
+            x, residual, *parts, group_units, sample.groups, sample.group_channels, splits, self.split_vectors
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -84,11 +84,11 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
             "num_warps": self.num_warps,
         }
         grid = (x.shape[0] * sample.groups * splits,)
-        return parts, splits, Launch(group_norm_nchw_split_moments_kernel, grid, arguments, options)
+        return parts, splits, Launch(group_norm_nchw_forward_split_moments_kernel, grid, arguments, options)
 
 
 @triton.jit(do_not_specialize=["group_units", "groups", "channels", "splits", "split_units"])
-def group_norm_nchw_split_moments_kernel(
+def group_norm_nchw_forward_split_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
@@ -105,7 +105,7 @@ def group_norm_nchw_split_moments_kernel(
     EARLY: tl.constexpr,
 ):
     """Write the moments of one part of one group to [N, splits, G]."""
-    let_next_start(EARLY)
+    allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = program - row * splits
@@ -119,7 +119,7 @@ def group_norm_nchw_split_moments_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    mean, rest, square = range_moments(x_ptr, residual_ptr, first, last, VEC, UNITS)
+    mean, rest, square = compute_range_moments(x_ptr, residual_ptr, first, last, VEC, UNITS)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(rest_part_ptr + slot, rest)
@@ -133,7 +133,7 @@ def group_norm_nchw_split_moments_kernel(
         "programs_a_group", "program_units",
     ]
 )  # fmt: skip
-def group_norm_nchw_split_apply_kernel(
+def group_norm_nchw_forward_split_apply_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -172,7 +172,7 @@ def group_norm_nchw_split_apply_kernel(
     EARLY: tl.constexpr,
 ):
     """Reduce the parts of one group, then write one run of its y; the last run is first."""
-    await_previous(EARLY)
+    await_previous_launch(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
     part = program - row * programs_a_group

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
+from fusednorm.ops.group_norm.contiguous.ranges import compute_range_moments, normalise_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class GroupNormForwardSweep(GroupNormForwardConfig):
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = call.make_contiguous_options(self.tile_vectors, self.num_warps)
-        return [Launch(group_norm_nchw_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]
+        return [Launch(group_norm_nchw_forward_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]
 
 
 @triton.jit(
     do_not_specialize=["group_units", "groups", "channels", "channel_length", "magic", "shift", "scale_stride"]
 )
-def group_norm_nchw_sweep_kernel(
+def group_norm_nchw_forward_sweep_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -65,7 +65,7 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, rest, square = range_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS)
+    mean, rest, square = compute_range_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean + rest)

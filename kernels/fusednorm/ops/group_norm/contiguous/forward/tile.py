@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
-from fusednorm.jit.loads import load_sum
-from fusednorm.jit.moments import about_mean
-from fusednorm.jit.reductions import multiply_terms, sum_pair
+from fusednorm.jit.loads import load_residual_sum
+from fusednorm.jit.moments import convert_sums_to_moments
+from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
+from fusednorm.ops.group_norm.contiguous.ranges import store_normalised_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class GroupNormForwardTile(GroupNormForwardConfig):
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {"ROWS": self.rows, **call.make_contiguous_options(self.tile_vectors, self.num_warps)}
-        return [Launch(group_norm_nchw_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]
+        return [Launch(group_norm_nchw_forward_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]
 
 
 @triton.jit(
@@ -44,7 +44,7 @@ class GroupNormForwardTile(GroupNormForwardConfig):
         "scale_stride",
     ]
 )
-def group_norm_nchw_tile_kernel(
+def group_norm_nchw_forward_tile_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -86,12 +86,12 @@ def group_norm_nchw_tile_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
+    h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
-    square = tl.sum(multiply_terms(d, d), 2, keep_dims=True)
+    square = tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
     rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
-    rest, square = about_mean(length, rest, square)
+    rest, square = convert_sums_to_moments(length, rest, square)
     rstd = 1.0 / tl.sqrt(square / length + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, pivot + rest, mask=row_mask)
@@ -100,7 +100,7 @@ def group_norm_nchw_tile_kernel(
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    store_normalised(
+    store_normalised_tile(
         h, pivot, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
