@@ -43,7 +43,7 @@ def _compute_sigmoid_pair(z):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """Compute act(z) in float32, elementwise."""
+    """Apply the activation to a float32 tile of any shape; ACTIVATION "none" returns z."""
     if ACTIVATION == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
@@ -66,7 +66,7 @@ def approximate_tanh(x):
 
 @triton.jit
 def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Compute `activate` for a result that is rounded to DTYPE.
+    """Apply the activation to a float32 tile whose result is rounded to DTYPE afterwards.
 
     For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
     half a rounding step of the largest results, but possibly a large part of small results, where z is far below 0.
@@ -83,7 +83,7 @@ def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def differentiate_activation(z, ACTIVATION: tl.constexpr):
-    """Compute act'(z) in float32, elementwise."""
+    """Compute the activation's derivative at z, in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
@@ -102,7 +102,11 @@ def differentiate_activation(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _compute_random_words(seed, row, quad):
-    """Compute four uint32 words for each (row, group of four positions); `row` int64 broadcasts against `quad`."""
+    """Compute the four uint32 words of Philox for each row and group of four positions.
+
+    Returns four tiles of `quad`'s shape.  `quad` is the index of a group of four positions in its row; `row`,
+    int64, is broadcast to `quad`'s shape.
+    """
     row = row + tl.zeros(quad.shape, tl.int64)
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
@@ -112,9 +116,10 @@ def _compute_random_words(seed, row, quad):
 
 @triton.jit
 def compute_keep_mask(seed, row, position, threshold):
-    """Compute the mask of kept elements, in a tile of any shape.
+    """Compute dropout's mask of the elements that are kept, for a tile of any shape.
 
-    `position` is each element's index in its row (int64 or int32).
+    `row` (int64) and `position` (int64 or int32) are each element's row, and its index in the row; an element is
+    kept if its random word is at least `threshold`.
     """
     w0, w1, w2, w3 = _compute_random_words(seed, row, position // 4)
     lane = position % 4
@@ -124,11 +129,10 @@ def compute_keep_mask(seed, row, position, threshold):
 
 @triton.jit
 def compute_tile_keep_mask(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Compute `compute_keep_mask` of a [ROWS, COLS] tile from column 4 * first_quad on.
+    """Compute dropout's mask of kept elements for a [ROWS, COLS] tile of adjacent columns.
 
-    One Philox call serves four elements.
-
-    `row` is [ROWS, 1] int64; COLS is a multiple of 4.
+    The mask is that of `compute_keep_mask`, with one Philox call for four elements.  The tile starts at column 4 *
+    first_quad; `row` is [ROWS, 1] int64; COLS is a multiple of 4.
     """
     quad = first_quad + tl.arange(0, COLS // 4)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     w0, w1, w2, w3 = _compute_random_words(seed, row, quad)
@@ -147,7 +151,10 @@ def apply_epilogue(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Compute activation and dropout of a tile that starts at column `first_col`."""
+    """Apply the activation and dropout to a [ROWS, COLS] tile.
+
+    `row` is [ROWS, 1] int64; `first_col` is the tile's first column, a multiple of 4 if there is dropout.
+    """
     y = activate(y, ACTIVATION)
     if DROPOUT:
         keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])

@@ -110,22 +110,26 @@ COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
 @triton.jit
 def load_first_tag(exchange_ptr):
-    """Return the tag of this launch's first round."""
+    """Load the tag of this launch's first round."""
     return tl.load(exchange_ptr, volatile=True).to(tl.uint32) + 1
 
 
 @triton.jit
 def locate_slot(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
-    """Return the slot to which a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
+    """Compute the address of the slot to which a member of a group posts in the round `tag`.
+
+    `member` may be a tile of members; the result has its shape.
+    """
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit
 def post_scalars(slot_ptr, tag, a, b, c):
-    """Send a, b and c to the other members: float32 scalars held by every thread and written by one.
+    """Post the float32 scalars a, b and c to a slot, for the group's other members.
 
-    They are scalars because a tile would be written once for each register that holds a copy of it.
+    All threads hold the scalars, and one thread writes them.  They are scalars because a tile would be written once
+    for each register that holds a copy of it.
     """
     tl.inline_asm_elementwise(
         POST, "=r,l,r,r,r,r", [slot_ptr.to(tl.int64), a, b, c, tag], dtype=tl.int32, is_pure=False, pack=1
@@ -134,9 +138,10 @@ def post_scalars(slot_ptr, tag, a, b, c):
 
 @triton.jit
 def collect_slots(slot_ptrs, tag):
-    """Wait for the values posted to each slot of a 1-D tile in the round `tag`; returns three float32 tiles.
+    """Wait until every slot of a 1-D tile has the values of the round `tag`, and return them.
 
-    Use the results in 1-D reductions only: the compiler repeats the wait for every other layout that it needs.
+    Returns three float32 tiles of the slots' shape.  Use the results in 1-D reductions only: the compiler repeats
+    the wait for every other layout that it needs.
     """
     return tl.inline_asm_elementwise(
         COLLECT,
@@ -150,7 +155,7 @@ def collect_slots(slot_ptrs, tag):
 
 @triton.jit
 def post_tile(slot_ptrs, mask, tag, a, b, c):
-    """Post tiles as `post_scalars` does, to each slot where `mask`.
+    """Post an element of a, b and c to each slot of a tile where `mask` is true.
 
     Threads that hold copies of an element write equal values.
     """
@@ -166,10 +171,10 @@ def post_tile(slot_ptrs, mask, tag, a, b, c):
 
 @triton.jit
 def collect_tile(slot_ptrs, tag):
-    """Collect as `collect_slots` does, for a tile of any rank.
+    """Wait until every slot of a tile of any rank has the values of the round `tag`, and return them.
 
-    The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
-    every layout in which the results are used.
+    Returns three float32 tiles of the slots' shape.  The loop runs once.  The compiler keeps the results of a loop;
+    without the loop, it would repeat the wait for every layout in which the results are used.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
     b = tl.zeros(slot_ptrs.shape, tl.float32)
@@ -183,7 +188,7 @@ def collect_tile(slot_ptrs, tag):
 
 @triton.jit
 def post_pairs(slot_ptrs, mask, tag, a, b):
-    """Post a and b to each slot of a tile where `mask`.
+    """Post an element of a and of b to each slot of a tile where `mask` is true.
 
     Threads that hold copies of an element write equal values.
     """
@@ -199,9 +204,9 @@ def post_pairs(slot_ptrs, mask, tag, a, b):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """Wait for the values of `post_pairs` in each slot of a tile in the round `tag`; returns two float32 tiles.
+    """Wait until every slot of a tile has the pair of the round `tag` from `post_pairs`, and return the pairs.
 
-    The loop is that of `collect_tile`.
+    Returns two float32 tiles of the slots' shape.  The loop is that of `collect_tile`.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
     b = tl.zeros(slot_ptrs.shape, tl.float32)
@@ -221,7 +226,10 @@ def collect_pairs(slot_ptrs, tag):
 
 @triton.jit
 def end_exchange(exchange_ptr, last_tag):
-    """Store the highest tag if this program is the last to finish; `last_tag` is equal in all programs."""
+    """Count this program as finished; the last one stores `last_tag` for the next launch.
+
+    `last_tag` is the tag of the launch's last round, equal in all programs.
+    """
     # Relaxed is sufficient: this launch has already read the tag, and the next launch starts after this one has
     # ended.
     finished = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")

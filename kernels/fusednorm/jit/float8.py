@@ -15,7 +15,10 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def compute_magnitude(y, mask, EVEN: tl.constexpr):
-    """Compute |y|, with 0 in columns that do not exist, where a bias or an activation may have made y nonzero."""
+    """Compute |y|, and 0 in columns that do not exist.
+
+    There a bias or an activation may have made y nonzero.
+    """
     if EVEN:
         return tl.abs(y)
     else:
@@ -24,5 +27,5 @@ def compute_magnitude(y, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def compute_float8_scale(largest):
-    """Compute the scale of rows whose largest magnitude is `largest`; NaN stays NaN."""
+    """Compute the float8 scale of rows whose largest magnitude is `largest`; NaN stays NaN."""
     return tl.maximum(largest * (1.0 / _LARGEST), _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)

@@ -18,7 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def locate_program_in_head(HEADS: tl.constexpr):
-    """Return this program's index and number among its head's programs, its head, and the number of heads."""
+    """Compute this program's index among the programs of its head.
+
+    Returns that index, the number of programs of a head, the head, and the number of heads.
+    """
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
     else:
@@ -30,7 +33,7 @@ def locate_program_in_head(HEADS: tl.constexpr):
 
 @triton.jit
 def compute_row_index(token, head, heads, HEADS: tl.constexpr):
-    """Compute the index of the row of a token and a head; `token` is int64."""
+    """Compute the index of the row of one token and head; `token` is int64."""
     if HEADS == "none":
         return token
     else:
@@ -39,7 +42,7 @@ def compute_row_index(token, head, heads, HEADS: tl.constexpr):
 
 @triton.jit
 def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
-    """Compute the offset of a row in elements.
+    """Compute the offset of a row in x, in elements.
 
     `stride` (int64) is between tokens for "shared" and "own", else between rows.
     """

@@ -6,13 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def load_masked(ptr, at, mask, EVICT: tl.constexpr):
-    """Load a tile in float32; masked elements are 0."""
+    """Load a tile from ptr + `at` in float32; masked elements are 0."""
     return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 
 @triton.jit
 def load_residual_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
-    """Load x, or x + residual, in float32; masked elements are 0."""
+    """Load x + residual in float32, both at the offsets `at`; masked elements are 0.
+
+    The sum is x alone if residual_ptr is None.
+    """
     h = load_masked(x_ptr, at, mask, EVICT)
     if residual_ptr is not None:
         h += load_masked(residual_ptr, at, mask, EVICT)
@@ -21,7 +24,7 @@ def load_residual_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
 
 @triton.jit
 def make_column_mask(col, cols, EVEN: tl.constexpr):
-    """Compute the mask of existing columns; if every block is full (EVEN), a constant that the compiler removes."""
+    """Make the mask of columns that exist; if every block is full (EVEN), a constant that the compiler removes."""
     if EVEN:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -30,7 +33,7 @@ def make_column_mask(col, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def make_unaligned_zero(cols, NARROW: tl.constexpr):
-    """Return 0; if accesses are NARROW, a 0 that the compiler cannot prove to be aligned.
+    """Make an offset of 0; if accesses are NARROW, one that the compiler cannot prove to be aligned.
 
     If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread would hold
     neighbouring elements, and the narrow accesses of x would leave gaps between lanes.
@@ -82,7 +85,10 @@ def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
 
 @triton.jit
 def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
-    """Load x, or x + residual, in float32; masked lanes are 0."""
+    """Load x + residual in float32, each at offsets of its own; masked elements are 0.
+
+    The sum is x alone if residual_ptr is None.
+    """
     h = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -92,7 +98,10 @@ def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: t
 
 @triton.jit
 def add_residual_chunk(chunks, residuals, i: tl.constexpr):
-    """Return chunk i of h in float32."""
+    """Compute chunk i of h = x + residual in float32; h is x if `residuals` is empty.
+
+    `chunks` and `residuals` are tuples of loaded tiles of x and of the residual, in the dtype of memory.
+    """
     h = widen(chunks[i])
     if len(residuals) > 0:
         h += widen(residuals[i])

@@ -14,9 +14,10 @@ from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_p
 
 @triton.jit
 def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
-    """Compute pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks.
+    """Compute pivot, shift and sum of squares of each row, [ROWS, 1], from a tuple of chunks [ROWS, BLOCK_N].
 
-    There are `count` columns in all.
+    `masks` are the chunks' masks of columns that exist, [1, BLOCK_N]; `count` is the number of columns in all
+    chunks.
 
     The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean.  For
     RMSNorm pivot and shift are 0, and the squares are about 0.
@@ -50,7 +51,10 @@ def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.co
 
 @triton.jit
 def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
-    """Write mean + shift and rstd of rows, each unless its pointer is None; mask None writes all rows."""
+    """Store mean + shift and rstd of rows, each unless its pointer is None.
+
+    `mask` selects the rows that are stored; None selects all.
+    """
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean + shift, mask=mask)
     if rstd_ptr is not None:
@@ -59,18 +63,20 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 @triton.jit
 def compute_mean_term(count, mean, rest, total):
-    """Compute a set's term of the rough mean of all sets.
+    """Compute a set's term in the sum that is the rough mean of all sets: its share of the values times its mean.
 
-    The sum of these terms is equal in all threads.
+    The set has `count` of `total` values, and its mean is mean + rest.  The sum of these terms is equal in all
+    threads.
     """
     return multiply_rounded(count / total + tl.zeros_like(mean), mean + rest)
 
 
 @triton.jit
 def convert_moments_to_sums(rough, count, mean, rest, square):
-    """Compute a set's sums of x - rough and of (x - rough)^2 from its moments; its mean is mean + rest.
+    """Convert a set's moments to its sums of x - rough and of (x - rough)^2.
 
-    The former is not contracted into an addition either, so that a sum of them is the same in all threads.
+    The set's mean is mean + rest; `square` is its sum of squares about that mean.  The first sum is not contracted
+    into an addition, so that a sum of such sums is the same in all threads.
     """
     delta = (mean - rough) + rest
     weighted = multiply_rounded(count + tl.zeros_like(delta), delta)
@@ -79,9 +85,10 @@ def convert_moments_to_sums(rough, count, mean, rest, square):
 
 @triton.jit
 def convert_sums_to_moments(total, sum_1, sum_2):
-    """Compute `rest` of the mean and the sum of squares about the mean, from sums about `rough`.
+    """Convert sums about `rough` to moments: `rest` of the mean, and the sum of squares about the mean.
 
-    `sum_1` and `sum_2` are the sums of x - rough and of (x - rough)^2.
+    The mean is rough + rest.  `total` is the number of values; `sum_1` and `sum_2` are their sums of x - rough and
+    of (x - rough)^2.
     """
     rest = sum_1 / total
     return rest, tl.maximum(sum_2 - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -89,11 +96,10 @@ def convert_sums_to_moments(total, sum_1, sum_2):
 
 @triton.jit
 def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
-    """Compute mean, `rest` and sum of squares of the union of the sets along AXIS, keeping the axis.
+    """Merge the moments of the sets along AXIS into those of their union, keeping the axis (Chan's merge).
 
-    This is Chan's merge.
-
-    The mean is mean + rest, of the sets and of the union.  All results are the same numbers in all threads.
+    Returns mean, `rest` and sum of squares.  The mean is mean + rest, of the sets and of the union.  All results
+    are the same numbers in all threads.
 
     Args:
         count: the number of values of each set, float32; a set of none has the mean, rest and square 0.
@@ -108,7 +114,9 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
 
 @triton.jit
 def compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n):
-    """Compute the mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
+    """Compute rough, shift and variance of a row, [1, 1] each, from each lane's sums about its pivot.
+
+    This is Chan's merge.  The mean is rough + shift; the variance is that of the population.
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
     spread for each chunk.  The error from cancellation is thus at most the number of chunks times 2^-24 of the
@@ -142,12 +150,13 @@ def compute_row_moments(
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):
-    """Compute (rough, shift, variance), each [1, 1], of one row read in chunks of BLOCK_N.
+    """Compute rough, shift and variance of one row, [1, 1] each, by reading it in chunks of BLOCK_N columns.
 
-    The mean is rough + shift.
+    The mean is rough + shift.  Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of
+    the difference.  `x_row` and `residual_row` are the row's offsets in elements.
 
-    Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of the difference.  A lane is
-    the GROUP columns that one thread loads at once; its sums take three registers, not three for each column.
+    A lane is the GROUP columns that one thread loads at once; its sums take three registers, not three for each
+    column.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -44,9 +44,10 @@ def load_fragment(
     ptr, start, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS chunks of BLOCK_N columns from ptr + start on, in memory's dtype: a tuple of [lanes, GROUP].
+    """Load a fragment: CHUNKS chunks of BLOCK_N columns from ptr + start on, a tuple of [lanes, GROUP] tiles.
 
-    The tuple is empty where ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
+    They have the dtype of memory.  Columns from `fragment_cols` on are 0; the first FULL chunks need no mask.  The
+    tuple is empty if ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
     """
     col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     chunks = ()
@@ -64,7 +65,7 @@ def store_residual_sum(
     chunks, residuals, residual_out_ptr, at, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write h = x + residual of a fragment, `at` elements after residual_out_ptr, unless that pointer is None."""
+    """Store h = x + residual of a fragment, `at` elements after residual_out_ptr, unless that pointer is None."""
     if residual_out_ptr is not None:
         col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         for i in tl.static_range(len(chunks)):
@@ -78,7 +79,7 @@ def _subtract_mean(
     chunks, residuals, i: tl.constexpr, mean, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute chunk i of h - mean, or of h for RMSNorm; 0 past the fragment's end."""
+    """Compute chunk i of h - mean, or of h for RMSNorm, [lanes, GROUP]; 0 after the fragment's end."""
     d = add_residual_chunk(chunks, residuals, i)
     if not IS_RMS:
         d = d - mean
@@ -93,12 +94,11 @@ def compute_lane_moments(
     chunks, residuals, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1]; the lane's mean is mean +
-    shift.
+    """Compute count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1] each.
 
-    The squares are about that mean.  They are computed from sums about the mean of the lane's first chunk: a pivot
-    from the lane's own values is near its mean in relation to the lane's spread.  For RMSNorm mean and shift are 0,
-    and the squares are about 0.
+    A lane's mean is mean + shift, and the squares are about that mean.  They are computed from sums about the mean
+    of the lane's first chunk: a pivot from the lane's own values is near its mean in relation to the lane's spread.
+    For RMSNorm mean and shift are 0, and the squares are about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     count = tl.zeros((lanes, 1), tl.float32)
@@ -132,10 +132,10 @@ def compute_lane_moments(
 
 @triton.jit
 def _standardise(h, mean, rest, rstd):
-    """Compute (h - mean) * rstd - rest.
+    """Compute (h - mean) * rstd - rest, in one asm statement.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
-    one thread is right.  Both are used in one asm statement, within which no value moves to another thread.
+    one thread is right.  Within the statement no value moves to another thread.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
@@ -155,9 +155,10 @@ def store_normalised_chunk(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y of chunk i of a fragment that starts at column `first_col`, `y_at` elements after y_ptr.
+    """Normalise chunk i of a fragment, h [lanes, GROUP], apply affine step and epilogue, and store it as y.
 
-    weights and biases are tuples of one chunk in the dtype of memory, or empty.
+    The fragment starts at column `first_col` of the row, and `y_at` elements after y_ptr.  The mean is mean +
+    shift.  `weights` and `biases` are tuples of one chunk in the dtype of memory, or empty.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
     mask = make_column_mask(at, fragment_cols, i < FULL)
@@ -194,8 +195,9 @@ def store_normalised_fragment(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write every chunk by `store_normalised_chunk`; the parameters, from `parameter_at` on, are loaded one chunk
-    ahead.
+    """Normalise a fragment and store it as y, by `store_normalised_chunk` for each chunk.
+
+    Parameters, from `parameter_at` on in weight and bias, are loaded one chunk ahead.
     """
     # An eviction hint adds five instructions to an access: too many for narrow ones.
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
@@ -219,9 +221,9 @@ def store_normalised_fragment(
 
 @triton.jit
 def reduce_lane_moments(count, mean, shift, square, EVEN: tl.constexpr):
-    """Compute the mean, shift and sum of squares of all lanes together, as scalars.
+    """Merge the moments of all lanes, [lanes, 1], into mean, shift and sum of squares, as scalars.
 
-    The arguments are [lanes, 1].
+    EVEN: all lanes have the same count.
     """
     if EVEN:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_equal_sets, keep_dims=True)
@@ -237,7 +239,8 @@ def _compute_two_pass_moments(
 ):  # fmt: skip
     """Compute mean, shift and sum of squares of a fragment, as scalars, in two passes over the registers.
 
-    For narrow accesses, where every element is a lane of its own: merging that many moments would cost more.
+    This is for narrow accesses, where every element is a lane of its own: merging that many moments would cost
+    more.
     """
     n = fragment_cols.to(tl.float32)
     mean = 0.0
@@ -271,7 +274,8 @@ def compute_fragment_moments(
 ):  # fmt: skip
     """Compute mean, shift and sum of squares of a fragment, as scalars.
 
-    The squares are about the true mean, mean + shift.
+    The mean is mean + shift, and the squares are about it; for RMSNorm both are 0.  NARROW: accesses have less than
+    16 bytes.
     """
     if NARROW:
         mean, shift, square = _compute_two_pass_moments(

@@ -19,7 +19,7 @@ PREFETCH: tl.constexpr = tl.constexpr(_PREFETCH)
 
 @triton.jit
 def prefetch(ptr, count):
-    """Start the prefetch of `count` elements from `ptr` on into L2; address and size are multiples of 16 bytes."""
+    """Start a prefetch of `count` elements from `ptr` on into L2; address and size are multiples of 16 bytes."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -35,9 +35,9 @@ def prefetch_parameters(weight_ptr, bias_ptr, start, count):
 
 @triton.jit
 def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size, cols):
-    """Prefetch the row of the program `ahead` programs later, if it exists; `ahead` 0 prefetches none.
+    """Prefetch the row of the program that is `ahead` programs later, if there is one, into L2.
 
-    Each program has one row.
+    Each program has one row; `ahead` 0 prefetches none.
     """
     program = tl.program_id(0)
     if ahead > 0 and program + ahead < tl.num_programs(0):
@@ -64,7 +64,10 @@ TOUCH: tl.constexpr = tl.constexpr(_TOUCH)
 
 @triton.jit
 def prefetch_lines(ptr, count):
-    """Prefetch roughly `count` elements from `ptr` on into L2, for any address; at most one line per thread."""
+    """Prefetch the cache lines of `count` elements from `ptr` on into L2, at most one line per thread.
+
+    `ptr` may be any address.
+    """
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(TOUCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -92,7 +95,10 @@ TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
 
 @triton.jit
 def prefetch_row_lines(ptr, rows, stride, width):
-    """Prefetch `rows` rows of `width` elements (up to 256 bytes), `stride` elements apart, into L2."""
+    """Prefetch the cache lines of `rows` rows of `width` elements, `stride` elements apart, into L2.
+
+    A row has at most 256 bytes.
+    """
     SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
         TOUCH_ROWS,

@@ -6,12 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def _add_pairs(a0, b0, a1, b1):
+    """Add two pairs, in a reduction."""
     return a0 + a1, b0 + b1
 
 
 @triton.jit
 def sum_pair(a, b, AXIS: tl.constexpr):
-    """Compute the sums of a and of b along AXIS, keeping the axis.
+    """Sum two tiles of one shape along AXIS, keeping the axis.
 
     Both sums use one tree, with one series of shuffles and one barrier.
     """
@@ -20,13 +21,13 @@ def sum_pair(a, b, AXIS: tl.constexpr):
 
 @triton.jit
 def sum_pair_to_scalars(a, b):
-    """Compute the sums of all of a and of all of b, both 1-D, as scalars, in one tree."""
+    """Sum two 1-D tiles of one shape to scalars, in one tree."""
     return tl.reduce((a, b), 0, _add_pairs)
 
 
 @triton.jit
 def multiply_rounded(a, b):
-    """Compute a * b, rounded; never contracted into an addition.
+    """Compute a * b with rounding, so that it is never contracted into an addition.
 
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
     a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
@@ -55,10 +56,14 @@ def multiply_sum_terms(a, b):
 
 @triton.jit
 def _select_larger(a, b):
+    """Select the larger of two values, or NaN, in a reduction."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def reduce_maximum(a, AXIS: tl.constexpr):
-    """Compute the largest value of a along AXIS, keeping the axis; NaN if any element is NaN, unlike `tl.max`."""
+    """Reduce a tile to its largest value along AXIS, keeping the axis.
+
+    The result is NaN if any element is NaN, unlike `tl.max`'s.
+    """
     return tl.reduce(a, AXIS, _select_larger, keep_dims=True)

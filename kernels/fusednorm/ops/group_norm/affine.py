@@ -34,7 +34,7 @@ class AffineParameters(NamedTuple):
 
 @triton.jit
 def _load_optional(ptr, at):
-    """Load one value as a tuple (value,), or () if ptr is None."""
+    """Load a tile, or a scalar, as a tuple of one item; the tuple is empty if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + at),)
@@ -43,7 +43,7 @@ def _load_optional(ptr, at):
 
 @triton.jit
 def load_affine(parameters, channel, sample_channel):
-    """Load weight, bias, scale and shift, each a tuple of one value, or an empty tuple if absent.
+    """Load weight, bias, scale and shift, each as a tuple of one item, or an empty tuple if absent.
 
     Args:
         parameters: the four pointers, weight and bias [C], scale and shift [N, C].
@@ -78,7 +78,10 @@ def _load_bias(bias_ptr, channel, mask):
 
 @triton.jit
 def load_slope_and_offset(parameters, channel, sample_channel, mask):
-    """Load the slope and offset of x_hat in float32; masked elements have arbitrary finite values."""
+    """Load the slope and the offset of x_hat in the affine step, in float32, of channel's shape.
+
+    Masked elements have arbitrary finite values.
+    """
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
     if parameters[2] is not None:
@@ -92,7 +95,10 @@ def load_slope_and_offset(parameters, channel, sample_channel, mask):
 
 @triton.jit
 def compute_slope_and_offset(affine, rstd, rest):
-    """Compute a and b of the affine step (h - mean) * a + b; the group's mean is mean + rest."""
+    """Compute a and b with which the affine step is (h - mean) * a + b; the group's mean is mean + rest.
+
+    `affine` is the result of `load_affine`.
+    """
     a = rstd
     if len(affine[0]) > 0:
         a = a * affine[0][0].to(tl.float32)

@@ -54,7 +54,10 @@ def plan_sums_and_apply(
 def _compute_tile_offsets(
     sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
 ):
-    """Compute the offset of a tile's start, its elements' 32-bit offsets, and the step to the next tile."""
+    """Compute the offset of a tile's start, its elements' 32-bit offsets from there, and the step to the next tile.
+
+    The tile starts at `channel` and `position` of a sample; `lane_channel` and `lane_position` count from there.
+    """
     if LAST:
         start = (sample * hw + position) * c + channel
         return start, lane_position * c.to(tl.int32) + lane_channel, c * STEP
@@ -67,21 +70,20 @@ def _compute_tile_offsets(
 def _load_fragment(
     ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Load a fragment by `load_tiles`; `where` is the result of `_compute_tile_offsets`.
+    """Load a fragment by `load_tiles`.
 
-    `lanes` is (channel, position, exists) of each element of a tile, or of each lane, counted from the tile's
-    start.
+    `where` is the result of `_compute_tile_offsets`; `lanes` is (channel, position, exists) of each element of a
+    tile, or of each lane, counted from the tile's start.
     """
     return load_tiles(ptr, where[0], where[1], where[2], lanes[1], left, lanes[2], True, EVEN, STEP, CHUNKS, EVICT)
 
 
 @triton.jit
 def _compute_sample_offsets(start, at, position_step, element_step, LAST: tl.constexpr):
-    """Compute the offsets in the sample of a tile's elements.
+    """Compute the offsets of a tile's elements from the start of their sample.
 
-    The tile is `position_step` positions, or `element_step`, after the first.
-
-    The order of the additions changes the compiled code; each layout keeps the order of its measurements.
+    The tile is `position_step` positions, which are `element_step` elements, after the fragment's first tile.  The
+    order of the additions changes the compiled code; each layout keeps the order of its measurements.
     """
     if LAST:
         return start + element_step + at
@@ -96,9 +98,9 @@ def sum_fragment_gradients(
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH].
+    """Sum GAIN * dz and GAIN * dz * (h - mean) over `fragments` consecutive fragments, [LANES, WIDTH] each.
 
-    They are per lane if WIDTH is 1, else per element.
+    There is a sum for each lane if WIDTH is 1, else for each element of a tile.
 
     Args:
         sample, channel, first: sample, channel and position at which the first fragment starts.
@@ -139,8 +141,10 @@ def store_fragment_gradients(
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of the fragments of `sum_fragment_gradients`, last fragment first; `constant` and `factor` are
-    `store_tile_gradient`'s.
+    """Compute dx of `fragments` consecutive fragments and store it, last fragment first.
+
+    The arguments are those of `sum_fragment_gradients` and, `scale`, `constant` and `factor`, of
+    `store_tile_gradient`.
     """
     RUN: tl.constexpr = CHUNKS * STEP
     for back in range(0, fragments):

@@ -25,7 +25,7 @@ _TANH_CUBIC = tl.constexpr(8.0 * 0.7978845608028654 * 0.044715)
 
 @triton.jit
 def load_scaled_slope_and_offset(parameters, channel, sample_channel, mask, GAIN: tl.constexpr):
-    """Load slope and offset by `load_slope_and_offset`, divided by GAIN."""
+    """Load slope and offset by `load_slope_and_offset`, and divide them by GAIN."""
     slope, offset = load_slope_and_offset(parameters, channel, sample_channel, mask)
     return slope * (1.0 / GAIN), offset * (1.0 / GAIN)
 
@@ -45,7 +45,10 @@ def backpropagate_scaled_epilogue(
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
 ):
-    """Compute GAIN * dz of a tile, with z / GAIN = argument * slope + offset."""
+    """Compute GAIN * dz of a tile from dy, back through dropout and the activation.
+
+    z / GAIN is argument * slope + offset; `sample` and `position` are the row and the position for dropout's mask.
+    """
     if DROPOUT:
         keep = compute_keep_mask(seed, sample, position, dropout_threshold)
         dy = tl.where(keep, dy * dropout_scale, 0.0)
@@ -68,9 +71,9 @@ def backpropagate_scaled_epilogue(
 
 @triton.jit
 def make_tile_mask(position, left, channel_mask, enabled, EVEN: tl.constexpr):
-    """Compute the mask of a tile's elements.
+    """Make the mask of a tile's elements that are read or written.
 
-    It has all wanted elements if EVEN, else only those in `channel_mask` with `position` below `left`.
+    If EVEN these are all, else those with `channel_mask` and with `position` below `left`; none unless `enabled`.
     """
     mask = tl.full(position.shape, True, tl.int1) & enabled
     if not EVEN:
@@ -87,10 +90,11 @@ def load_tiles(
     ptr, start, at, step, position, left, channel_mask, enabled,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a fragment in the dtype of memory: CHUNKS tiles whose `position` differs by STEP; () if ptr is None.
+    """Load a fragment in the dtype of memory: a tuple of CHUNKS tiles [LANES, GROUP], or () if ptr is None.
 
-    The elements of the first tile are at ptr + `start` + `at`, those of the next `step` elements further; `left`
-    places exist from the first tile on.
+    The elements of the first tile are at ptr + `start` + `at`, those of the next `step` elements further.
+    `position` is that of the first tile's elements, from which the next tile's differ by STEP; `left` positions
+    exist from the first tile on.
     """
     tiles = ()
     if ptr is not None:
@@ -105,7 +109,7 @@ def load_gradient_tiles(
     dy_ptr, x_ptr, residual_ptr, start, at, step, position, left, channel_mask, enabled,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load tiles of dy, x and residual by `load_tiles`; all have one layout."""
+    """Load the fragments of dy, x and residual by `load_tiles`; all have one layout."""
     dys = load_tiles(dy_ptr, start, at, step, position, left, channel_mask, enabled, EVEN, STEP, CHUNKS, EVICT)
     xs = load_tiles(x_ptr, start, at, step, position, left, channel_mask, enabled, EVEN, STEP, CHUNKS, EVICT)
     residuals = load_tiles(
@@ -120,9 +124,10 @@ def compute_tile_gradient(
     mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Compute h - mean and GAIN * dz of tile i of a fragment, with z = GAIN * ((h - mean) * slope + offset).
+    """Compute h - mean and GAIN * dz of tile i of a fragment, [LANES, GROUP] each.
 
-    `position` and `sample_position` are the positions of the tile's elements in the fragment and in the sample.
+    z is GAIN * ((h - mean) * slope + offset).  `fragment` is the result of `load_gradient_tiles`; `position` and
+    `sample_position` are the positions of the tile's elements in the fragment and in the sample.
     """
     centred = add_residual_chunk(fragment[1], fragment[2], i) - mean
     if not EVEN:
@@ -137,7 +142,10 @@ def compute_tile_gradient(
 
 @triton.jit
 def store_tile_gradient(centred, dz, dx_ptr, dresidual_out, at, mask, scale, constant, factor, EVICT: tl.constexpr):
-    """Write dx = scale * dz - (constant + factor * centred) + outside, a tuple of one tile or an empty tuple."""
+    """Store dx = scale * dz - (constant + factor * centred) + dresidual_out of a tile.
+
+    `dresidual_out` is a tuple of one tile, or an empty tuple.
+    """
     dx = dz * scale - (centred * factor + constant)
     if len(dresidual_out) > 0:
         dx += widen(dresidual_out[0])

@@ -68,7 +68,9 @@ def reduce_moments(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Compute mean, `rest` and population variance of one group of one sample, as `merge_moments`; scalars.
+    """Merge partial moments into mean, `rest` and population variance of one group of one sample, as scalars.
+
+    The mean is mean + rest, as in `merge_moments`.
 
     Args:
         mean_part_ptr, rest_part_ptr, square_part_ptr: the partial results of the sample, [splits, columns].
@@ -129,7 +131,7 @@ def group_norm_reduce_moments_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one group's mean, the mean's rounding error, and rstd per program."""
+    """Merge partial moments into one group's mean, the mean's rounding error, and rstd per program."""
     allow_next_launch(EARLY)
     await_previous_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)

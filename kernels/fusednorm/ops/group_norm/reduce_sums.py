@@ -119,7 +119,10 @@ def plan_parameter_reductions(
 
 @triton.jit
 def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """Compute the sums of two [rows, columns] tensors over first_row <= row < last_row, [1, COLUMNS] each."""
+    """Sum the rows first_row <= row < last_row of each of two [rows, columns] tensors, [1, COLUMNS] each.
+
+    The rows are read in tiles of ROWS; `column` is [1, COLUMNS].
+    """
     sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     for first in range(first_row, last_row, ROWS):
@@ -133,7 +136,7 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
 
 @triton.jit
 def _sum_rows_in_tiles(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """Compute `_sum_rows` in tiles of ROWS rows, or of fewer if there are few rows."""
+    """Sum rows by `_sum_rows` in tiles of ROWS rows, or of fewer if there are few rows."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
         sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS)
@@ -146,7 +149,10 @@ def _sum_rows_in_tiles(first_ptr, second_ptr, first_row, last_row, columns, colu
 
 @triton.jit
 def _load_slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
-    """Compute weight * (1 + scale) of a group's columns, the factor of dz, in float32."""
+    """Load weight * (1 + scale) of a group's columns, the factor of dz, in float32.
+
+    `column` counts from `first_column`; `scale_at` is the offset of the sample in scale.
+    """
     mask = column < group_columns
     slope = tl.full(column.shape, 1.0, tl.float32)
     if weight_ptr is not None:
@@ -173,7 +179,7 @@ def group_norm_reduce_sums_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one group's sums of g = slope * dz and of g * x_hat per program, from sums over channels."""
+    """Reduce sums over channels to one group's sums of g = slope * dz and of g * x_hat per program."""
     allow_next_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
@@ -224,9 +230,9 @@ def group_norm_reduce_samples_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Compute the gradients of one sample's scale and shift for a block of C.
+    """Reduce one sample's partial sums to the gradients of its scale and shift, for a block of C per program.
 
-    Also computes the sample's part of the sums for dbias and dweight.
+    Also stores the sample's terms of the sums for dbias and dweight.
     """
     allow_next_launch(EARLY)
     if not BESIDE:
@@ -272,7 +278,7 @@ def group_norm_reduce_rows_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Compute the column sums of [rows, columns], one run of rows per program, cast to the outputs' dtypes.
+    """Sum two [rows, columns] tensors over one run of rows per program, and cast to the outputs' dtypes.
 
     With one run of all rows the result is dbias and dweight; with many runs it is a shorter [runs, columns] array.
     """

@@ -143,7 +143,10 @@ def layer_norm_chain_tile_kernel(
 
 @triton.jit
 def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
-    """Compute a chunk of x after the first norms, whose moments are in `roughs`, `shifts` and `rstds`."""
+    """Load a chunk of x and apply the first norms, whose moments are in `roughs`, `shifts` and `rstds`.
+
+    `at` and `mask` are the chunk's columns and their mask.
+    """
     h = load_row_residual_sum(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
         h = normalise(
@@ -155,7 +158,10 @@ def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstd
 
 @triton.jit
 def _compute_lane_sums(h, pivot, mask, EVEN: tl.constexpr):
-    """Compute each lane's sums of h - pivot and of (h - pivot)^2."""
+    """Compute each lane's sums of h - pivot and of (h - pivot)^2, [lanes, 1] each.
+
+    h and `mask` are a chunk, [lanes, GROUP].
+    """
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
@@ -176,9 +182,10 @@ def _compute_row_moments_after_norms(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute `compute_row_moments` of x after the norms with given moments, for rows longer than BLOCK_N.
+    """Compute rough, shift and variance of a row of x after the norms with given moments, as `compute_row_moments`.
 
-    The pivots are from the first chunk, which is full; every second norm reads the other chunks backwards.
+    The row is longer than BLOCK_N.  The pivots are from the first chunk, which is full; every second norm reads the
+    other chunks backwards.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -8,7 +8,7 @@ from fusednorm.jit.epilogue import compute_tile_keep_mask, differentiate_activat
 
 @triton.jit
 def load_unconverted_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """Load weight or bias in the dtype of memory; DEFAULT if ptr is None."""
+    """Load weight or bias in the dtype of memory; a tile of DEFAULT, float32, if ptr is None."""
     if ptr is not None:
         return tl.load(ptr + col, mask=col_mask, other=0.0)
     else:
@@ -17,7 +17,7 @@ def load_unconverted_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """Load a parameter by `load_unconverted_parameter`, as float32."""
+    """Load weight or bias as float32; a tile of DEFAULT if ptr is None."""
     return load_unconverted_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
 
 
@@ -35,7 +35,10 @@ def backpropagate_epilogue(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Compute dz, the gradient of the affine step's output, from dy through dropout and the activation."""
+    """Compute dz, the gradient of the affine step's output z, from dy, back through dropout and the activation.
+
+    The tiles are [ROWS, COLS] from column `first_col` on; `row` is [ROWS, 1] int64.
+    """
     dz = dy
     if DROPOUT:
         keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
@@ -47,7 +50,10 @@ def backpropagate_epilogue(
 
 @triton.jit
 def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
-    """Write the gradient of h in x's dtype, and also in the residual's dtype if it differs."""
+    """Store the gradient of h as dx, and as dresidual too, unless dresidual_ptr is None.
+
+    Each is cast to its tensor's dtype.
+    """
     tl.store(
         dx_ptr + start + col,
         gradient.to(dx_ptr.dtype.element_ty),

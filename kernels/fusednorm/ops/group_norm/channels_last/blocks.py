@@ -28,7 +28,11 @@ def count_max_overlaps(size: int, window: int) -> int:
 
 @triton.jit
 def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
-    """Compute the mask of a block's existing vectors."""
+    """Make the mask of a block's vectors that exist; if all do (EVEN), a constant that the compiler removes.
+
+    `vector` is a vector's index in the block of `block_units` vectors, `first_column` its first column in the
+    sample.
+    """
     if EVEN:
         return tl.full(vector.shape, True, tl.int1)
     else:
@@ -37,9 +41,10 @@ def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
 
 @triton.jit
 def select_for_columns(values, group_index):
-    """Select a value for each column from the values of the groups that its vector touches.
+    """Select each column's value from the values of the groups that its vector touches.
 
-    `group_index` is the index of the group.
+    `values` is a tuple of one value or [LANES, 1] tile for each of these groups; `group_index` [LANES, GROUP] is
+    the index of a column's group in it.
     """
     value = values[0]
     for i in tl.static_range(1, len(values)):
@@ -49,7 +54,12 @@ def select_for_columns(values, group_index):
 
 @triton.jit
 def load_group_statistic(ptr, first_group, vector_group, last_group, group_index, LABELS: tl.constexpr):
-    """Load a float32 statistic for each column; its vector touches at most LABELS groups from `vector_group` on."""
+    """Load the float32 statistic of each column's group.
+
+    A vector touches at most LABELS groups from `vector_group` on; `group_index` is the index of a column's group
+    among them, as in `select_for_columns`.  `first_group` is the offset of group 0 in the tensor; no group after
+    `last_group` is read.
+    """
     values = ()
     for i in tl.static_range(LABELS):
         values = values + (tl.load(ptr + first_group + tl.minimum(vector_group + i, last_group)),)
@@ -58,7 +68,7 @@ def load_group_statistic(ptr, first_group, vector_group, last_group, group_index
 
 @triton.jit
 def prefetch_addresses(ptrs, mask):
-    """Prefetch the addresses of a tile into L2, without waiting."""
+    """Prefetch the cache lines at a tile of addresses, where `mask` is true, into L2."""
     tl.inline_asm_elementwise(
         ASK, "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -66,13 +76,13 @@ def prefetch_addresses(ptrs, mask):
 
 @triton.jit
 def split_into_runs(value, RUNS: tl.constexpr):
-    """Reshape [LANES, VEC] to [LANES, RUNS, VEC // RUNS]."""
+    """Reshape [LANES, VEC] to runs of adjacent columns, [LANES, RUNS, VEC // RUNS]."""
     return tl.reshape(value, (value.shape[0], RUNS, value.shape[1] // RUNS))
 
 
 @triton.jit
 def sum_squares_of_runs(d):
-    """Compute the sums of squares of runs, [LANES, RUNS], from [LANES, RUNS, VEC // RUNS]."""
+    """Sum the squares of each run, [LANES, RUNS], of values [LANES, RUNS, VEC // RUNS]."""
     if d.shape[2] == 1:
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)

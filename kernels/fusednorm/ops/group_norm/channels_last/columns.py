@@ -28,9 +28,9 @@ def compute_channel_moments(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Compute mean, `rest` and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
+    """Compute mean, `rest` and sum of squared deviations of each column, [1, CV, VEC] each.
 
-    The column's values are those at first_row <= row < last_row.
+    The mean is mean + rest.  A column's values are those at the positions first_row <= row < last_row.
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
@@ -91,10 +91,10 @@ def normalise_positions(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles per step.
+    """Write y of the positions first_row <= row < last_row of a block of columns, last positions first.
 
-    A step starts with all its loads, so that they are in flight together, and then holds one tile at a time in
-    float32.  `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
+    A step of UNROLL tiles starts with all its loads, so that they are in flight together, and then holds one tile
+    at a time in float32.  `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
     """
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
@@ -121,18 +121,17 @@ def normalise_positions(
 
 
 @triton.jit
-def load_column_statistic(ptr, column, column_mask):
-    """Load a float32 statistic of each column's group."""
-    return tl.load(ptr + column, mask=column_mask, other=0.0)
+def load_column_statistic(ptr, group, column_mask):
+    """Load the float32 statistic of each column's group; `group` is the offset of that group's statistic."""
+    return tl.load(ptr + group, mask=column_mask, other=0.0)
 
 
 @triton.jit
 def locate_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """Compute the columns [1, CV, VEC] of CV vectors from first_unit on, and the mask of existing vectors.
+    """Compute the columns of CV vectors, [1, CV, VEC], and the mask of vectors that exist, [1, CV, 1].
 
-    All of them exist if EVEN.
-
-    A constant mask is dropped.
+    The vectors are those from `first_unit` on; those before `end_unit` exist.  If all do (EVEN), the mask is a
+    constant that the compiler removes.
     """
     unit = first_unit + tl.arange(0, CV)[None, :, None]
     column = unit * VEC + tl.arange(0, VEC)[None, None, :]

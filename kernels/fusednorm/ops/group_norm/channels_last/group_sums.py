@@ -22,7 +22,7 @@ from fusednorm.jit.reductions import sum_pair_to_scalars
 
 @triton.jit
 def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
-    """Compute the slot of a group's total in the round `tag`.
+    """Compute the address of the slot of a group's total in the round `tag`.
 
     The slots of its contributors' parts follow, PAIR_WORDS each.
     """
@@ -36,7 +36,10 @@ def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors
 
 @triton.jit
 def sum_collected_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
-    """Wait for the parts after `total_ptr` and add them up; `present` [SLOTS] masks them, and the first exists."""
+    """Wait for the parts in the slots after `total_ptr` and add them up to two scalars.
+
+    `present` [SLOTS] is the mask of slots that have a part; the first one has.
+    """
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
     return sum_pair_to_scalars(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0))
@@ -47,7 +50,9 @@ def post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of the groups whose leader is `member`, every `members`th of `groups`, and post the totals.
+    """Add up the parts of each group whose leader is `member`, and post the group's total.
+
+    These are every `members`th of `groups`.
 
     A group has parts from each block of `block_columns` columns that it overlaps, at most OVERLAP.
     """

@@ -67,6 +67,7 @@ def make_block_options(
 
 @triton.jit
 def store_group_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
+    """Store mean + rest and rstd of groups, where `mask` is true, unless mean_ptr is None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + at, mean + rest, mask=mask)
         tl.store(rstd_ptr + at, rstd, mask=mask)
@@ -74,7 +75,7 @@ def store_group_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
 
 @triton.jit
 def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
-    """Compute each lane's position within a chunk, [LANES, 1]."""
+    """Compute each lane's position in a chunk, [LANES, 1]."""
     return tl.arange(0, ROWS * CV)[:, None] // CV
 
 
@@ -82,9 +83,10 @@ def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
 def compute_lane_columns(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Compute the columns [LANES, VEC] of a block, and the mask of lanes with existing vectors, [LANES, 1].
+    """Compute each lane's columns in the sample, [LANES, VEC].
 
-    All of them exist if EVEN.
+    Also returns the mask of lanes whose vector exists, [LANES, 1]; if all do (EVEN), a constant that the compiler
+    removes.
     """
     unit = tl.arange(0, ROWS * CV)[:, None] % CV
     column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]
@@ -100,9 +102,10 @@ def load_block_rows(
     ptr, base, at, stride, rows, column_mask,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load `rows` positions from ptr + base on; masked elements are 0, and the tuple is empty if ptr is None.
+    """Load `rows` positions of a block as a tuple of CHUNKS chunks [LANES, VEC]; () if ptr is None.
 
-    `at` [LANES, VEC] are the offsets of a chunk's elements; `stride` is between positions.
+    The block starts at ptr + base, `at` [LANES, VEC] are the offsets of a chunk's elements, and `stride` is between
+    positions.  Masked elements are 0; the first FULL chunks have all ROWS positions.
     """
     row = compute_lane_rows(ROWS, at.shape[0] // ROWS)
     chunks = ()
@@ -123,11 +126,10 @@ def compute_group_moments(
 ):  # fmt: skip
     """Compute mean, `rest` and sum of squared deviations of each group, [GROUPS] each, over a fragment.
 
-    The fragment has `rows` positions.
-
-    The group's mean is mean + rest.  A thread's sums are about a pivot, the mean of its first values; with n
-    positions per thread, the error from cancellation is at most n * 2^-24 of the result.  All threads' sums are
-    then merged as in `merge_moments`: first over the positions of a run, then over the runs of a group.
+    The fragment has `rows` positions.  The group's mean is mean + rest.  A thread's sums are about a pivot, the
+    mean of its first values; with n positions per thread, the error from cancellation is at most n * 2^-24 of the
+    result.  All threads' sums are then merged as in `merge_moments`: first over the positions of a run, then over
+    the runs of a group.
 
     Args:
         membership: [CV * SUMS, GROUPS], whether a run of columns belongs to a group of `channels` columns.
@@ -167,13 +169,13 @@ def compute_group_moments(
 
 @triton.jit
 def _reshape_by_position(value, ROWS: tl.constexpr):
-    """Reshape [LANES, SUMS] to [ROWS, CV * SUMS]."""
+    """Reshape a value for each run of each lane, [LANES, SUMS], to [ROWS, CV * SUMS]."""
     return tl.reshape(value, (ROWS, value.shape[0] // ROWS * value.shape[1]))
 
 
 @triton.jit
 def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr):
-    """Select the value of each run's group, [LANES, SUMS], from [GROUPS]."""
+    """Expand a value for each group, [GROUPS], to each run of each lane, [LANES, SUMS]."""
     runs: tl.constexpr = membership.shape[0]
     value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
     return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // SUMS, SUMS))
@@ -181,11 +183,10 @@ def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.const
 
 @triton.jit
 def merge_member_moments(mean, rest, square, count, total):
-    """Merge moments of all members, [SLOTS, GROUPS], into those of each group, [GROUPS].
+    """Merge the moments of all members, [SLOTS, GROUPS], into those of each group, [GROUPS].
 
-    These are mean, `rest` and sum of squared deviations.
-
-    `count` [SLOTS, 1] is the number of values of each member, 0 in unused slots; `total` is their sum.
+    The moments are mean, `rest` and sum of squared deviations.  `count` [SLOTS, 1] is the number of values of each
+    member, 0 in unused slots; `total` is their sum.
     """
     used = count > 0.0
     groups: tl.constexpr = mean.shape[1]
@@ -197,7 +198,7 @@ def merge_member_moments(mean, rest, square, count, total):
 
 @triton.jit
 def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr, VEC: tl.constexpr):
-    """Select the value of each column's group, [LANES, VEC], from [GROUPS]."""
+    """Expand a value for each group, [GROUPS], to each column of each lane, [LANES, VEC]."""
     runs: tl.constexpr = membership.shape[0]
     value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
     wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // SUMS))
@@ -206,7 +207,7 @@ def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.con
 
 @triton.jit
 def load_optional_columns(ptr, column, column_mask):
-    """Load a value for each column as a tuple of [LANES, VEC], or () if ptr is None."""
+    """Load a value for each column as a tuple of one [LANES, VEC] tile; the tuple is empty if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + column, mask=column_mask, other=0.0),)
@@ -220,7 +221,9 @@ def store_normalised_rows(
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y and h of a fragment; if SHARED, only of its chunks i with i % writers == writer.
+    """Normalise a fragment of a block, and store y and h.
+
+    If SHARED, only the chunks i with i % writers == writer are stored.
 
     Args:
         affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty tuple.
@@ -247,6 +250,11 @@ def _store_normalised_chunk(
     i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
+    """Compute y = act((h - mean) * a + b) of chunk i, with dropout, and store y and h.
+
+    h [LANES, VEC] is not stored if residual_out_ptr is None; the other arguments are those of
+    `store_normalised_rows`.
+    """
     mask = column_mask
     if not IS_FULL:
         mask = (compute_lane_rows(ROWS, at.shape[0] // ROWS) + i * ROWS < rows) & column_mask

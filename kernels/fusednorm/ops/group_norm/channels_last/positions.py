@@ -13,7 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Compute each lane's position, [LANES, 1], its columns, [LANES, VEC], and the positions of a tile."""
+    """Compute each lane's position in a tile, [LANES, 1], and its columns, [LANES, VEC].
+
+    Also returns the number of positions in a tile.  `units` is the number of lanes of one position.
+    """
     lane = tl.arange(0, LANES)[:, None]
     positions = LANES // units
     position = tl.minimum(lane // units, positions - 1)
@@ -22,7 +25,10 @@ def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def count_split_steps(split, hw, splits, step):
-    """Compute the number of steps of `step` positions in a sample's split, and the positions of its last step."""
+    """Count the steps of `step` positions in a sample's split, and the positions of the last of these steps.
+
+    A split has every `splits`th step.
+    """
     all_steps = tl.cdiv(hw, step)
     steps = tl.cdiv(all_steps - split, splits)
     return steps, tl.minimum(hw - (split + (steps - 1) * splits) * step, step)
@@ -33,7 +39,9 @@ def load_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles of positions of c columns from ptr + start on, in the dtype of memory; () if ptr is None.
+    """Load CHUNKS tiles [LANES, VEC] of positions of c columns from ptr + start on; () if ptr is None.
+
+    They have the dtype of memory.  `position` and `column` are those of `locate_lanes`.
 
     Unless they are WHOLE, `left` positions exist, 1 or more, and the last one replaces those that do not exist.
     Nothing is masked, because ptxas places a masked load after the arithmetic of the previous load.
@@ -51,7 +59,10 @@ def load_positions(
 
 @triton.jit
 def make_position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
-    """Compute the mask of lanes whose positions of tile i exist, [LANES, 1]; a constant mask is dropped."""
+    """Make the mask of lanes whose position in tile i exists, [LANES, 1].
+
+    If all exist (WHOLE), it is a constant that the compiler removes.
+    """
     if WHOLE:
         return tl.full(position.shape, True, tl.int1)
     else:
@@ -60,7 +71,7 @@ def make_position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.con
 
 @triton.jit
 def make_store_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Compute the mask of lanes whose positions of tile i exist, without idle lanes."""
+    """Make the mask of lanes that store tile i, [LANES, 1]: not idle, and their position exists."""
     mask = make_position_mask(position, positions, left, i, WHOLE)
     if IDLE:
         mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)

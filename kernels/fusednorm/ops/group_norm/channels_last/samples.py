@@ -29,7 +29,10 @@ def _accumulate_tile_sums(
     tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
     WHOLE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles to the sums about the pivot of each run of columns, [LANES, SUMS], and to those of squares."""
+    """Add tiles to each run's sums of h - pivot and of (h - pivot)^2, [LANES, SUMS] each.
+
+    `pivot` is [LANES, SUMS]; `tiles` and `residuals` are tuples of [LANES, VEC].
+    """
     for i in tl.static_range(len(tiles)):
         d = split_into_runs(add_residual_chunk(tiles, residuals, i), SUMS) - pivot[:, :, None]
         if not WHOLE:
@@ -41,13 +44,16 @@ def _accumulate_tile_sums(
 
 @triton.jit
 def divide_small_integers(a, b):
-    """Compute a // b for 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integer division."""
+    """Compute a // b for 0 <= a < 2^20 and 1 <= b < 2^20, in fewer instructions than integer division."""
     return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
 
 
 @triton.jit
 def count_lane_positions(position, steps, left, positions, chunks):
-    """Compute the number of positions of the lanes at position `position` of a tile, over all iterations."""
+    """Count the positions that a lane processes over all steps; `position` is the lane's position in a tile.
+
+    There are `steps` steps of `chunks` tiles of `positions` positions each, with `left` positions in the last step.
+    """
     return (steps - 1) * chunks + divide_small_integers(tl.maximum(left - position, 0) + positions - 1, positions)
 
 
@@ -56,12 +62,11 @@ def index_runs_by_group(
     units, positions, channels, steps, left, chunks,
     VEC: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the indices that sort the lanes' runs of columns, [LANES, SUMS], by group.
+    """Compute the indices that sort the lanes' runs of columns, flattened from [LANES, SUMS], by group.
 
-    Also returns the number of values of each run.
-
-    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to
-    one group.  The number of values is 0 for a run that does not exist.
+    Also returns the number of values of each run.  The former are 1-D, the latter, in the same order, are [RUNS //
+    ACROSS, GROUPS, ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to one group.  The
+    number of values is 0 for a run that does not exist.
 
     Args:
         steps, left, chunks: arguments of `count_lane_positions`.
@@ -87,11 +92,10 @@ def merge_moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, steps, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Compute the moments of each group, [GROUPS], from the lanes' sums about their pivots, [LANES, SUMS].
+    """Merge the lanes' sums about their pivots, [LANES, SUMS], into the moments of each group, [GROUPS].
 
-    The moments are mean, `rest` and sum of squared deviations.
-
-    It is `merge_moments` along two axes.
+    The moments are mean, `rest` and sum of squared deviations.  The merge is that of `merge_moments`, along two
+    axes.
 
     Args:
         where_in_tile: index and counts of `index_runs_by_group`.
@@ -129,9 +133,9 @@ def compute_split_moments(
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
     SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the moments of each group, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
+    """Compute the moments of each group, [GROUPS], over one split of a sample.
 
-    The moments are mean, `rest` and sum of squared deviations.
+    A split is every `splits`th step of CHUNKS tiles.  The moments are mean, `rest` and sum of squared deviations.
 
     The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in memory.
     """
@@ -188,7 +192,10 @@ def load_sample_fragment(
     ptr, sample, first, hw, units, left,
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles from position `first` of a sample on; `left` positions exist; () if ptr is None."""
+    """Load CHUNKS tiles [LANES, VEC] from position `first` of a sample on; () if ptr is None.
+
+    `left` positions exist from there on.
+    """
     position, column, positions = locate_lanes(units, LANES, VEC)
     c = units * VEC
     start = (sample * hw + first) * c
@@ -201,7 +208,7 @@ def store_normalised_sample_fragment(
     VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y = act((h - mean) * slope + offset), and h, of the tiles from `load_sample_fragment`.
+    """Compute y = act((h - mean) * slope + offset) of the tiles from `load_sample_fragment`, and store y and h.
 
     Args:
         mean, slope, offset: values for each lane's columns, [LANES, VEC].

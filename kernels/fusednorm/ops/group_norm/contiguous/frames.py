@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """Compute the start of the frame of group `row` (int64) with `length` elements, and its `before`."""
+    """Compute the offset of the frame of a group in x, and the number of elements in it `before` the group.
+
+    `row` (int64) is the group's index among those of all samples, `length` its number of elements.
+    """
     start = row * length
     if SKEWED:
         frame = start // GROUP * GROUP
@@ -22,7 +25,7 @@ def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
 
 @triton.jit
 def make_group_mask(element, before, length, SKEWED: tl.constexpr):
-    """Compute the mask of a fragment's elements that belong to its group.
+    """Make the mask of a fragment's elements that belong to its group.
 
     These are before <= element < length (`before` only if SKEWED).
     """
@@ -34,7 +37,7 @@ def make_group_mask(element, before, length, SKEWED: tl.constexpr):
 
 @triton.jit
 def count_group_elements(start, before, length, size, SKEWED: tl.constexpr):
-    """Return the number of elements, of `size` from `start` on, that belong to the group."""
+    """Count the elements, of `size` from `start` on in a fragment, that belong to its group."""
     count = tl.minimum(tl.maximum(length - start, 0), size)
     if SKEWED:
         count -= tl.minimum(tl.maximum(before - start, 0), size)
@@ -43,13 +46,16 @@ def count_group_elements(start, before, length, size, SKEWED: tl.constexpr):
 
 @triton.jit
 def round_up_to_vectors(count, GROUP: tl.constexpr):
-    """Compute the number of elements in the vectors that contain the first `count` elements of a frame."""
+    """Round `count` up to a multiple of GROUP elements, the size of a vector."""
     return (count + (GROUP - 1)) // GROUP * GROUP
 
 
 @triton.jit
 def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr):
-    """Load a chunk, [lanes, GROUP], from ptr; 0 past `length` or, if SKEWED, past the last element's 16 bytes."""
+    """Load a chunk, [lanes, GROUP], at ptr + element.
+
+    Elements are 0 from `length` on or, if SKEWED, from the end of the last element's 16 bytes on.
+    """
     if IS_FULL:
         return tl.load(ptr + element, eviction_policy=EVICT)
     elif SKEWED:
@@ -64,7 +70,7 @@ def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
 def store_chunk(
     ptr, element, value, before, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr
 ):
-    """Store the elements of a chunk, [lanes, GROUP], that belong to the group."""
+    """Store those elements of a chunk, [lanes, GROUP], that belong to its group, at ptr + element."""
     value = value.to(ptr.dtype.element_ty)
     if IS_FULL:
         tl.store(ptr + element, value, eviction_policy=EVICT)

@@ -23,7 +23,7 @@ from fusednorm.ops.group_norm.contiguous.ranges import divide_by_multiplication
 
 @triton.jit
 def make_chunk_offsets(BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Compute the elements of a chunk, [lanes, GROUP]."""
+    """Make the offsets of a chunk's elements, [lanes, GROUP]."""
     return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -33,7 +33,10 @@ def load_group_fragment(
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a fragment from ptr + at, up to `length` of its elements; the tuple is empty if ptr is None."""
+    """Load a fragment as a tuple of CHUNKS chunks [lanes, GROUP], or () if ptr is None.
+
+    The fragment starts at ptr + at; elements from `length` on are 0, as in `load_chunk`.
+    """
     element = make_chunk_offsets(BLOCK, GROUP)
     chunks = ()
     if ptr is not None:
@@ -49,10 +52,10 @@ def compute_group_lane_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
+    """Compute count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1] each.
 
-    They are computed in one pass about a pivot, the mean of the lane's first vector: with n vectors per lane, the
-    error from cancellation is at most n * 2^-24 of the result.
+    A lane's mean is mean + shift.  The moments are computed in one pass about a pivot, the mean of the lane's first
+    vector: with n vectors per lane, the error from cancellation is at most n * 2^-24 of the result.
     """
     lanes: tl.constexpr = BLOCK // GROUP
     element = make_chunk_offsets(BLOCK, GROUP)
@@ -86,9 +89,9 @@ def compute_group_lane_moments(
 
 @triton.jit
 def unify_mean(mean, rest, means, index, PARAMETERS: tl.constexpr):
-    """Compute a pair (mean, rest) with an equal sum, and with a mean that is equal in all threads.
+    """Replace mean and rest by a pair with the same sum whose mean is equal in all threads.
 
-    That mean is `means` where `index` is 0.
+    That mean is the element of `means` whose `index` is 0.
 
     After a reduction, the sum mean + rest is right in each thread, but the pairs of two threads may differ.  If
     parameters are tiles, different threads may compute h - mean and the correction for rest, because each tile has
@@ -107,7 +110,9 @@ def _compute_channels(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the channel within its group of each unit PARAMETERS of chunk i of a fragment from `first` on.
+    """Compute the channel, in the group, of each unit of chunk i of a fragment that starts at `first` in the group.
+
+    The unit is PARAMETERS, see `load_chunk_affine`.
 
     If PARAMETERS is "two", the channel of each vector's first element, and the next channel's offset in the vector.
     """
@@ -135,7 +140,7 @@ def load_chunk_affine(
     parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Load the argument of `compute_chunk_slope_and_offset` for chunk i of a fragment.
+    """Load weight, bias, scale and shift for chunk i of a fragment, for `compute_chunk_slope_and_offset`.
 
     The fragment starts `first` elements into group `row`.
 
@@ -159,7 +164,10 @@ def load_chunk_affine(
 
 @triton.jit
 def compute_chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
-    """Compute `compute_slope_and_offset` of a chunk's elements from the result of `load_chunk_affine`."""
+    """Compute slope and offset of a chunk's elements, as `compute_slope_and_offset` does.
+
+    `affine` is the result of `load_chunk_affine`.
+    """
     if PARAMETERS == "two":
         a, b = compute_slope_and_offset(affine[0], rstd, rest)
         next_a, next_b = compute_slope_and_offset(affine[1], rstd, rest)
@@ -177,7 +185,7 @@ def store_normalised_group_fragment(
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write y and h of a fragment; if SHARED, only of its chunks i with i % writers == writer.
+    """Normalise a fragment, and store y and h; if SHARED, only of the chunks i with i % writers == writer.
 
     Args:
         affine: parameters of the first chunk; those of each later chunk are loaded one chunk ahead.
@@ -217,7 +225,10 @@ def store_normalised_group_chunk(
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write y and h of one chunk of `length` elements at offset `base` of the outputs and `first` of the group."""
+    """Compute y of one chunk, h [lanes, GROUP], and store y and h at offset `base` of the outputs.
+
+    The chunk has `length` elements, and starts at element `first` of the group.
+    """
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
     a, b = compute_chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)

@@ -23,7 +23,7 @@ from fusednorm.ops.group_norm.affine import load_slope_and_offset
 
 @triton.jit
 def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
-    """Compute i // divisor for 0 <= i < 2^31 by a multiplication.
+    """Compute i // divisor for 0 <= i < 2^31 by a multiplication and a shift; by a division if WIDE.
 
     magic = ceil(2^(31 + shift) / divisor), and 2^shift >= divisor.
     """
@@ -36,7 +36,10 @@ def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
-    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
+    """Load a tile [1, UNITS, VEC] and add it to each vector lane's sums, [1, UNITS, 1].
+
+    These are the sums of h - pivot and of (h - pivot)^2.  A thread computes its sum over VEC alone.
+    """
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
@@ -109,9 +112,10 @@ def store_normalised_tile(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Apply affine step, activation and dropout to one tile and store it; the group's mean is mean + rest.
+    """Normalise a tile h, apply affine step, activation and dropout, and store y and h.
 
-    `group` is the number in the sample; `channels` is per group; `channel_length` is in vectors if ALIGNED.
+    The group's mean is mean + rest; `group` is the index in the sample; `channels` is per group; `channel_length`
+    is in vectors if ALIGNED.
     """
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     if residual_out_ptr is not None:
@@ -163,7 +167,7 @@ def normalise_range(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write the vectors first <= unit < last of one group, last tile first: the end is still in the cache."""
+    """Write y of the vectors first <= unit < last of one group, last tile first: the end is still in the cache."""
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)

@@ -11,13 +11,20 @@ from fusednorm.jit.prefetch import prefetch
 
 @triton.jit
 def compute_run_positions(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
-    """Compute the position of each element, [LANES, GROUP], in the tile's run of its channel."""
+    """Compute each element's position in its channel's run, [LANES, GROUP].
+
+    A tile has UNITS lanes for each channel.
+    """
     return (tl.arange(0, LANES) % UNITS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
 def prefetch_channel_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Prefetch RUN positions, or `left` if fewer, of each channel of a fragment."""
+    """Prefetch a run of RUN positions of each of CHANNELS channels into L2.
+
+    If fewer exist, it is `left` positions or `channels_left` channels.  `channel_size` is the number of positions
+    of a channel.
+    """
     count = tl.minimum(left, RUN)
     if CHANNELS == 1:
         if count > 0:

@@ -90,7 +90,10 @@ def _compute_range_gradient(
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Compute d = h - mean and dz of a loaded range; x_hat = d * rstd."""
+    """Compute d = h - mean and dz of a loaded range of one row.
+
+    x, residual and dy are in the dtype of memory; x_hat is d * rstd.
+    """
     d = widen(x)
     if HAS_RESIDUAL:
         d += widen(residual)
@@ -161,13 +164,12 @@ def layer_norm_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx and partial sums of rows, each shared by `members` programs with BLOCK_N columns each.
+    """Write dx of rows, each shared by `members` programs with BLOCK_N columns each.
 
-    Mean and rstd are inputs.
-
-    A program reads every range twice: first for the range's part of c1 and c2, which it posts, and LAG rows later,
-    when the other members have posted theirs, out of L1 or L2 for the gradients.  Programs are persistent; the
-    launch must be cooperative.  Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
+    Also writes partial sums for the parameters.  Mean and rstd are inputs.  A program reads every range twice:
+    first for the range's part of c1 and c2, which it posts, and LAG rows later, when the other members have posted
+    theirs, out of L1 or L2 for the gradients. Programs are persistent; the launch must be cooperative.
+    Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
     """
     allow_next_launch(EARLY_REDUCE)
     cols = col_units * VEC

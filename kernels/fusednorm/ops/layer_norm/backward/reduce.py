@@ -86,6 +86,7 @@ def plan_partial_reduction(
 
 @triton.jit
 def _sum_partials(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum [partials, cols] float32 over the partials, for a block of BLOCK_N columns, and store the cast sums."""
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     lane = tl.arange(0, BLOCK_P)[:, None]
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -108,7 +109,7 @@ def layer_norm_backward_reduce_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum [partials, cols] float32 over the partials in fixed order, and cast.
+    """Reduce partial sums [partials, cols] to dweight and dbias in a fixed order, BLOCK_N columns per program.
 
     The second axis of the grid counts the gradients that are not None: dweight first, then dbias.
     """

@@ -112,7 +112,7 @@ def layer_norm_backward_split_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write mean, rstd, c1 and c2 of one row per program to `constants` [rows, 4] float32.
+    """Write mean, rstd, c1 and c2 of one row per program to `constants_ptr`, [rows, 4] float32.
 
     Without saved statistics a first sweep computes them; the second sweep then finds x in the cache.
     """
@@ -218,11 +218,10 @@ def layer_norm_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of one range of BLOCK_N columns per program.
+    """Write dx of one range of BLOCK_N columns, and its partial sums for the parameters, per program.
 
-    A program takes every num_programs(1)-th tile of rows, last rows first.
-
-    `layer_norm_backward_split_sums_kernel` wrote `constants` [rows, 4] and left the last rows in the cache.
+    A program processes every num_programs(1)-th tile of rows, last rows first.
+    `layer_norm_backward_split_sums_kernel` wrote `constants_ptr`, [rows, 4], and left the last rows in the cache.
     """
     cols = col_units * VEC
     first_col = tl.program_id(0) * BLOCK_N

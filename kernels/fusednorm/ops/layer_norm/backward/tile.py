@@ -156,9 +156,9 @@ def layer_norm_backward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx and partial sums over tiles of ROWS rows of CHUNKS blocks, in persistent programs.
+    """Write dx of tiles of ROWS rows, held as CHUNKS blocks, and each program's partial sums for the parameters.
 
-    Statistics that are not saved are computed.
+    Programs are persistent.  Statistics that are not saved are computed.
 
     With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """

@@ -85,9 +85,10 @@ def _collect_row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_RANGES: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for all members' moments; returns mean, shift and rstd of the row, whose true mean is mean + shift.
+    """Wait for the moments of all members and merge them into mean, shift and rstd of the row, as scalars.
 
-    `other` [slots] is the number of each member; `count` [slots] is its number of columns, 0 after the last member.
+    The row's mean is mean + shift.  `other` [slots] is the index of each member; `count` [slots] is its number of
+    columns, 0 after the last member.
     """
     present = other < members
     slot_ptrs = locate_slot(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
@@ -145,11 +146,9 @@ def layer_norm_forward_cooperative_kernel(
 ):
     """Write y of rows, each shared by `members` programs with a range of CHUNKS * BLOCK_N columns each.
 
-    A program reads every range twice.
-
-    The first read is for the moments, which it posts, and the sum with a residual, which it writes.  The second is
-    LAG rows later, when the other members have posted their moments, out of L1 or L2, for y.  Parameters stay in
-    registers.  Programs are persistent; the launch must be cooperative.
+    A program reads every range twice.  The first read is for the moments, which it posts, and the sum with a
+    residual, which it writes.  The second is LAG rows later, when the other members have posted their moments, out
+    of L1 or L2, for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK_N

@@ -108,12 +108,10 @@ def layer_norm_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one row of CHUNKS chunks of BLOCK_N columns per program.
+    """Write y of one row per program, held as CHUNKS chunks of BLOCK_N columns.
 
-    x is read once, the parameters after the reduction.
-
-    A program prefetches the row of the program `ahead` programs later into L2; 0 for none.  ALONE is for one
-    program per multiprocessor.
+    x is read once, the parameters after the reduction.  A program prefetches the row of the program `ahead`
+    programs later into L2; 0 for none.  ALONE is for one program per multiprocessor.
     """
     cols = col_units * VEC
     program, _, head, heads = locate_program_in_head(HEADS)

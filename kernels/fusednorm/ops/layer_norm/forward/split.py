@@ -140,6 +140,7 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
 
 @triton.jit
 def _store_moments(ptr, mean, shift, third):
+    """Store mean, shift and a third value, the sum of squares or rstd, as three adjacent float32 values."""
     tl.store(ptr, mean)
     tl.store(ptr + 1, shift)
     tl.store(ptr + 2, third)
@@ -155,10 +156,12 @@ def layer_norm_forward_split_stats_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a row's parts, fragments of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
+    """Write the moments of parts of rows to `parts_ptr`, [rows, parts, 4], and statistics of complete rows.
 
-    The last program of a row to finish merges them in the order of the parts, writes the result to `moments_ptr`
-    [rows, 4] and to mean and rstd, each unless it is None, and resets the row's counter to 0.
+    A part is processed in fragments of CHUNKS * BLOCK_N columns.
+
+    The last program of a row to finish merges the moments in the order of the parts, writes the result to
+    `moments_ptr` [rows, 4] and to mean and rstd, each unless it is None, and resets the row's counter to 0.
     """
     allow_next_launch(EARLY)
     cols = col_units * VEC
@@ -255,10 +258,10 @@ def layer_norm_forward_split_apply_kernel(
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y of a range of CHUNKS * BLOCK_N columns, up to ROWS rows; `moments_ptr` [rows, 4] is mean, shift,
-    rstd.
+    """Write y of a range of CHUNKS * BLOCK_N columns of up to ROWS rows per program.
 
-    The last ranges are processed first: L2 still holds most of them.
+    `moments_ptr`, [rows, 4], has mean, shift and rstd of each row.  The last ranges are processed first: L2 still
+    holds most of them.
     """
     cols = col_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK_N

@@ -83,7 +83,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute dx and partial sums of bundles that `members` programs share.
+    """Compute dx of bundles of groups, each shared by `members` programs, and partial sums for the parameters.
 
     A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
 
@@ -122,7 +122,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     vector = lane % CV
     vector_first = block_first + vector * GROUP
     vector_group = vector * 0 if DIRECT else vector_first // channels
-    place = (vector_first + inner) // channels - vector_group
+    group_index = (vector_first + inner) // channels - vector_group
     at = row * c + (vector * GROUP + inner)
     step_size = ROWS * c
     inside = first * c.to(tl.int64) + block_first
@@ -196,8 +196,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 EVEN, ROWS, 1, "evict_first",
             )  # fmt: skip
             statistics_at = late_sample * groups + late_group
-            late_mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
-            late_rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            late_mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, group_index, LABELS)
+            late_rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, group_index, LABELS)
             late_channel = late_first + vector_first + inner
             slope, offset = load_scaled_slope_and_offset(
                 parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
@@ -227,8 +227,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
                         constants = constants + (sum_g * inverse_size,)
                         factors = factors + (sum_g_xhat * inverse_size,)
             scale = slope * late_rstd
-            late_constant = select_for_columns(constants, place) * late_rstd
-            late_factor = select_for_columns(factors, place) * late_rstd * late_rstd
+            late_constant = select_for_columns(constants, group_index) * late_rstd
+            late_factor = select_for_columns(factors, group_index) * late_rstd * late_rstd
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
@@ -259,8 +259,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
             first_group = bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - first_group) - 1
             statistics_at = sample * groups + first_group
-            mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, place, LABELS)
-            rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, place, LABELS)
+            mean = load_group_statistic(mean_ptr, statistics_at, vector_group, last_group, group_index, LABELS)
+            rstd = load_group_statistic(rstd_ptr, statistics_at, vector_group, last_group, group_index, LABELS)
             channel = bundle_first + vector_first + inner
             slope, offset = load_scaled_slope_and_offset(
                 parameters, channel, sample * scale_stride + channel, columns, GAIN

@@ -101,7 +101,10 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat to [N, splits, C], one range of CV vectors of columns per program."""
+    """Write sums of dz and dz * x_hat to [N, splits, C].
+
+    A program has one range of positions of CV vectors of columns.
+    """
     allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
@@ -117,10 +120,10 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     vector_first = block_first + vector * GROUP
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
-    place = (block_first + lane_column) // channels - vector_group
+    group_index = (block_first + lane_column) // channels - vector_group
     columns = make_vector_mask(vector, CV, vector_first, c, EVEN)
-    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS)
     channel = block_first + lane_column
     slope, offset = load_scaled_slope_and_offset(
         parameters, channel, sample * scale_stride + channel, columns, GAIN
@@ -175,7 +178,10 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx, one range of CV vectors of columns per program, starting with data still in the cache."""
+    """Write dx of one range of positions of CV vectors of columns per program.
+
+    Programs start with data that is still in the cache.
+    """
     allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
@@ -192,17 +198,19 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     vector_first = block_first + vector * GROUP
     lane_column = vector * GROUP + tl.arange(0, GROUP)[None, :]
     vector_group = vector_first // channels
-    place = (block_first + lane_column) // channels - vector_group
+    group_index = (block_first + lane_column) // channels - vector_group
     columns = make_vector_mask(vector, CV, vector_first, c, EVEN)
-    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    mean = load_group_statistic(mean_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS)
     channel = block_first + lane_column
     slope, offset = load_scaled_slope_and_offset(
         parameters, channel, sample * scale_stride + channel, columns, GAIN
     )
     await_previous_launch(EARLY)
-    sum_g = load_group_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
-    sum_g_xhat = load_group_statistic(sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, place, LABELS)
+    sum_g = load_group_statistic(sum_g_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS)
+    sum_g_xhat = load_group_statistic(
+        sum_g_xhat_ptr, sample * groups, vector_group, groups - 1, group_index, LABELS
+    )
     scale = slope * rstd
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     constant = sum_g * inverse_size * rstd

@@ -18,9 +18,10 @@ def load_masked_positions(
     ptr, start, at, position, positions, units, step, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles from ptr + start on, `step` elements apart; 0 in idle lanes and where nothing exists.
+    """Load CHUNKS tiles [LANES, VEC] from ptr + start on, `step` elements apart; () if ptr is None.
 
-    Masked loads run one at a time and need fewer registers: for data prefetched into L2, more programs are faster.
+    Elements of idle lanes, and of positions that do not exist, are 0.  Masked loads run one at a time and need
+    fewer registers: for data prefetched into L2, more programs are faster.
     """
     tiles = ()
     if ptr is not None:
@@ -35,7 +36,7 @@ def load_gradient_positions(
     dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load positions of dy, x and residual by `load_masked_positions`; all have one layout."""
+    """Load tiles of dy, x and residual by `load_masked_positions`; all have one layout."""
     return (
         load_masked_positions(
             dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
@@ -49,7 +50,7 @@ def load_gradient_positions(
 
 @triton.jit
 def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
-    """Prefetch `size` elements of each tensor from `start` on, unless it is None."""
+    """Prefetch `size` elements from `start` on of dy, x and, unless its pointer is None, the residual into L2."""
     prefetch(dy_ptr + start, size)
     prefetch(x_ptr + start, size)
     if residual_ptr is not None:
@@ -62,7 +63,11 @@ def accumulate_gradient_positions(
     seed, dropout_threshold, dropout_scale,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC]."""
+    """Add tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC] each.
+
+    `tiles` is the result of `load_gradient_positions`; `sample_at` are the offsets of the first tile's elements in
+    the sample, and `tile` is the number of elements of a tile.
+    """
     for i in tl.static_range(len(tiles[0])):
         centred = add_residual_chunk(tiles[1], tiles[2], i) - mean
         if not WHOLE:
@@ -79,9 +84,9 @@ def accumulate_gradient_positions(
 
 @triton.jit
 def sum_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
-    """Compute the sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each.
+    """Sum each of two tiles [LANES, VEC] over its positions, [1, COLUMNS] each.
 
-    Also returns the mask of existing columns.
+    Also returns the mask of columns that exist, [1, COLUMNS].
 
     If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units` lanes.
     """

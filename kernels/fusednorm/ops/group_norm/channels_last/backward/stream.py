@@ -132,11 +132,9 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat of each column to [N, splits, C].
+    """Write sums of dz and dz * x_hat of each column over a split of a sample to [N, splits, C].
 
-    A program takes every `splits`th step of CHUNKS tiles.
-
-    With PREFETCH a program prefetches its next step into L2.
+    A program processes every `splits`th step of CHUNKS tiles; with PREFETCH it prefetches its next step into L2.
     """
     allow_next_launch(EARLY)
     c = units * VEC
@@ -147,7 +145,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     stride = (splits * step_positions).to(tl.int64) * c
     first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
     first_group = first_column // channels
-    place = column // channels - first_group
+    group_index = column // channels - first_group
     there = tl.full(position.shape, True, tl.int1)
     program = tl.program_id(0)
     sample = (program // splits).to(tl.int64)
@@ -162,8 +160,8 @@ def group_norm_nhwc_backward_stream_sums_kernel(
         if whole > 0:
             # Parameters and statistics are loaded from memory too, and the code below waits for them.
             prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
-    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
     slope, offset = load_scaled_slope_and_offset(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
     sums = tl.zeros((LANES, VEC), tl.float32)
@@ -237,10 +235,10 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of `fragments` fragments of CHUNKS tiles; the last positions of all samples first, as they were read
-    last.
+    """Write dx of `fragments` fragments of CHUNKS tiles per program.
 
-    A kernel that starts next can rely on complete sums of columns.
+    The last positions of all samples are processed first, as they were read last.  A kernel that starts next can
+    rely on complete sums of columns.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
@@ -252,16 +250,16 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     base = sample * hw * c
     first_column = (tl.arange(0, LANES)[:, None] % units) * VEC
     first_group = first_column // channels
-    place = column // channels - first_group
-    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    group_index = column // channels - first_group
+    mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
+    rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
     there = tl.full(position.shape, True, tl.int1)
     slope, offset = load_scaled_slope_and_offset(parameters, column, sample * scale_stride + column, there, GAIN)
     scale = slope * rstd
     await_previous_launch(EARLY)
     allow_next_launch(EARLY)
-    sum_g = load_group_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, place, LABELS)
-    sum_g_xhat = load_group_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, place, LABELS)
+    sum_g = load_group_statistic(sum_g_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
+    sum_g_xhat = load_group_statistic(sum_g_xhat_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
     inverse_size = 1.0 / (hw.to(tl.float32) * channels)
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd

@@ -138,7 +138,7 @@ def group_norm_nhwc_forward_columns_moments_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of a block of columns over one split of the positions to [N, splits, C]."""
+    """Write the moments of a block of columns over one split of the positions, per program, to [N, splits, C]."""
     allow_next_launch(EARLY)
     program = tl.program_id(0)
     block = program % blocks
@@ -193,7 +193,7 @@ def group_norm_nhwc_forward_columns_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one run of positions of a block of columns; the last run is first."""
+    """Write y of one run of positions of a block of columns per program; the last run is processed first."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)

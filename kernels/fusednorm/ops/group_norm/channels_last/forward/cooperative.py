@@ -133,7 +133,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of blocks of columns of one sample, each shared by `members` programs of CHUNKS * ROWS positions.
+    """Write y of blocks of columns of samples, each shared by `members` programs with CHUNKS * ROWS positions each.
 
     A program reads a fragment for its groups' moments, which it posts, and again LAG blocks later, when the other
     members have posted theirs, out of L1 or L2 for y.  With LAG 0 the fragment stays in registers while the program
@@ -260,7 +260,7 @@ def _post_moments(
     FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Post the moments of a fragment to the other members, in a slot for each group."""
+    """Compute the moments of a fragment and post them to the other members, in a slot for each group."""
     mean, rest, square = compute_group_moments(chunks, residuals, rows, channels, membership, FULL, ROWS, SUMS)
     slots = locate_slot(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
     post_tile(slots, group < GROUPS, tag, mean, rest, square)

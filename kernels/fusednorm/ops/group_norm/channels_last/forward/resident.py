@@ -111,10 +111,8 @@ def group_norm_nhwc_forward_resident_kernel(
 ):
     """Write y of one block of complete groups of one sample per program, read once.
 
-    If SHARED, `writers` programs have each block.
-
-    Each of these programs computes all moments and writes a share of the chunks: see
-    `group_norm_nchw_forward_resident_kernel`.
+    If SHARED, `writers` programs have each block.  Each of them computes all moments and writes a share of the
+    chunks: see `group_norm_nchw_forward_resident_kernel`.
     """
     program = tl.program_id(0)
     if SHARED:

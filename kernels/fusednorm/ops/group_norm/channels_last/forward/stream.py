@@ -123,7 +123,7 @@ def group_norm_nhwc_forward_stream_moments_kernel(
     RUNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of each group over a split of a sample to [N, splits, groups]."""
+    """Write the moments of each group over one split of a sample per program to [N, splits, groups]."""
     allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
     mean, rest, square = compute_split_moments(
@@ -160,7 +160,7 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one group's statistics, and the coefficients that normalise its channels, per program.
+    """Merge the splits' moments of one group per program, and write its statistics and its channels' coefficients.
 
     The three coefficients have `columns` columns each; y is act((h - first) * second + third).
     """
@@ -234,7 +234,10 @@ def group_norm_nhwc_forward_stream_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one fragment of CHUNKS tiles; the last positions of all samples first, as they were read last."""
+    """Write y of one fragment of CHUNKS tiles per program.
+
+    The last positions of all samples are processed first, as they were read last.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
     positions = LANES // units

@@ -161,14 +161,12 @@ def group_norm_nchw_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx and partial sums of `rows` groups, each shared by `members` programs.
+    """Write dx of `rows` groups, each shared by `members` programs, and partial sums for the parameters.
 
-    There are `parts` parts for every CHANNELS channels.
-
-    A part is FRAGMENTS fragments of CHUNKS tiles along each channel.  A program reads every fragment twice: first
-    for sums over the group, which it posts after the last fragment, and LAG fragments later, when the other members
-    have posted theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].  Programs are
-    persistent; the launch must be cooperative.
+    Each program has one of `parts` parts of CHANNELS channels.  A part is FRAGMENTS fragments of CHUNKS tiles along
+    each channel.  A program reads every fragment twice: first for sums over the group, which it posts after the
+    last fragment, and LAG fragments later, when the other members have posted theirs, out of L1 or L2 for dx.  It
+    writes sums over channels to [N, parts, C].  Programs are persistent; the launch must be cooperative.
     """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS

@@ -74,9 +74,10 @@ def _locate_program(
     program, parts, blocks, fragments, hw, groups, channels,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sample, channels and positions of a program's part.
+    """Compute the sample, channels and positions that a program processes.
 
-    Returns its row of statistics, sample, part, first channel in the group, lanes' channels and first position.
+    Returns the index of the group among those of all samples, the sample, the part, the first channel in the group,
+    the lanes' channels from there on, [LANES, 1] or 0, and the first position.
     """
     part = program % parts
     block = (program // parts) % blocks
@@ -188,7 +189,10 @@ def group_norm_nchw_backward_split_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx, one part of CHANNELS channels per program, starting with data that is still in the cache."""
+    """Write dx of one part of CHANNELS channels per program.
+
+    Programs start with data that is still in the cache.
+    """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP

@@ -89,7 +89,7 @@ def group_norm_nchw_backward_tile_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx and partial sums of ROWS groups per program; dy and x are read once.
+    """Write dx of ROWS groups per program, and partial sums for the parameters; dy and x are read once.
 
     The groups are [ROWS, CHANNELS, POSITIONS] in registers.
     """

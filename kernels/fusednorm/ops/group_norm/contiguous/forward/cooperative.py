@@ -96,9 +96,10 @@ def _collect_group_moments(
     RANGE_LENGTH: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr,
     PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for all members' moments; returns mean, `rest` and rstd of the group, whose true mean is mean + rest.
+    """Wait for the moments of all members and merge them into mean, `rest` and rstd of the group, as scalars.
 
-    `other` [slots] is the number of each member; each member has one range of the group's frame.
+    The group's mean is mean + rest.  `other` [slots] is the index of each member; each member has one range of the
+    group's frame.
     """
     count = count_group_elements(other * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(tl.float32)
     present = other < members
@@ -118,9 +119,9 @@ def _compute_range_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squares of a range.
+    """Compute mean, `rest` and sum of squares of a program's range, as scalars.
 
-    A full range needs no masks, even if other ranges do.
+    `chunks` and `residuals` are the loaded range.  A full range needs no masks, even if other ranges do.
     """
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
@@ -141,7 +142,10 @@ def _store_normalised_range(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write a range by `store_normalised_group_fragment`; a full range needs no masks, even if other ranges do."""
+    """Normalise a program's range and store it, by `store_normalised_group_fragment`.
+
+    A full range needs no masks, even if other ranges do.
+    """
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
         store_normalised_group_fragment(
@@ -204,7 +208,7 @@ def group_norm_nchw_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of groups, each shared by `members` programs with a range of CHUNKS * BLOCK elements each.
+    """Write y of groups, each shared by `members` programs that have a range of CHUNKS * BLOCK elements each.
 
     A program reads a range for its moments, which it posts, and again LAG groups later, when the other members have
     posted theirs, out of L1 or L2 for y.  With LAG 0 the range stays in registers while the program waits for the

@@ -118,11 +118,12 @@ def group_norm_nchw_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one group per program, read once; if SHARED, `writers` programs per group, a power of two.
+    """Write y of one group per program, read once.
 
-    Each of these reads the whole group, computes its moments with the same bits as a single program, and writes a
-    share of its chunks.  This is for launches of fewer groups than multiprocessors, where several reads out of L2
-    cost less than an exchange.  A program prefetches the group of the program `ahead` programs later into L2.
+    If SHARED, `writers` programs, a power of two, have each group.  Each of them reads the whole group, computes
+    its moments with the same bits as a single program, and writes a share of its chunks.  This is for launches of
+    fewer groups than multiprocessors, where several reads out of L2 cost less than an exchange.  A program
+    prefetches the group of the program `ahead` programs later into L2.
     """
     if SHARED:
         row = (tl.program_id(0) // writers).to(tl.int64)

@@ -104,7 +104,7 @@ def group_norm_nchw_forward_split_moments_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of one part of one group to [N, splits, G]."""
+    """Write the moments of one split of one group per program to [N, splits, G]."""
     allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
@@ -171,7 +171,10 @@ def group_norm_nchw_forward_split_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce the parts of one group, then write one run of its y; the last run is first."""
+    """Merge the splits' moments of one group, then write one run of its y, per program.
+
+    The last run is processed first.
+    """
     await_previous_launch(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group
