@@ -54,15 +54,22 @@ class DocumentRenderer:
             loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._environment.globals.update(
-            csv=figures.csv,
-            standing=figures.standing,
-            apart=figures.apart,
+            load_rows=figures.load_rows,
+            compare_with_peers=figures.compare_with_peers,
+            compute_differences=figures.compute_differences,
             pair=lambda rows: table.format_pair(rows.rows),
             tables=_render_tables,
             ratios=_render_ratios,
             by_hand=mark_by_hand,
         )
-        for shown in (figures.one, figures.middle, figures.least, figures.most, figures.span, figures.around):
+        for shown in (
+            figures.format_single,
+            figures.format_median,
+            figures.format_minimum,
+            figures.format_maximum,
+            figures.format_range,
+            figures.format_median_range,
+        ):
             self._environment.filters[shown.__name__] = shown
 
     def render_document(self, text: str) -> str:

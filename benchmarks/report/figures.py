@@ -1,7 +1,7 @@
 """Queries of benchmarks' CSVs, for the templates.
 
-    {% set models = csv("models.csv").where(pass="step", variant="eager") %}
-    {{ models.where(layout="vit").ratio("ms_p50", "fusednorm", "torch") | span(3) }}
+    {% set models = load_rows("models.csv").where(pass="step", variant="eager") %}
+    {{ models.where(layout="vit").compute_ratios("ms_p50", "fusednorm", "torch") | format_range(3) }}
 
 A query that finds nothing, or several values instead of one, is an error: no figure silently uses other rows.
 """
@@ -41,9 +41,9 @@ class CsvRows:
         """The rows whose columns have the given values, or one of several given values."""
         kept = self.rows
         for name, values in columns.items():
-            texts = _texts(values)
+            texts = _make_texts(values)
             kept = tuple(row for row in kept if row[name] in texts)
-        return self._only(kept, columns)
+        return self._require_rows(kept, columns)
 
     def like(self, **patterns: str) -> "CsvRows":
         """The rows whose columns fully match the given regular expressions."""
@@ -51,66 +51,66 @@ class CsvRows:
         for name, pattern in patterns.items():
             matches = re.compile(pattern).fullmatch
             kept = tuple(row for row in kept if matches(row[name]))
-        return self._only(kept, patterns)
+        return self._require_rows(kept, patterns)
 
     def between(self, column: str, least: int, most: int) -> "CsvRows":
         """The rows whose integer in a column is between two values, both included."""
-        return self._only(
+        return self._require_rows(
             (row for row in self.rows if row[column] and least <= int(row[column]) <= most), (column, least, most)
         )
 
-    def of(self, column: str) -> Values:
+    def get_numbers(self, column: str) -> Values:
         """The numbers of a column."""
         return tuple(Decimal(row[column]) for row in self.rows)
 
-    def said(self, column: str) -> str:
+    def join_values(self, column: str) -> str:
         """The different values of a column, in order: "d52019e and 4381d9f"."""
         *others, last = dict.fromkeys(row[column] for row in self.rows)
         return f"{', '.join(others)} and {last}" if others else last
 
-    def ratio(self, column: str, provider: str, over: str) -> Values:
+    def compute_ratios(self, column: str, provider: str, over: str) -> Values:
         """A provider's number divided by another's in each cell that both computed correctly.
 
         Raises:
             QueryError: no cell has both, or a cell has rows of two commits.
         """
         return tuple(
-            Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pairs(provider, over)
+            Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pair_rows(provider, over)
         )
 
-    def slower(self, column: str, provider: str, over: str) -> "CsvRows":
+    def select_slower(self, column: str, provider: str, over: str) -> "CsvRows":
         """A provider's rows whose number is greater than another's in the same cell."""
-        return self._only(
+        return self._require_rows(
             (
                 upper
-                for upper, lower in self._pairs(provider, over)
+                for upper, lower in self._pair_rows(provider, over)
                 if Decimal(upper[column]) > Decimal(lower[column])
             ),
             f"{provider} slower than {over}",
         )
 
-    def medians(self, column: str, by: str, upper: str, lower: str) -> Values:
+    def compute_median_ratio(self, column: str, by: str, upper: str, lower: str) -> Values:
         """The median of the rows with `upper` in the column `by`, divided by that of the rows with `lower`."""
-        first, second = (median(self.where(**{by: value}).of(column)) for value in (upper, lower))
+        first, second = (median(self.where(**{by: value}).get_numbers(column)) for value in (upper, lower))
         return (first / second,)
 
-    def among(self, others: "CsvRows") -> "CsvRows":
+    def select_common(self, others: "CsvRows") -> "CsvRows":
         """The rows of cells that `others` have too."""
         cells = {_cell(row) for row in others.rows}
-        return self._only((row for row in self.rows if _cell(row) in cells), f"cells of {others.source}")
+        return self._require_rows((row for row in self.rows if _cell(row) in cells), f"cells of {others.source}")
 
-    def cells(self) -> list[dict[str, Row]]:
+    def group_by_cell(self) -> list[dict[str, Row]]:
         """Rows by provider, cell by cell; of two rows of one provider the later counts."""
         found: dict[tuple[str, ...], dict[str, Row]] = {}
         for row in self.rows:
             found.setdefault(_cell(row), {})[row["provider"]] = row
         return list(found.values())
 
-    def _pairs(self, provider: str, over: str) -> list[tuple[Row, Row]]:
+    def _pair_rows(self, provider: str, over: str) -> list[tuple[Row, Row]]:
         """The rows of two providers in each cell that both computed correctly, both of one run."""
         pairs = [
             (of_cell[provider], of_cell[over])
-            for of_cell in self.cells()
+            for of_cell in self.group_by_cell()
             if all(name in of_cell and of_cell[name]["ms_p50"] for name in (provider, over))
         ]
         if not pairs:
@@ -121,7 +121,7 @@ class CsvRows:
                 raise QueryError(f"{self.source}: {provider} and {over} are of two commits in {cell}")
         return pairs
 
-    def _only(self, rows: Iterable[Row], query: object) -> "CsvRows":
+    def _require_rows(self, rows: Iterable[Row], query: object) -> "CsvRows":
         kept = tuple(rows)
         if not kept:
             raise QueryError(f"{self.source} has no row of {query}")
@@ -153,12 +153,12 @@ class PeerComparison:
         return sum(map(len, self.behind.values()))
 
 
-def standing(rows: CsvRows) -> PeerComparison:
+def compare_with_peers(rows: CsvRows) -> PeerComparison:
     """Ours against the best peer of each cell; ours from the peer's file if that has it."""
     ahead: list[Decimal] = []
     behind: dict[str, list[Decimal]] = {}
     alone = 0
-    for of_cell in rows.cells():
+    for of_cell in rows.group_by_cell():
         peers = [row for name, row in of_cell.items() if name not in (OURS, "copy") and row["of_copy"]]
         best = max(peers, key=lambda row: Decimal(row["of_copy"]), default=None)
         if best is None:
@@ -169,7 +169,7 @@ def standing(rows: CsvRows) -> PeerComparison:
     return PeerComparison(tuple(ahead), {name: tuple(values) for name, values in behind.items()}, alone)
 
 
-def apart(one: CsvRows, other: CsvRows, column: str = "of_copy") -> Values:
+def compute_differences(one: CsvRows, other: CsvRows, column: str = "of_copy") -> Values:
     """Ours in the first file minus ours in the second, in each cell that both have."""
     first, second = (
         {_cell(row): Decimal(row[column]) for row in rows.where(provider=OURS).rows} for rows in (one, other)
@@ -181,7 +181,7 @@ def apart(one: CsvRows, other: CsvRows, column: str = "of_copy") -> Values:
 
 
 @cache
-def csv(*names: str) -> CsvRows:
+def load_rows(*names: str) -> CsvRows:
     """The rows of files in `benchmarks/results`, as `records.read_records` joins them.
 
     Rows of row lengths have two additional columns: `cols`, and `sweep`, "1" if x has 256 MiB.
@@ -189,60 +189,60 @@ def csv(*names: str) -> CsvRows:
     paths = [RESULTS / name for name in names]
     if len(names) == 1 and "provider" not in (rows := records.read_csv(paths[0]))[0]:
         return CsvRows(names[0], tuple(rows))
-    return CsvRows(" ".join(names), tuple(_with_length(row) for row in records.read_records(paths)))
+    return CsvRows(" ".join(names), tuple(_add_length(row) for row in records.read_records(paths)))
 
 
-def one(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_single(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The only value."""
     if len(values) != 1:
         raise QueryError(f"one value was meant, not {len(values)}")
-    return _text(values[0], digits, scale)
+    return _format_number(values[0], digits, scale)
 
 
-def middle(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_median(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The median."""
-    return _text(median(_some(values)), digits, scale)
+    return _format_number(median(_require_values(values)), digits, scale)
 
 
-def least(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_minimum(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The least value."""
-    return _text(min(_some(values)), digits, scale)
+    return _format_number(min(_require_values(values)), digits, scale)
 
 
-def most(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_maximum(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The greatest value."""
-    return _text(max(_some(values)), digits, scale)
+    return _format_number(max(_require_values(values)), digits, scale)
 
 
-def span(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_range(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The range from the least to the greatest; one figure if both have the same text."""
-    ends = dict.fromkeys((least(values, digits, scale), most(values, digits, scale)))
+    ends = dict.fromkeys((format_minimum(values, digits, scale), format_maximum(values, digits, scale)))
     return " to ".join(ends)
 
 
-def around(values: Values, digits: int = 2, scale: float = 1) -> str:
+def format_median_range(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The median, followed by the least and the greatest if their texts differ."""
-    inner, ends = middle(values, digits, scale), span(values, digits, scale)
+    inner, ends = format_median(values, digits, scale), format_range(values, digits, scale)
     return inner if ends == inner else f"{inner} ({ends})"
 
 
-def _some(values: Values) -> Values:
+def _require_values(values: Values) -> Values:
     if not values:
         raise QueryError("there is no value")
     return values
 
 
-def _text(value: Decimal, digits: int, scale: float) -> str:
+def _format_number(value: Decimal, digits: int, scale: float) -> str:
     """A number rounded half away from zero, because the CSV's digits are decimal."""
     return f"{(value * Decimal(str(scale))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 
-def _texts(values: str | int | Iterable[str | int]) -> frozenset[str]:
+def _make_texts(values: str | int | Iterable[str | int]) -> frozenset[str]:
     several = [values] if isinstance(values, str | int) else values
     return frozenset(map(str, several))
 
 
-def _with_length(row: dict[str, str]) -> Row:
+def _add_length(row: dict[str, str]) -> Row:
     if row["layout"] != "rows":
         return row | {"cols": "", "sweep": ""}
     return row | {"cols": row["shape"].split("x")[1], "sweep": str(int(records.is_sweep_row(row)))}

@@ -66,15 +66,19 @@ def test_each_digit_that_is_changed_by_hand_is_found(renderer, name):
 
 def test_a_csv_that_is_changed_is_found(renderer, tmp_path, monkeypatch):
     csv = (figures.RESULTS / "models_compile.csv").read_text(encoding="utf-8")
-    least = figures.csv("models_compile.csv").where(layout="vae_decoder", provider="fusednorm").said("ms_p50")
+    least = (
+        figures.load_rows("models_compile.csv")
+        .where(layout="vae_decoder", provider="fusednorm")
+        .join_values("ms_p50")
+    )
     assert csv.count(least) == 1
     (tmp_path / "models_compile.csv").write_text(csv.replace(least, f"1{least}"), encoding="utf-8")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    figures.csv.cache_clear()
+    figures.load_rows.cache_clear()
     try:
         assert renderer.render_document(text_of("docs/patching.md")) != text_of("docs/patching.md")
     finally:
-        figures.csv.cache_clear()
+        figures.load_rows.cache_clear()
 
 
 def test_figures_are_told_from_other_numbers():
@@ -86,7 +90,7 @@ def test_figures_are_told_from_other_numbers():
 
 
 def test_figures_of_templates_are_found_in_text_and_queries():
-    assert find_literal_figures("takes {{ times | one(2) }} of it, and 0.5 of that") == ["0.5"]
+    assert find_literal_figures("takes {{ times | format_single(2) }} of it, and 0.5 of that") == ["0.5"]
     assert find_literal_figures("takes {{ '0.98' }} or {{ 0.97 }}{{ 1 }}") == ["0.98", "0.97"]
     assert find_literal_figures('{% call by_hand("a", "b") %}0.98{% endcall %} and 0.99') == ["0.99"]
     assert find_exempt_passages('{% call by_hand("a", "b") %}0.98{% endcall %}') == [("a", "b")]
