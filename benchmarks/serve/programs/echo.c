@@ -11,7 +11,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-static int received(int fd, char *data, size_t left) {
+/* Returns 0 if the connection ended before all bytes came. */
+static int receive_all(int fd, char *data, size_t left) {
     while (left) {
         ssize_t got = recv(fd, data, left, 0);
         if (got <= 0) return 0;
@@ -21,12 +22,13 @@ static int received(int fd, char *data, size_t left) {
     return 1;
 }
 
-static int sent(int fd, const char *data, size_t left) {
+/* Returns 0 if the connection ended before all bytes were sent. */
+static int send_all(int fd, const char *data, size_t left) {
     while (left) {
-        ssize_t gone = send(fd, data, left, MSG_NOSIGNAL);
-        if (gone <= 0) return 0;
-        data += gone;
-        left -= gone;
+        ssize_t sent = send(fd, data, left, MSG_NOSIGNAL);
+        if (sent <= 0) return 0;
+        data += sent;
+        left -= sent;
     }
     return 1;
 }
@@ -46,7 +48,7 @@ int main(int argc, char **argv) {
     for (;;) {
         int fd = accept(listener, NULL, NULL);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
-        while (received(fd, message, nbytes) && sent(fd, message, nbytes)) {
+        while (receive_all(fd, message, nbytes) && send_all(fd, message, nbytes)) {
         }
         close(fd);
     }
