@@ -25,7 +25,7 @@ class CapturedLaunch(NamedTuple):
 RECEIVED, UNSENT, FAILED, LEFT = range(4)
 
 Event = tuple[int, int, int, int, Any]
-"""Kind, descriptor, tag, the driver's error code, and data: bytes for the first two kinds, else the `held` of
+"""Kind, descriptor, tag, the driver's error code, and data: bytes for the first two kinds, else the `retained` of
 `add_replay`.
 """
 
@@ -54,7 +54,7 @@ class LaunchReplayer(Protocol):
     def set_receiving(self, descriptor: int, wanted: bool) -> None:
         """Set whether data is received from a connection."""
 
-    def set_caller_state(self, descriptor: int, is_within_frame: bool, is_behind: bool) -> None:
+    def set_caller_state(self, descriptor: int, is_within_frame: bool, has_unsent_responses: bool) -> None:
         """Set whether the caller has part of a frame from a connection, and whether it has unsent responses for
         it.
         """
@@ -65,20 +65,20 @@ class LaunchReplayer(Protocol):
         content: bytes,
         graph: int,
         stream: int,
-        marks: Sequence[tuple[int, int]],
+        stage_events: Sequence[tuple[int, int]],
         results: bytes,
         kernel_bytes: int,
         admitted_bytes: int,
-        held: object,
+        retained: object,
     ) -> None:
         """Answer frames with this content from now on.
 
         Args:
-            graph, stream, marks: as of `CapturedLaunch`.
+            graph, stream, stage_events: as of `CapturedLaunch`.
             kernel_bytes: the fewest bytes that the launch must move.
             results: the results' description in the response, in JSON.
             admitted_bytes: the share of the server's memory budget that such a request takes.
-            held: kept while the replay is registered or in flight, and returned with events and samples.
+            retained: kept while the replay is registered or in flight, and returned with events and samples.
         """
 
     def remove_replays(self, descriptor: int) -> None:
@@ -88,7 +88,7 @@ class LaunchReplayer(Protocol):
         """Stop answering frames."""
 
     def serve(
-        self, requests: int, nbytes: int, may_launch: bool, poll_s: float, others: int, most_s: float
+        self, requests: int, nbytes: int, may_launch: bool, poll_s: float, other_descriptor: int, max_s: float
     ) -> list[Event]:
         """Receive, launch and answer until there is an event for the caller or nothing to do.
 
@@ -96,12 +96,12 @@ class LaunchReplayer(Protocol):
             requests, nbytes: how many requests, and of how many bytes, may be admitted.
             may_launch: else every request is returned to the caller.
             poll_s: how long to poll for a request that closely follows a response.
-            others: a descriptor that ends the call when it is readable and no connection is; -1 without one.
-            most_s: the call takes hardly longer.
+            other_descriptor: ends the call when it is readable and no connection is; -1 without one.
+            max_s: the call takes hardly longer.
         """
 
     def take_samples(self) -> list[tuple[Any, list[Sample]]]:
-        """Return the measurements of each request since the last call, with the `held` of `add_replay`."""
+        """Return the measurements of each request since the last call, with the `retained` of `add_replay`."""
 
     def count_launches(self, descriptor: int) -> int:
         """Count a connection's launches in flight."""

@@ -27,15 +27,17 @@ class Client:
         self.descriptor = self.ours.fileno()
         self.replayer.add_connection(self.descriptor)
         self.replayer.set_receiving(self.descriptor, True)
-        self.held = ["what the launch reads"]
+        self.retained = ["what the launch reads"]
         self.learn()
 
-    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, marks=(), held=None):
-        held = self.held if held is None else held
-        self.replayer.add_replay(self.descriptor, content, graph, stream, marks, results, 5000, 100, held)
+    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, stage_events=(), retained=None):
+        retained = self.retained if retained is None else retained
+        self.replayer.add_replay(
+            self.descriptor, content, graph, stream, stage_events, results, 5000, 100, retained
+        )
 
-    def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, others=-1, most_s=1.0):
-        return self.replayer.serve(requests, nbytes, may_launch, poll_s, others, most_s)
+    def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, other_descriptor=-1, max_s=1.0):
+        return self.replayer.serve(requests, nbytes, may_launch, poll_s, other_descriptor, max_s)
 
     def send(self, *contents, tag=1):
         self.theirs.sendall(b"".join(frame(tag + place, each) for place, each in enumerate(contents)))

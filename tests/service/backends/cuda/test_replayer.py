@@ -28,7 +28,7 @@ def test_a_known_request_is_launched_and_answered(client):
     assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
     assert (answer.kernel_bytes, answer.kernel_bandwidth) == (5000, 5000 / 0.25e-3)
     [(held, [sample])] = client.replayer.take_samples()
-    assert held is client.held
+    assert held is client.retained
     received, launched, *stages, answering, ended = sample
     assert before < received < launched < answering < ended < time.perf_counter()
     assert stages == [0, 0.25e-3, 0]
@@ -91,16 +91,16 @@ def test_the_limits_are_of_a_whole_turn(client):
 def test_a_launch_that_has_not_ended_is_answered_in_a_later_turn(client):
     client.driver.ends_at_once = False
     client.send(CONTENT, CONTENT)
-    assert client.serve(most_s=0.01) == []
+    assert client.serve(max_s=0.01) == []
     assert client.replayer.count_all() == (2, 200, 0)
     assert client.replayer.count_launches(client.descriptor) == 2
     assert not client.has_answer()
     client.driver.end()
-    assert client.serve(most_s=0.01) == []
+    assert client.serve(max_s=0.01) == []
     assert client.replayer.count_all() == (1, 100, 1)
     assert [tag for tag, _ in client.answers(1)] == [1]
     client.driver.end()
-    client.serve(most_s=0.01)
+    client.serve(max_s=0.01)
     assert client.replayer.count_all() == (0, 0, 2)
     assert [tag for tag, _ in client.answers(1)] == [2]
     # Those of the first two are used again.
@@ -125,17 +125,17 @@ def test_launches_of_one_stream_do_not_wait_for_those_of_another(client):
     client.learn(b"slow", 9, stream=3)
     client.driver.slow.add(3)
     client.send(b"slow", CONTENT, b"slow", CONTENT)
-    client.serve(most_s=0.01)
+    client.serve(max_s=0.01)
     assert [tag for tag, _ in client.answers(2)] == [2, 4]
     assert client.replayer.count_all() == (2, 200, 2)
     client.driver.slow.clear()
-    client.serve(most_s=0.01)
+    client.serve(max_s=0.01)
     assert [tag for tag, _ in client.answers(2)] == [1, 3]
 
 
 def test_a_launch_in_parts_is_measured_by_its_marks(client):
     """Two parts: copied in by 1 and 3 ms, computed by 2 and 7 ms; a whole of 10 ms."""
-    client.learn(b"parts", 9, marks=[(101, 102), (103, 104)])
+    client.learn(b"parts", 9, stage_events=[(101, 102), (103, 104)])
     client.driver.elapsed_ms = {101: 1.0, 102: 2.0, 103: 3.0, 104: 7.0} | dict.fromkeys((1, 2), 10.0)
     client.send(b"parts")
     assert client.serve() == []
@@ -147,10 +147,10 @@ def test_a_launch_in_parts_is_measured_by_its_marks(client):
     assert sample[2:5] == pytest.approx((3e-3, 5e-3, 2e-3))
 
 
-@pytest.mark.parametrize("marks", [7, [7], [(1,)], [(1, 2, 3)], [(1, "2")]])
-def test_marks_that_are_no_pairs_of_handles_are_refused(client, marks):
+@pytest.mark.parametrize("stage_events", [7, [7], [(1,)], [(1, 2, 3)], [(1, "2")]])
+def test_stage_events_that_are_no_pairs_of_handles_are_refused(client, stage_events):
     with pytest.raises(TypeError):
-        client.learn(b"parts", marks=marks)
+        client.learn(b"parts", stage_events=stage_events)
     client.send(b"parts")
     [(kind, *_)] = client.serve()
     assert kind == RECEIVED
@@ -196,7 +196,7 @@ def test_a_launch_that_fails_is_reported_with_its_code(client, function):
     client.send(CONTENT)
     [(kind, descriptor, tag, code, held)] = client.serve()
     assert (kind, descriptor, tag, code) == (FAILED, client.descriptor, 1, 700)
-    assert held is client.held
+    assert held is client.retained
     assert not client.has_answer()
     assert client.replayer.count_all() == (0, 0, 0)
 
@@ -223,7 +223,7 @@ def test_a_request_that_follows_an_answer_closely_is_waited_for(client):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         client.driver.on_launch = lambda graph: len(client.driver.launched) == 3 and theirs.send(b"x")
-        assert client.serve(poll_s=20.0, others=ours.fileno(), most_s=20.0) == []
+        assert client.serve(poll_s=20.0, other_descriptor=ours.fileno(), max_s=20.0) == []
     thread.join()
     assert client.driver.launched == [7, 7, 7]
 
@@ -235,7 +235,7 @@ def test_other_work_ends_a_wait(client):
     with ours, theirs:
         theirs.send(b"x")
         began = time.perf_counter()
-        assert client.serve(others=ours.fileno(), most_s=20.0) == []
+        assert client.serve(other_descriptor=ours.fileno(), max_s=20.0) == []
         assert time.perf_counter() - began < 10
 
 
@@ -255,7 +255,7 @@ def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
 
     thread = threading.Thread(target=use)
     thread.start()
-    assert client.serve(most_s=20.0) == []
+    assert client.serve(max_s=20.0) == []
     thread.join()
     assert len(refused) == 1
     assert client.replayer.count_all()[2] == 1

@@ -18,15 +18,15 @@ def test_a_client_that_has_gone_is_reported(client):
 def test_what_is_in_flight_keeps_what_it_uses_after_its_connection_is_closed(client):
     client.driver.ends_at_once = False
     held = Held()
-    client.learn(held=held)
+    client.learn(retained=held)
     client.send(CONTENT)
-    client.serve(most_s=0.01)
+    client.serve(max_s=0.01)
     client.replayer.remove_connection(client.descriptor)
     del held
     assert Held.there == 1
     assert client.replayer.count_all()[:2] == (1, 100)
     client.driver.end()
-    [(kind, _, tag, _, kept)] = client.serve(most_s=0.01)
+    [(kind, _, tag, _, kept)] = client.serve(max_s=0.01)
     assert (kind, tag, type(kept)) == (LEFT, 1, Held)
     del kept
     assert Held.there == 0
@@ -46,7 +46,7 @@ class Held:
 
 @pytest.mark.parametrize("forget", ["remove_replays", "remove_all_replays", "add_replay", "remove_connection"])
 def test_what_is_forgotten_is_released(client, forget):
-    client.learn(held=Held())
+    client.learn(retained=Held())
     client.send(CONTENT)
     client.serve()
     assert Held.there == 1
@@ -145,7 +145,7 @@ def test_a_descriptor_that_is_not_known_is_refused(client, method):
 def test_nothing_is_left_of_a_replayer():
     client = Client()
     with client.ours, client.theirs:
-        client.learn(held=Held())
+        client.learn(retained=Held())
         client.send(CONTENT, b"{}")
         client.serve()
         client.replayer = None

@@ -10,5 +10,5 @@ typedef struct {
     int (*event_create)(void **event, unsigned flags);
     int (*event_record)(void *event, void *stream);
     int (*event_query)(void *event);
-    int (*event_elapsed)(float *milliseconds, void *began, void *ended);
-} Driver;
+    int (*event_elapsed)(float *milliseconds, void *start_event, void *end_event);
+} CudaDriver;

@@ -9,8 +9,8 @@
 
 #include "serving.h"
 
-/* All methods are called on one thread; while it serves, no other may be. */
-static bool may_use(const Replayer *self)
+/* Whether no method serves on another thread; false with an exception.  While one serves, no other may be called. */
+static bool check_not_serving(const Replayer *self)
 {
     if (self->is_serving)
         PyErr_SetString(PyExc_RuntimeError, "the replayer serves on another thread");
@@ -18,21 +18,21 @@ static bool may_use(const Replayer *self)
 }
 
 /* The connection of a descriptor, or NULL with an exception. */
-static Connection *connection_of(Replayer *self, int descriptor)
+static ReplayConnection *find_open_connection(Replayer *self, int descriptor)
 {
-    if (!may_use(self))
+    if (!check_not_serving(self))
         return NULL;
-    Connection *connection = find_connection(&self->connections, descriptor);
+    ReplayConnection *connection = find_connection(&self->connections, descriptor);
     if (connection == NULL)
         PyErr_Format(PyExc_KeyError, "no connection has the descriptor %d", descriptor);
     return connection;
 }
 
-/* As `connection_of`, where the descriptor is the only argument. */
-static Connection *argument_of(Replayer *self, PyObject *arguments)
+/* As `find_open_connection`, where the descriptor is the only argument. */
+static ReplayConnection *parse_connection(Replayer *self, PyObject *arguments)
 {
     int descriptor;
-    return PyArg_ParseTuple(arguments, "i", &descriptor) ? connection_of(self, descriptor) : NULL;
+    return PyArg_ParseTuple(arguments, "i", &descriptor) ? find_open_connection(self, descriptor) : NULL;
 }
 
 static PyObject *replayer_new(PyTypeObject *type, PyObject *arguments, PyObject *named)
@@ -49,8 +49,9 @@ static PyObject *replayer_new(PyTypeObject *type, PyObject *arguments, PyObject 
     self->driver.event_record = (int (*)(void *, void *))(uintptr_t)record;
     self->driver.event_query = (int (*)(void *))(uintptr_t)query;
     self->driver.event_elapsed = (int (*)(float *, void *, void *))(uintptr_t)elapsed;
-    self->epoll = epoll_create1(EPOLL_CLOEXEC);
-    if (self->epoll < 0 || getrandom(&self->names, sizeof self->names, 0) != sizeof self->names) {
+    self->epoll_descriptor = epoll_create1(EPOLL_CLOEXEC);
+    uint64_t *state = &self->request_id_state;
+    if (self->epoll_descriptor < 0 || getrandom(state, sizeof *state, 0) != sizeof *state) {
         PyErr_SetFromErrno(PyExc_OSError);
         Py_DECREF(self);
         return NULL;
@@ -58,11 +59,12 @@ static PyObject *replayer_new(PyTypeObject *type, PyObject *arguments, PyObject 
     return (PyObject *)self;
 }
 
+/* Drop all samples.  Called with Python's lock. */
 static void drop_samples(Replayer *self)
 {
-    while (self->sampled != NULL) {
-        Request *request = self->sampled;
-        self->sampled = request->next_sampled;
+    while (self->first_sampled != NULL) {
+        ReplayableRequest *request = self->first_sampled;
+        self->first_sampled = request->next_sampled;
         request->sample_count = 0;
         release_request(request);
     }
@@ -72,15 +74,15 @@ static void drop_samples(Replayer *self)
 /* What is in flight keeps its memory, which the device may be writing to. */
 static void replayer_dealloc(Replayer *self)
 {
-    for (size_t index = 0; index < self->connections.size; index++)
+    for (size_t index = 0; index < self->connections.descriptor_limit; index++)
         if (self->connections.by_descriptor[index] != NULL)
             close_connection(&self->connections, self->connections.by_descriptor[index]);
     drop_samples(self);
     free(self->connections.by_descriptor);
     free(self->events);
-    free(self->answer);
-    if (self->epoll >= 0)
-        close(self->epoll);
+    free(self->response);
+    if (self->epoll_descriptor >= 0)
+        close(self->epoll_descriptor);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -88,13 +90,13 @@ static void replayer_dealloc(Replayer *self)
 
 static PyObject *replayer_fileno(Replayer *self, PyObject *nothing)
 {
-    return PyLong_FromLong(self->epoll);
+    return PyLong_FromLong(self->epoll_descriptor);
 }
 
 static PyObject *replayer_add_connection(Replayer *self, PyObject *arguments)
 {
     int descriptor;
-    if (!PyArg_ParseTuple(arguments, "i", &descriptor) || !may_use(self))
+    if (!PyArg_ParseTuple(arguments, "i", &descriptor) || !check_not_serving(self))
         return NULL;
     if (descriptor < 0 || find_connection(&self->connections, descriptor) != NULL)
         return PyErr_Format(PyExc_ValueError, "the descriptor %d is in use or is none", descriptor);
@@ -106,10 +108,10 @@ static PyObject *replayer_add_connection(Replayer *self, PyObject *arguments)
 static PyObject *replayer_set_receiving(Replayer *self, PyObject *arguments)
 {
     int descriptor, wanted;
-    if (!PyArg_ParseTuple(arguments, "ip", &descriptor, &wanted) || connection_of(self, descriptor) == NULL)
+    if (!PyArg_ParseTuple(arguments, "ip", &descriptor, &wanted) || find_open_connection(self, descriptor) == NULL)
         return NULL;
     struct epoll_event event = {.events = EPOLLIN, .data.fd = descriptor};
-    int done = epoll_ctl(self->epoll, wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, descriptor, &event);
+    int done = epoll_ctl(self->epoll_descriptor, wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, descriptor, &event);
     if (done < 0 && errno != EEXIST && errno != ENOENT)
         return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
@@ -117,48 +119,48 @@ static PyObject *replayer_set_receiving(Replayer *self, PyObject *arguments)
 
 static PyObject *replayer_set_caller_state(Replayer *self, PyObject *arguments)
 {
-    int descriptor, is_within_frame, is_behind;
-    if (!PyArg_ParseTuple(arguments, "ipp", &descriptor, &is_within_frame, &is_behind))
+    int descriptor, is_within_frame, has_unsent_responses;
+    if (!PyArg_ParseTuple(arguments, "ipp", &descriptor, &is_within_frame, &has_unsent_responses))
         return NULL;
-    Connection *connection = connection_of(self, descriptor);
+    ReplayConnection *connection = find_open_connection(self, descriptor);
     if (connection == NULL)
         return NULL;
     connection->is_within_frame = is_within_frame;
-    connection->is_behind = is_behind;
+    connection->has_unsent_responses = has_unsent_responses;
     Py_RETURN_NONE;
 }
 
 static PyObject *replayer_remove_connection(Replayer *self, PyObject *arguments)
 {
-    Connection *connection = argument_of(self, arguments);
+    ReplayConnection *connection = parse_connection(self, arguments);
     if (connection == NULL)
         return NULL;
-    epoll_ctl(self->epoll, EPOLL_CTL_DEL, connection->descriptor, NULL);
+    epoll_ctl(self->epoll_descriptor, EPOLL_CTL_DEL, connection->descriptor, NULL);
     close_connection(&self->connections, connection);
     Py_RETURN_NONE;
 }
 
-/* Take over the handles of a sequence of pairs; false with an exception. */
-static bool add_marks(Request *request, PyObject *pairs)
+/* Copy the handles of a sequence of pairs; false with an exception. */
+static bool add_stage_events(ReplayableRequest *request, PyObject *pairs)
 {
-    PyObject *marks = PySequence_Fast(pairs, "marks are a sequence");
-    if (marks == NULL)
+    PyObject *parts = PySequence_Fast(pairs, "stage events are a sequence");
+    if (parts == NULL)
         return false;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(marks);
-    request->marks = calloc((size_t)count + 1, sizeof *request->marks);
-    if (request->marks == NULL)
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(parts);
+    request->stage_events = calloc((size_t)count + 1, sizeof *request->stage_events);
+    if (request->stage_events == NULL)
         PyErr_NoMemory();
     for (Py_ssize_t index = 0; index < count && !PyErr_Occurred(); index++) {
-        unsigned long long came, computed;
-        PyObject *pair = PySequence_Fast_GET_ITEM(marks, index);
+        unsigned long long copied_in, computed;
+        PyObject *pair = PySequence_Fast_GET_ITEM(parts, index);
         if (!PyTuple_Check(pair))
-            PyErr_SetString(PyExc_TypeError, "a mark is a pair of handles");
-        else if (PyArg_ParseTuple(pair, "KK", &came, &computed)) {
-            request->marks[index] = (Mark){(void *)(uintptr_t)came, (void *)(uintptr_t)computed};
-            request->mark_count++;
+            PyErr_SetString(PyExc_TypeError, "the stage events of a part are a pair of handles");
+        else if (PyArg_ParseTuple(pair, "KK", &copied_in, &computed)) {
+            request->stage_events[index] = (StageEventPair){(void *)(uintptr_t)copied_in, (void *)(uintptr_t)computed};
+            request->part_count++;
         }
     }
-    Py_DECREF(marks);
+    Py_DECREF(parts);
     return !PyErr_Occurred();
 }
 
@@ -166,23 +168,23 @@ static PyObject *replayer_add_replay(Replayer *self, PyObject *arguments)
 {
     int descriptor;
     const char *content, *results;
-    PyObject *marks;
+    PyObject *stage_events;
     Py_ssize_t length, results_length;
     unsigned long long graph, stream;
     long long kernel_bytes, admitted_bytes;
-    PyObject *held;
-    if (!PyArg_ParseTuple(arguments, "iy#KKOy#LLO", &descriptor, &content, &length, &graph, &stream, &marks,
-            &results, &results_length, &kernel_bytes, &admitted_bytes, &held))
+    PyObject *retained;
+    if (!PyArg_ParseTuple(arguments, "iy#KKOy#LLO", &descriptor, &content, &length, &graph, &stream, &stage_events,
+            &results, &results_length, &kernel_bytes, &admitted_bytes, &retained))
         return NULL;
-    Connection *connection = connection_of(self, descriptor);
+    ReplayConnection *connection = find_open_connection(self, descriptor);
     if (connection == NULL)
         return NULL;
-    if (length > RECEIVED_BYTES - PREFIX_BYTES)
+    if (length > RECEIVE_BUFFER_BYTES - PREFIX_BYTES)
         return PyErr_Format(PyExc_ValueError, "a frame of %zd bytes is too long", length);
-    Request *request = new_request(content, (size_t)length, results, (size_t)results_length);
+    ReplayableRequest *request = new_request(content, (size_t)length, results, (size_t)results_length);
     if (request == NULL)
         return PyErr_NoMemory();
-    if (!add_marks(request, marks)) {
+    if (!add_stage_events(request, stage_events)) {
         release_request(request);
         return NULL;
     }
@@ -190,39 +192,40 @@ static PyObject *replayer_add_replay(Replayer *self, PyObject *arguments)
     request->stream = (void *)(uintptr_t)stream;
     request->kernel_bytes = kernel_bytes;
     request->admitted_bytes = admitted_bytes;
-    request->held = Py_NewRef(held);
-    know_request(&self->connections, connection, request, next_name(&self->names));
+    request->retained = Py_NewRef(retained);
+    add_request(&self->connections, connection, request, generate_request_id(&self->request_id_state));
     Py_RETURN_NONE;
 }
 
 static PyObject *replayer_remove_replays(Replayer *self, PyObject *arguments)
 {
-    Connection *connection = argument_of(self, arguments);
+    ReplayConnection *connection = parse_connection(self, arguments);
     if (connection == NULL)
         return NULL;
-    forget_requests(&self->connections, connection);
+    remove_requests(&self->connections, connection);
     Py_RETURN_NONE;
 }
 
 static PyObject *replayer_remove_all_replays(Replayer *self, PyObject *nothing)
 {
-    if (!may_use(self))
+    if (!check_not_serving(self))
         return NULL;
-    for (size_t index = 0; index < self->connections.size; index++)
+    for (size_t index = 0; index < self->connections.descriptor_limit; index++)
         if (self->connections.by_descriptor[index] != NULL)
-            forget_requests(&self->connections, self->connections.by_descriptor[index]);
+            remove_requests(&self->connections, self->connections.by_descriptor[index]);
     Py_RETURN_NONE;
 }
 
-/* An event as Python sees it; releases what it has. */
-static PyObject *told(Event *event)
+/* An event as Python's tuple; releases what the event has. */
+static PyObject *convert_event(ReplayerEvent *event)
 {
     PyObject *found;
     if (event->request != NULL)
-        found = Py_BuildValue("iiIiO", event->kind, event->descriptor, event->tag, event->code, event->request->held);
+        found = Py_BuildValue("iiIiO", event->kind, event->descriptor, event->tag, event->driver_code,
+            event->request->retained);
     else
-        found = Py_BuildValue("iiIiy#", event->kind, event->descriptor, event->tag, event->code,
-            event->data == NULL ? "" : event->data, (Py_ssize_t)event->length);
+        found = Py_BuildValue("iiIiy#", event->kind, event->descriptor, event->tag, event->driver_code,
+            event->data == NULL ? "" : event->data, (Py_ssize_t)event->data_length);
     free(event->data);
     if (event->request != NULL)
         release_request(event->request);
@@ -231,27 +234,26 @@ static PyObject *told(Event *event)
 
 static PyObject *replayer_serve(Replayer *self, PyObject *arguments)
 {
-    Turn turn;
+    ServeLimits limits;
     int may_launch;
     long long requests, bytes;
-    double most_s;
-    if (!PyArg_ParseTuple(
-            arguments, "LLpdid", &requests, &bytes, &may_launch, &turn.poll_s, &turn.others, &most_s)
-        || !may_use(self))
+    if (!PyArg_ParseTuple(arguments, "LLpdid", &requests, &bytes, &may_launch, &limits.poll_s,
+            &limits.other_descriptor, &limits.max_s)
+        || !check_not_serving(self))
         return NULL;
-    turn.requests = requests;
-    turn.bytes = bytes;
-    turn.may_launch = may_launch;
+    limits.requests_left = requests;
+    limits.bytes_left = bytes;
+    limits.may_launch = may_launch;
     self->is_serving = true;
     Py_BEGIN_ALLOW_THREADS
-    serve_turn(self, turn, most_s);
+    serve_until(self, limits);
     Py_END_ALLOW_THREADS
     self->is_serving = false;
     size_t count = self->event_count;
     self->event_count = 0;
     PyObject *events = PyList_New(0);
     for (size_t index = 0; index < count; index++) {
-        PyObject *event = told(&self->events[index]);
+        PyObject *event = convert_event(&self->events[index]);
         if (event == NULL || events == NULL || PyList_Append(events, event) < 0)
             Py_CLEAR(events);
         Py_XDECREF(event);
@@ -261,22 +263,23 @@ static PyObject *replayer_serve(Replayer *self, PyObject *arguments)
 
 static PyObject *replayer_take_samples(Replayer *self, PyObject *nothing)
 {
-    if (!may_use(self))
+    if (!check_not_serving(self))
         return NULL;
     PyObject *found = PyList_New(0);
-    for (Request *request = self->sampled; found != NULL && request != NULL; request = request->next_sampled) {
+    const ReplayableRequest *request = self->first_sampled;
+    for (; found != NULL && request != NULL; request = request->next_sampled) {
         PyObject *samples = PyList_New((Py_ssize_t)request->sample_count);
         for (size_t index = 0; samples != NULL && index < request->sample_count; index++) {
-            const Sample *each = &request->samples[index];
+            const ReplayTimes *times = &request->samples[index];
             PyObject *sample = Py_BuildValue(
-                "ddddddd", each->received, each->launched, each->stages.copy_in, each->stages.kernel,
-                each->stages.copy_out, each->answering, each->ended);
+                "ddddddd", times->received_at, times->launched_at, times->stages.copy_in, times->stages.kernel,
+                times->stages.copy_out, times->responding_at, times->responded_at);
             if (sample == NULL)
                 Py_CLEAR(samples);
             else
                 PyList_SET_ITEM(samples, (Py_ssize_t)index, sample);
         }
-        PyObject *of_request = samples == NULL ? NULL : Py_BuildValue("ON", request->held, samples);
+        PyObject *of_request = samples == NULL ? NULL : Py_BuildValue("ON", request->retained, samples);
         if (of_request == NULL || PyList_Append(found, of_request) < 0)
             Py_CLEAR(found);
         Py_XDECREF(of_request);
@@ -288,13 +291,13 @@ static PyObject *replayer_take_samples(Replayer *self, PyObject *nothing)
 
 static PyObject *replayer_count_launches(Replayer *self, PyObject *arguments)
 {
-    Connection *connection = argument_of(self, arguments);
-    return connection == NULL ? NULL : PyLong_FromLong(connection->flights);
+    ReplayConnection *connection = parse_connection(self, arguments);
+    return connection == NULL ? NULL : PyLong_FromLong(connection->launch_count);
 }
 
 static PyObject *replayer_count_all(Replayer *self, PyObject *nothing)
 {
-    return Py_BuildValue("nLn", (Py_ssize_t)self->flight_count, (long long)self->admitted_bytes,
+    return Py_BuildValue("nLn", (Py_ssize_t)self->launch_count, (long long)self->admitted_bytes,
         (Py_ssize_t)self->sample_count);
 }
 

@@ -1,4 +1,4 @@
-/* What a replayer has: connections, launches in flight, and what is to be handed to Python's code. */
+/* What a replayer has: connections, launches in flight, and events for Python's code. */
 
 #pragma once
 
@@ -7,86 +7,95 @@
 #include "connections.h"
 #include "driver.h"
 
-#define RECEIVED_BYTES (64 * 1024)
+#define RECEIVE_BUFFER_BYTES (64 * 1024)
 /* Launches that have not ended; what comes beyond them waits in Python's queue, where others can overtake it. */
-#define MOST_FLIGHTS 32
+#define MAX_LAUNCHES 32
 /* Connections that are looked at in one turn. */
-#define MOST_READY 32
+#define MAX_READY 32
 /* Samples are collected before there are more. */
-#define MOST_SAMPLES 4096
+#define MAX_SAMPLES 4096
 
 typedef enum {
     /* Bytes that have come; without any, the client has gone. */
     RECEIVED,
-    /* The rest of an answer. */
+    /* The rest of a response. */
     UNSENT,
-    /* A launch has failed, by the driver's code: it has no answer yet. */
+    /* A launch has failed, by the driver's code: it has no response yet. */
     FAILED,
-    /* The client had gone before its answer was sent. */
+    /* The client had gone before its response was sent. */
     LEFT,
-} Kind;
+} EventKind;
 
+/* What Python's code has to do. */
 typedef struct {
-    Kind kind;
+    EventKind kind;
+    /* Of the connection. */
     int descriptor;
+    /* Of the request's frame. */
     uint32_t tag;
-    int code;
+    int driver_code;
     char *data;
-    size_t length;
-    /* Used by the event; NULL where it is of no request. */
-    Request *request;
-} Event;
+    size_t data_length;
+    /* A reference; NULL where the event is of no request. */
+    ReplayableRequest *request;
+} ReplayerEvent;
 
 /* A launch that has not ended. */
 typedef struct {
-    Connection *connection;
-    Request *request;
+    ReplayConnection *connection;
+    ReplayableRequest *request;
     uint32_t tag;
-    double received, launched;
-    void *began, *ended;
-    /* Of the driver, where the launch could not be completed. */
-    int code;
-} Flight;
+    double received_at, launched_at;
+    /* CUDA events before and after the graph. */
+    void *start_event, *end_event;
+    /* The driver's error where `end_event` could not be recorded. */
+    int driver_code;
+} ReplayLaunch;
 
 typedef struct {
     PyObject_HEAD
-    Driver driver;
-    Connections connections;
-    int epoll;
+    CudaDriver driver;
+    ConnectionTable connections;
+    int epoll_descriptor;
     /* In the order of their launches; those of one stream end in this order. */
-    Flight flights[MOST_FLIGHTS];
-    size_t flight_count;
+    ReplayLaunch launches[MAX_LAUNCHES];
+    size_t launch_count;
+    /* Of these launches. */
     int64_t admitted_bytes;
-    void *spare_events[2 * MOST_FLIGHTS];
-    size_t spare_count;
-    Event *events;
+    void *spare_cuda_events[2 * MAX_LAUNCHES];
+    size_t spare_cuda_event_count;
+    ReplayerEvent *events;
     size_t event_count, event_capacity;
-    Request *sampled;
+    /* The list of the requests that have samples, and how many samples that are. */
+    ReplayableRequest *first_sampled;
     size_t sample_count;
-    uint64_t names;
-    double last_sent;
-    /* Whether the last request came soon after an answer. */
-    bool is_prompt;
+    uint64_t request_id_state;
+    double last_responded_at;
+    /* Whether the last request came soon after a response. */
+    bool was_request_prompt;
     bool is_serving;
-    char *answer;
-    size_t answer_capacity;
-    char received[RECEIVED_BYTES];
+    /* A response before it is sent. */
+    char *response;
+    size_t response_capacity;
+    char receive_buffer[RECEIVE_BUFFER_BYTES];
 } Replayer;
 
-static double now(void)
+/* Seconds by the clock of `time.perf_counter`. */
+static double read_clock(void)
 {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* False without memory: then the connection, if it is one's, must be closed, which is what an event without data says
- * of it; the table of events always has room for one of each connection that is looked at. */
-static bool add_event(Replayer *self, Event event, const char *data, size_t length)
+/* Add an event with a copy of the data.  False without memory: then the connection, if it is one's, must be closed,
+ * which is what an event without data says of it; the table of events always has room for one of each connection that
+ * is looked at. */
+static bool add_event(Replayer *self, ReplayerEvent event, const char *data, size_t length)
 {
     if (self->event_count == self->event_capacity) {
-        size_t capacity = self->event_capacity ? 2 * self->event_capacity : 4 * MOST_READY;
-        Event *events = realloc(self->events, capacity * sizeof *events);
+        size_t capacity = self->event_capacity ? 2 * self->event_capacity : 4 * MAX_READY;
+        ReplayerEvent *events = realloc(self->events, capacity * sizeof *events);
         if (events == NULL)
             return false;
         self->events = events;
@@ -97,22 +106,24 @@ static bool add_event(Replayer *self, Event event, const char *data, size_t leng
         if (event.data == NULL)
             return false;
         memcpy(event.data, data, length);
-        event.length = length;
+        event.data_length = length;
     }
     self->events[self->event_count++] = event;
     return true;
 }
 
-static void *take_event(Replayer *self)
+/* A CUDA event, a spare one if possible; NULL if the driver fails. */
+static void *reserve_event(Replayer *self)
 {
     void *event = NULL;
-    if (self->spare_count)
-        return self->spare_events[--self->spare_count];
+    if (self->spare_cuda_event_count)
+        return self->spare_cuda_events[--self->spare_cuda_event_count];
     return self->driver.event_create(&event, 0) == CUDA_SUCCESS ? event : NULL;
 }
 
-static void give_event_back(Replayer *self, void *event)
+/* Keep a CUDA event that is not used any more as a spare one. */
+static void release_event(Replayer *self, void *event)
 {
-    if (event != NULL && self->spare_count < 2 * MOST_FLIGHTS)
-        self->spare_events[self->spare_count++] = event;
+    if (event != NULL && self->spare_cuda_event_count < 2 * MAX_LAUNCHES)
+        self->spare_cuda_events[self->spare_cuda_event_count++] = event;
 }

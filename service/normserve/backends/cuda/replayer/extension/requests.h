@@ -1,4 +1,4 @@
-/* Requests that recur on a connection: a frame's content, and the launch and the answer that it leads to. */
+/* Requests that recur on a connection: a frame's content, and the launch and the response that it leads to. */
 
 #pragma once
 
@@ -10,50 +10,56 @@
 /* Of one connection, and of all: each keeps a graph, which takes memory of the driver and of the device.  A training
  * step of a model with a hundred norms has two hundred requests, and as many more where results of the step before are
  * still held. */
-#define MOST_KNOWN 1024
-#define MOST_KNOWN_OF_ALL 4096
+#define MAX_CONNECTION_REQUESTS 1024
+#define MAX_REQUESTS 4096
 
 /* Seconds that a launch takes. */
 typedef struct {
     double copy_in, kernel, copy_out;
-} Stages;
+} StageDurations;
 
-/* Moments by the clock of `time.perf_counter`. */
+/* The times of one replay, by the clock of `time.perf_counter`: when the request had come and when its launch began,
+ * its stages, and when the response was begun and had been sent. */
 typedef struct {
-    double received, launched;
-    Stages stages;
-    double answering, ended;
-} Sample;
+    double received_at, launched_at;
+    StageDurations stages;
+    double responding_at, responded_at;
+} ReplayTimes;
 
-/* Of a part of a launch, the events at the end of its copy-in and of its computation. */
+/* The CUDA events at the end of the copy-in and of the computation of one part of a launch. */
 typedef struct {
-    void *came, *computed;
-} Mark;
+    void *copied_in, *computed;
+} StageEventPair;
 
-typedef struct Request {
-    /* Flights, the connection's list and the list of those that have samples; the last one frees it. */
-    int users;
-    size_t length;
+/* A request whose frame has been received before and whose launch is captured. */
+typedef struct ReplayableRequest {
+    /* By launches in flight, the connection and the list of those that have samples; the last one frees it. */
+    int reference_count;
+    /* Of the frame, without its prefix. */
     char *content;
+    size_t content_length;
+    /* The driver's handles. */
     void *graph, *stream;
-    /* None where nothing is copied. */
-    Mark *marks;
-    size_t mark_count;
-    /* The results in JSON. */
+    /* One pair for each part; none where nothing is copied. */
+    StageEventPair *stage_events;
+    size_t part_count;
+    /* The results' description in the response, in JSON. */
     char *results;
     size_t results_length;
+    /* The fewest bytes that the launch must move. */
     int64_t kernel_bytes;
     /* What the request's permit counts. */
     int64_t admitted_bytes;
     /* A Python object that keeps the graph and all memory that it reads and writes. */
-    PyObject *held;
-    /* What was measured and not been collected yet. */
-    Sample *samples;
+    PyObject *retained;
+    /* What was measured and has not been collected yet. */
+    ReplayTimes *samples;
     size_t sample_count, sample_capacity;
-    struct Request *next_sampled;
-} Request;
+    /* In the list of the requests that have samples. */
+    struct ReplayableRequest *next_sampled;
+} ReplayableRequest;
 
-static uint64_t hash_of(const char *content, size_t length)
+static uint64_t hash_content(const char *content, size_t length)
 {
     uint64_t hash = length * 0x9E3779B97F4A7C15u;
     for (size_t position = 0; position < length; position += 8) {
@@ -65,14 +71,14 @@ static uint64_t hash_of(const char *content, size_t length)
     return hash;
 }
 
-/* NULL without memory. */
-static Request *new_request(const char *content, size_t length, const char *results, size_t results_length)
+/* Copy a frame's content and its results' description; NULL without memory. */
+static ReplayableRequest *new_request(const char *content, size_t length, const char *results, size_t results_length)
 {
-    Request *request = calloc(1, sizeof *request);
+    ReplayableRequest *request = calloc(1, sizeof *request);
     if (request == NULL)
         return NULL;
-    request->users = 1;
-    request->length = length;
+    request->reference_count = 1;
+    request->content_length = length;
     request->results_length = results_length;
     request->content = malloc(length + results_length + 1);
     if (request->content == NULL) {
@@ -85,24 +91,24 @@ static Request *new_request(const char *content, size_t length, const char *resu
     return request;
 }
 
-/* One user less; called with Python's lock. */
-static void release_request(Request *request)
+/* One reference less; the last one frees the request.  Called with Python's lock. */
+static void release_request(ReplayableRequest *request)
 {
-    if (--request->users > 0)
+    if (--request->reference_count > 0)
         return;
-    Py_XDECREF(request->held);
+    Py_XDECREF(request->retained);
     free(request->content);
-    free(request->marks);
+    free(request->stage_events);
     free(request->samples);
     free(request);
 }
 
-/* Whether there was memory for it: metrics may miss a request, a client may not miss its answer. */
-static bool add_sample(Request *request, Sample sample)
+/* Whether there was memory for it: metrics may miss a request, a client may not miss its response. */
+static bool add_sample(ReplayableRequest *request, ReplayTimes sample)
 {
     if (request->sample_count == request->sample_capacity) {
         size_t capacity = request->sample_capacity ? 2 * request->sample_capacity : 16;
-        Sample *samples = realloc(request->samples, capacity * sizeof *samples);
+        ReplayTimes *samples = realloc(request->samples, capacity * sizeof *samples);
         if (samples == NULL)
             return false;
         request->samples = samples;
