@@ -60,14 +60,14 @@ def host_extension() -> Any:
 def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replaying]:
     """The driver that takes the launches of repeated calls, which the host extension makes."""
     configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, replaying.launch)
-    host_extension.forget()
+    host_extension.clear_replays()
     replaying.workspaces = note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
     monkeypatch.setattr(replay, "_extension", None)
     replay.set_extension(host_extension)
     # It is the extension that repeats, or nobody.
     monkeypatch.setattr(replay.ReplayablePass, "_find_replay", lambda *_: None)
     yield replaying
-    host_extension.forget()
+    host_extension.clear_replays()
 
 
 @pytest.fixture

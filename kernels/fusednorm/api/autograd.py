@@ -383,7 +383,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     """Compute the result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
     extension = get_extension() if HAS_TRITON and not is_compiling() else None
     if extension is not None and can_bypass_triton():
-        made: tuple[Tensor, Any] | None = extension.differentiable(values, encode_policy(), *tensors)
+        made: tuple[Tensor, Any] | None = extension.run_differentiable(values, encode_policy(), *tensors)
         if made is not None:
             return made
         if is_replayable(values):

@@ -69,7 +69,7 @@ def configure_extension(
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Pass the callbacks to the extension; `launch`, if set, receives launches in place of the driver."""
-    extension.set_up(backward, _get_workspace, (Tensor, torch.nn.Parameter), most, launch)
+    extension.configure(backward, _get_workspace, (Tensor, torch.nn.Parameter), most, launch)
 
 
 def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
@@ -78,7 +78,7 @@ def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
 
 
 def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
-    """Describe a call as the arguments of the extension's `learn`; None if it is unsupported.
+    """Describe a call as the arguments of the extension's `record_replay`; None if it is unsupported.
 
     The description is for any number of rows, or for the call's own.
 

@@ -143,7 +143,7 @@ def clear_replays() -> None:
     """Forget all recorded calls."""
     _KNOWN.clear()
     if _extension is not None:
-        _extension.forget()
+        _extension.clear_replays()
 
 
 def get_extension() -> Any:
@@ -185,7 +185,7 @@ class ReplayablePass(Generic[Result]):
         if not prepared.can_bypass_triton():
             return None
         if _extension is not None and out is None:
-            made: Result | None = _extension.again(
+            made: Result | None = _extension.replay(
                 self.extension_number, encode_policy(), options, inputs, self._result
             )
             if made is not None:
@@ -256,7 +256,7 @@ class ReplayablePass(Generic[Result]):
         if _extension is not None:
             told = describe_call(recipe, outputs, x, follows)
             if told is not None:
-                _extension.learn(self.extension_number, encode_policy(), options, inputs, *told)
+                _extension.record_replay(self.extension_number, encode_policy(), options, inputs, *told)
 
     def _find_replay(self, inputs: Inputs, options: Options) -> _CallReplay | None:
         of_any_rows = make_row_free_key(self, self.roles, inputs, options)

@@ -38,6 +38,6 @@ def test_sources_moved_between_files_are_another_extension(tmp_path, monkeypatch
     before = build.compute_build_key()
     copied = tmp_path / "extension"
     shutil.copytree(build.FOLDER, copied)
-    (copied / "call.h").rename(copied / "calls.h")
+    (copied / "replay_call.h").rename(copied / "another.h")
     monkeypatch.setattr(build, "FOLDER", copied)
     assert build.compute_build_key() != before

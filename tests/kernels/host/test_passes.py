@@ -90,7 +90,7 @@ def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monke
 def test_calls_over_rows_give_the_bits_of_planned_ones(given, pass_, natively, host_extension, poisoned):
     first, second = (of_rows(count, 48, **given) for count in (3, 7))
     planned = second.call(pass_)
-    host_extension.forget()
+    host_extension.clear_replays()
     first.call(pass_)
     natively.runs = True
     assert natively.is_repeated(lambda: equal(second.call(pass_), planned))
@@ -102,7 +102,7 @@ def test_calls_over_rows_give_the_bits_of_planned_ones(given, pass_, natively, h
 def test_calls_over_samples_give_the_bits_of_planned_ones(given, last, pass_, natively, host_extension, poisoned):
     first, second = (of_samples(pass_, last, **given) for _ in range(2))
     planned = second()
-    host_extension.forget()
+    host_extension.clear_replays()
     first()
     natively.runs = True
     assert natively.is_repeated(lambda: equal(second(), planned))
@@ -129,7 +129,7 @@ def test_policies_tell_calls_apart(natively, host_extension, plans, monkeypatch)
         (waiting, "_allowed", (True, False)),
         (batch_invariance, "_required", (False, True)),
     ):
-        host_extension.forget()
+        host_extension.clear_replays()
         for value in values:
             monkeypatch.setattr(module, name, value)
             assert not natively.is_repeated(samples.call)
@@ -176,7 +176,7 @@ def test_kinds_are_bounded_and_the_oldest_goes(natively, plans, host_extension):
     configure_extension(host_extension, autograd._compute_gradients, 3, natively.launch)
     for eps in (1.0, 2.0, 3.0, 4.0):
         samples.call(eps=eps)
-    assert host_extension.known() == 3
+    assert host_extension.count_replays() == 3
     assert natively.is_repeated(lambda: samples.call(eps=4.0))
     assert not natively.is_repeated(lambda: samples.call(eps=1.0))
 

@@ -95,7 +95,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
         replaying.launch(*arguments)
 
     configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, launch)
-    host_extension.forget()
+    host_extension.clear_replays()
     note_workspaces(monkeypatch)
     note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
     operands = Operands(5, 48)
@@ -114,7 +114,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
         assert equal(operands.call(pass_), planned)
         assert len(by_extension) == count * (2 if "backward" in pass_ else 1)
     assert len(looks.may_build) == looked
-    host_extension.forget()
+    host_extension.clear_replays()
 
 
 def equal(results, wanted):

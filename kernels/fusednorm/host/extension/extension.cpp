@@ -1,7 +1,7 @@
-// Replays known calls without Python, like `launch.replay` and `launch.recipe`, and makes the differentiable call.
+// Replays recorded calls without Python, as `fusednorm.launch` does in Python, and makes the differentiable call.
 //
-// Python learns a call and describes it here.  The extension then recognises a call of the same kind, allocates its
-// results and launches its kernels through the driver, without Python.  For a call that it does not know it returns
+// Python makes a call and describes it here.  The extension then recognises a call of the same kind, allocates its
+// results and launches its kernels through the driver, without Python.  For a call that was not recorded it returns
 // None, and Python makes the call.
 //
 // The headers are parts of this one translation unit.  This file has the module and its Python functions.
@@ -15,22 +15,22 @@
 #include <dlfcn.h>
 #include <torch/csrc/Exceptions.h>
 
-#include "call.h"
-#include "differentiable.h"
+#include "call_keys.h"
+#include "differentiable_call.h"
 #include "driver.h"
-#include "kinds.h"
-#include "learn.h"
+#include "record_replay.h"
 #include "replay.h"
+#include "replay_call.h"
 #include "state.h"
 #include "tensors.h"
 
 namespace {
 
-// again(pass, policy, options, inputs, type) -> result | None
-PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  if (is_watched()) Py_RETURN_NONE;
+// replay(pass, policy, options, inputs, type) -> result | None
+PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  if (is_observed()) Py_RETURN_NONE;
   uint32_t options = 0;
-  if (!number_of(g_options, arguments[2], options)) {
+  if (!find_number(g_option_numbers, arguments[2], options)) {
     if (PyErr_Occurred()) PyErr_Clear();  // An option without a hash.
     Py_RETURN_NONE;
   }
@@ -38,14 +38,14 @@ PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Inputs inputs;
   inputs.reserve(8);
   PyObject* given = arguments[3];
-  if (!unpack(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
+  if (!unpack_tensors(&PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), inputs)) Py_RETURN_NONE;
   const int pass = static_cast<int>(PyLong_AsLong(arguments[0]));
-  const auto replay = find(pass, static_cast<uint32_t>(PyLong_AsLong(arguments[1])), options, inputs);
-  std::array<Tensor, kMostResults> results;
-  if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
-  const auto fields = static_cast<Py_ssize_t>(replay->outputs.size());
+  const auto recorded = find_replay(pass, static_cast<uint32_t>(PyLong_AsLong(arguments[1])), options, inputs);
+  std::array<Tensor, kMaxResults> results;
+  if (!recorded || !replay_call(*recorded, inputs, results)) Py_RETURN_NONE;
+  const auto fields = static_cast<Py_ssize_t>(recorded->outputs.size());
   PyObject* values = PyTuple_New(fields);
-  for (Py_ssize_t place = 0; place < fields; ++place) PyTuple_SET_ITEM(values, place, wrapped(results[place]));
+  for (Py_ssize_t place = 0; place < fields; ++place) PyTuple_SET_ITEM(values, place, wrap_tensor(results[place]));
   PyObject* packed = PyTuple_Pack(1, values);
   PyObject* result = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(arguments[4]), packed, nullptr);
   Py_DECREF(packed);
@@ -54,44 +54,48 @@ PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+// define_pass(roles) -> pass
 PyObject* define_pass(PyObject*, PyObject* arguments) {
   PyObject* given = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &given)) return nullptr;
   HANDLE_TH_ERRORS
-  Pass pass;
-  for (const int64_t role : integers(given))
-    pass.roles.push_back(role < 2 ? static_cast<Role>(role) : Role::kParameter);
+  PassInputs inputs;
+  for (const int64_t role : parse_integers(given))
+    inputs.roles.push_back(role < 2 ? static_cast<ShapeRole>(role) : ShapeRole::kParameter);
   std::unique_lock lock(g_mutex);
-  g_passes.push_back(std::move(pass));
+  g_passes.push_back(std::move(inputs));
   return PyLong_FromSize_t(g_passes.size() - 1);
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* forget(PyObject*, PyObject*) {
+// clear_replays()
+PyObject* clear_replays(PyObject*, PyObject*) {
   std::unique_lock lock(g_mutex);
-  g_known.clear();
-  g_order.clear();
+  g_replays.clear();
+  g_replay_keys.clear();
   Py_RETURN_NONE;
 }
 
-PyObject* known(PyObject*, PyObject*) {
+// count_replays() -> count
+PyObject* count_replays(PyObject*, PyObject*) {
   std::shared_lock lock(g_mutex);
-  return PyLong_FromSize_t(g_known.size());
+  return PyLong_FromSize_t(g_replays.size());
 }
 
-// set_up(backward, workspace, tensor_types, most, launch)
-PyObject* set_up(PyObject*, PyObject* arguments) {
-  PyObject *backward, *workspace, *types, *launched;
-  unsigned most = 0;
-  if (!PyArg_ParseTuple(arguments, "OOO!IO", &backward, &workspace, &PyTuple_Type, &types, &most, &launched))
+// configure(run_backward, get_workspace, tensor_types, max_replays, launch)
+PyObject* configure(PyObject*, PyObject* arguments) {
+  PyObject *run_backward, *get_workspace, *tensor_types, *launch;
+  unsigned max_replays = 0;
+  if (!PyArg_ParseTuple(arguments, "OOO!IO", &run_backward, &get_workspace, &PyTuple_Type, &tensor_types, &max_replays,
+                        &launch))
     return nullptr;
-  for (PyObject* each : {backward, workspace, types, launched}) Py_INCREF(each);
-  g_backward = backward;
-  g_workspace = workspace;
-  g_tensor_types = types;
-  g_most = most;
-  g_launch = launched == Py_None ? nullptr : launched;
-  if (g_launch == nullptr && g_launch_kernel == nullptr) {
+  for (PyObject* each : {run_backward, get_workspace, tensor_types, launch}) Py_INCREF(each);
+  g_run_backward = run_backward;
+  g_get_workspace = get_workspace;
+  g_tensor_types = tensor_types;
+  g_max_replays = max_replays;
+  g_test_launch = launch == Py_None ? nullptr : launch;
+  if (g_test_launch == nullptr && g_launch_kernel == nullptr) {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
     if (library != nullptr) {
       g_launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernelEx"));
@@ -107,20 +111,21 @@ PyObject* set_up(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+// Casts a function that takes its arguments as an array to the type in the table of methods.
 template <class Function>
-PyCFunction as_function(Function function) {
+PyCFunction cast_function(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef g_methods[] = {
-    {"again", as_function(again), METH_FASTCALL, nullptr},
-    {"differentiable", as_function(differentiable), METH_FASTCALL, nullptr},
+    {"replay", cast_function(replay), METH_FASTCALL, nullptr},
+    {"run_differentiable", cast_function(run_differentiable), METH_FASTCALL, nullptr},
     {"define_pass", define_pass, METH_VARARGS, nullptr},
     {"define_differentiable", define_differentiable, METH_VARARGS, nullptr},
-    {"learn", learn, METH_VARARGS, nullptr},
-    {"forget", forget, METH_NOARGS, nullptr},
-    {"known", known, METH_NOARGS, nullptr},
-    {"set_up", set_up, METH_VARARGS, nullptr},
+    {"record_replay", record_replay, METH_VARARGS, nullptr},
+    {"clear_replays", clear_replays, METH_NOARGS, nullptr},
+    {"count_replays", count_replays, METH_NOARGS, nullptr},
+    {"configure", configure, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -129,7 +134,7 @@ PyModuleDef g_module = {PyModuleDef_HEAD_INIT, "fusednorm_host", nullptr, -1, g_
 }  // namespace
 
 PyMODINIT_FUNC PyInit_fusednorm_host() {
-  g_options = PyDict_New();
-  g_specifications = PyDict_New();
+  g_option_numbers = PyDict_New();
+  g_differentiable_numbers = PyDict_New();
   return PyModule_Create(&g_module);
 }

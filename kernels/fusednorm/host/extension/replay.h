@@ -1,4 +1,4 @@
-// The stored data of a known call, with which its kernels are launched again.
+// The stored data of a recorded call, with which its kernels are launched again.
 
 #pragma once
 
@@ -18,69 +18,78 @@ namespace {
 
 using at::Tensor;
 
-constexpr size_t kMostResults = 6;
+constexpr size_t kMaxResults = 6;
 
 using Inputs = std::vector<Tensor>;  // Undefined for an absent input.
 
 // The addresses and numbers of one call. Not a thread's: where a call runs Python code, that may make another call.
 using Slots = c10::SmallVector<uint64_t, 48>;
 
-// The source of a kernel's parameter: `kSlot` of the addresses and numbers of a call, or a constant.
-struct Parameter {
-  bool constant;
+// The source of a kernel's parameter: one of the call's `Slots`, or a constant.
+struct KernelParameter {
+  bool is_constant;
   uint32_t slot;
-  uint64_t bits;
+  uint64_t constant_bits;
 };
 
-struct Start {
+// A launch of a kernel, as the driver gets it.
+struct PreparedLaunch {
   CUfunction function;
   std::array<unsigned, 3> grid;
-  int programs;  // The slot with the first size of the grid; -1 if that size is constant.
-  unsigned threads, shared;
-  bool early, cooperative;
-  std::vector<Parameter> parameters;
+  int grid_slot;  // The slot with the first size of the grid; -1 if that size is constant.
+  unsigned thread_count, shared_bytes;
+  bool may_start_early;  // Before the end of the launch before it.
+  bool is_cooperative;
+  std::vector<KernelParameter> parameters;
 };
 
-enum class Shape { kFixed, kX, kRows };
+// The source of a result's shape: its `OutputSpec`, x, or x without its last axis.
+enum class ShapeSource { kFixed, kAsX, kAsRows };
 
-struct Output {
-  bool absent;
-  int same;  // The earlier result whose tensor this one shares; -1 if it has its own.
-  Shape shape;
+// How a result is allocated.
+struct OutputSpec {
+  bool is_absent;
+  int shared_with;  // The earlier result whose tensor this one shares; -1 if it has its own.
+  ShapeSource shape_source;
   at::ScalarType dtype;
   std::vector<int64_t> sizes, strides;
 };
 
-struct Workspace {
-  int64_t words;
+// Memory that a stream's launches with the same purpose share.
+struct WorkspaceSpec {
+  int64_t words;  // Of eight bytes.
   std::string purpose;
 };
 
-struct Replay {
+// All that a recorded call allocates and launches.
+struct CallReplay {
   int device;
-  int64_t words;  // float32 elements of the launches' own memory.
-  std::vector<int64_t> offsets;
-  std::vector<Workspace> workspaces;
-  std::vector<std::pair<int64_t, int64_t>> rules;
-  std::vector<Start> starts;
-  std::vector<Output> outputs;
-  std::mutex mutex;
-  // Workspaces of streams that have launched this call.
-  std::vector<std::pair<void*, std::vector<Tensor>>> of_streams;
+  int64_t scratch_words;  // float32 elements of the launches' own memory.
+  std::vector<int64_t> scratch_offsets;  // In bytes, of the parts of that memory.
+  std::vector<WorkspaceSpec> workspaces;
+  // By each, a number of programs is the number of rows divided by the first value, and at most the second.
+  std::vector<std::pair<int64_t, int64_t>> program_count_rules;
+  std::vector<PreparedLaunch> launches;
+  std::vector<OutputSpec> outputs;
+  std::mutex mutex;  // Of what follows.
+  // Workspaces of the streams that have launched this call.
+  std::vector<std::pair<void*, std::vector<Tensor>>> stream_workspaces;
 };
 
 // The role of an input, as in `arguments.inputs`; the others are parameters.
-enum class Role : uint8_t { kLikeX, kOfRows, kParameter };
+enum class ShapeRole : uint8_t { kLikeX, kPerRow, kParameter };
 
-struct Pass {
-  std::vector<Role> roles;  // x first; empty if launches never depend only on the number of rows.
+// The inputs of a pass.
+struct PassInputs {
+  std::vector<ShapeRole> roles;  // x first; empty if launches never depend only on the number of rows.
 };
 
-struct Differentiable {
-  int forward, backward;        // Passes.
-  uint32_t saving, plain;        // Options: forward with and without statistics,
-  uint32_t back, frozen;         // backward with and without gradients of parameters.
-  PyObject* settings;  // Arguments of the backward pass in Python.
+// A forward pass with its derivative, by the numbers of the passes and of their options.
+struct DifferentiableCall {
+  int forward_pass, backward_pass;
+  uint32_t options_with_statistics, options_without_statistics;  // Of the forward pass.
+  uint32_t options_with_parameter_gradients, options_without_parameter_gradients;  // Of the backward pass.
+  PyObject* settings;  // An argument of the backward pass in Python.
 };
 
 }  // namespace

@@ -15,13 +15,14 @@
 namespace {
 
 // Whether something traces, transforms or observes torch's calls.
-bool is_watched() {
+bool is_observed() {
   return c10::impl::TorchDispatchModeTLS::stack_len() != 0 || at::impl::torch_function_mode_enabled() ||
          torch::jit::tracer::isTracing() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-bool unpack(PyObject* const* arguments, Py_ssize_t count, Inputs& inputs) {
+// Converts arguments that are tensors or None; false if another is among them, or if the first is None.
+bool unpack_tensors(PyObject* const* arguments, Py_ssize_t count, Inputs& inputs) {
   inputs.clear();
   for (Py_ssize_t place = 0; place < count; ++place) {
     PyObject* argument = arguments[place];
@@ -36,7 +37,8 @@ bool unpack(PyObject* const* arguments, Py_ssize_t count, Inputs& inputs) {
   return !inputs.empty() && inputs[0].defined();
 }
 
-PyObject* wrapped(const Tensor& tensor) {
+// Returns the tensor in Python, or None if it is undefined.
+PyObject* wrap_tensor(const Tensor& tensor) {
   if (!tensor.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(tensor);
 }
