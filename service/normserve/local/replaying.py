@@ -218,14 +218,14 @@ class RequestReplays:
         self._remove_on_change()
         room = self._admission_budget.free_capacity
         events = replayer.serve(*room, self._engine.can_replay, self._poll_s, self._selector_descriptor, _TURN_S)
-        flights, nbytes, samples = replayer.count_all()
-        self._update_pending(flights, nbytes)
+        launches, nbytes, samples = replayer.count_all()
+        self._update_pending(launches, nbytes)
         if samples >= _COLLECTED_AT_ONCE:
             self.collect_samples()
         # Unsent bytes of a response first: frames received in this turn may be answered at once.
         for event in sorted(events, key=_is_not_unsent):
             self._handle_event(event)
-        if flights and not self._is_scheduled:
+        if launches and not self._is_scheduled:
             self._is_scheduled = True
             is_slow = time.perf_counter() - self._last_completion > _WATCHED_S
             asyncio.get_running_loop().call_later(_PAUSE_S if is_slow else 0.0, self._run_scheduled)
@@ -234,15 +234,15 @@ class RequestReplays:
         self._is_scheduled = False
         self._run_replayer()
 
-    def _update_pending(self, flights: int, nbytes: int) -> None:
-        if flights != self._pending_launches or not flights:
+    def _update_pending(self, launches: int, nbytes: int) -> None:
+        if launches != self._pending_launches or not launches:
             self._last_completion = time.perf_counter()
-        self._admission_budget.adjust_unpermitted(flights - self._pending_launches, nbytes - self._pending_bytes)
-        for _ in range(self._pending_launches, flights):
+        self._admission_budget.adjust_unpermitted(launches - self._pending_launches, nbytes - self._pending_bytes)
+        for _ in range(self._pending_launches, launches):
             self._request_progress.begin_work()
-        for _ in range(flights, self._pending_launches):
+        for _ in range(launches, self._pending_launches):
             self._request_progress.end_work()
-        self._pending_launches, self._pending_bytes = flights, nbytes
+        self._pending_launches, self._pending_bytes = launches, nbytes
 
     def _handle_event(self, event: Event) -> None:
         kind, descriptor, tag, code, said = event
