@@ -6,7 +6,7 @@ validate requests, the server does.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from normserve.client.errors import UnexpectedAnswerError
@@ -32,18 +32,32 @@ class ExpectedResult:
         is_optional: whether only the server knows if there is one.
         has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
             the channels in its place, which it divides.
-        max_bytes: the most bytes that the tensor can have.
+        max_heads: H where only the server knows whether the shape is [H, *shape], of parameters of each head;
+            0 where it is `shape`.
+        allocated_bytes: the most bytes that the tensor has in `shape`, for which memory is allocated at first.
     """
 
     shape: tuple[int, ...]
     dtype: DType | None
     is_optional: bool = False
     has_groups: bool = False
-    max_bytes: int = field(init=False)
+    max_heads: int = 0
+    allocated_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         itemsize = _WIDEST_BYTES if self.dtype is None else self.dtype.itemsize
-        object.__setattr__(self, "max_bytes", prod(self.shape) * itemsize)
+        object.__setattr__(self, "allocated_bytes", prod(self.shape) * itemsize)
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that the tensor can have."""
+        return self.allocated_bytes * max(1, self.max_heads)
+
+    def select_heads(self) -> "ExpectedResult":
+        """Return the expectation for parameters of each head; self where the result does not depend on that."""
+        if not self.max_heads:
+            return self
+        return replace(self, shape=(self.max_heads, *self.shape), max_heads=0)
 
     def find_fault(self, tensor: HostTensor) -> str | None:
         """Describe the mismatch between a tensor and this expectation; return None where there is none."""
@@ -53,7 +67,11 @@ class ExpectedResult:
             return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
         if tensor.shape == self.shape or (self.has_groups and self._is_group_shape(tensor.shape)):
             return None
-        return f"be {list(self.shape)}, got {_format_shape(tensor.shape)}"
+        of_heads = (self.max_heads, *self.shape) if self.max_heads else self.shape
+        if tensor.shape == of_heads:
+            return None
+        shapes = " or ".join([str(list(shape)) for shape in dict.fromkeys((self.shape, of_heads))])
+        return f"be {shapes}, got {_format_shape(tensor.shape)}"
 
     def _is_group_shape(self, shape: tuple[int, ...]) -> bool:
         *samples, channels = self.shape
@@ -91,8 +109,9 @@ class ExpectedResults:
         # Unknown names may be anything, so the message does not repeat them.
         if len(tensors) > known:
             raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.by_name)}, it does")
-        if "mean" in tensors and "rstd" in tensors and tensors["mean"].shape != tensors["rstd"].shape:
-            raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
+        for first, second in (("mean", "rstd"), PARAMETER_GRADIENTS):
+            if first in tensors and second in tensors and tensors[first].shape != tensors[second].shape:
+                raise UnexpectedAnswerError(f"the answer's {first} and {second} must be of one shape, they are not")
 
 
 # Callers often repeat a request with other contents of the tensors.
@@ -164,9 +183,12 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
         if name in tensors:
             outputs[f"d{name}"] = ExpectedResult(tensors[name].shape, tensors[name].dtype)
     if "layer" in params:
-        outputs["dweight"] = ExpectedResult((_find_parameter_size(op, x.shape, params),), None)
+        shape = (_find_parameter_size(op, x.shape, params),)
+        # The layer's parameters may be of each head of x [..., H, N].
+        heads = x.shape[-2] if op != "group_norm" and len(x.shape) > 1 else 0
+        outputs["dweight"] = ExpectedResult(shape, None, max_heads=heads)
         if op != "rms_norm":
-            outputs["dbias"] = ExpectedResult((_find_parameter_size(op, x.shape, params),), None, is_optional=True)
+            outputs["dbias"] = ExpectedResult(shape, None, is_optional=True, max_heads=heads)
     return ExpectedResults(outputs)
 
 
@@ -180,12 +202,20 @@ def _expect_numbered(
     """Return the expected results for several x with shared parameters: numbered results, and sums over all x."""
     shared = tuple([each for each in described if each[0].partition(".")[0] not in OF_ROWS])
     outputs: dict[str, ExpectedResult] = {}
+    rows = 0
     for number in range(sum(name.startswith("x.") for name, *_ in described)):
         numbered = [each for each in described if _is_numbered(each[0], number)]
         own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
+        rows += sum([shape[0] for name, _, shape in own if name == "x" and shape])
         for name, output in of_one(op, (*own, *shared), query).by_name.items():
-            outputs[name if name in PARAMETER_GRADIENTS else f"{name}.{number}"] = output
-    return ExpectedResults(outputs)
+            if name not in PARAMETER_GRADIENTS:
+                outputs[f"{name}.{number}"] = output
+    # Gradients of parameters are those of all x joined along the first axis, which may be the axis of the heads.
+    joined = [("x", dtype, (rows, *shape[1:])) for name, dtype, shape in described if name == "x.0"]
+    of_joined = of_one(op, (*joined, *shared), query).by_name
+    return ExpectedResults(
+        outputs | {name: each for name, each in of_joined.items() if name in PARAMETER_GRADIENTS}
+    )
 
 
 def _is_numbered(name: str, number: int) -> bool:

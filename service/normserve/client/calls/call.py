@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
@@ -49,6 +49,13 @@ class ApiCall(Generic[R]):
     def target(self) -> str:
         """The path with its query."""
         return _make_target(self.path, tuple(self.params.items()))
+
+    def select_heads(self) -> "ApiCall[R] | None":
+        """Return the call for a layer with parameters of each head; None if no result depends on that."""
+        results = self.expected_results
+        if results is None or not any(each.max_heads for each in results.values()):
+            return None
+        return replace(self, expected_results={name: each.select_heads() for name, each in results.items()})
 
     def encode_body(self) -> list[bytes | memoryview] | None:
         """Encode the tensors as safetensors: a header, then the tensors' own buffers; None is no body.

@@ -57,7 +57,7 @@ def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[D
         located[name] = yield from _place_tensor(tensor, arena, copies)
     results = {}
     for name, output in call.expected_results.items():
-        results[name] = yield from allocate_device_block(arena, output.max_bytes)
+        results[name] = yield from allocate_device_block(arena, output.allocated_bytes)
     if copies and (busy := arena.find_busy_stream()):
         yield busy
     places = {name: block.segment_range for name, block in results.items()}

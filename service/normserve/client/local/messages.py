@@ -24,6 +24,9 @@ from normserve.codec.local_frames import Message, SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType, HostTensor
 
+MISFIT_STATUS = 422
+"""The status of requests whose tensors, layer or ranges for results do not fit one another."""
+
 _LAYERS = "/v1/layers"
 DTYPES = {dtype.value: dtype for dtype in DType}
 _STAGES = {"recv", "queue", "copy_in", "kernel", "copy_out"}
@@ -75,8 +78,8 @@ def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMes
     results, places = {}, {}
     for name, output in call.expected_results.items():
         # Inlined `allocate_host_block`, without a generator of its own: there is space except at first.
-        while (room := arena.allocate(output.max_bytes)) is None:
-            yield output.max_bytes
+        while (room := arena.allocate(output.allocated_bytes)) is None:
+            yield output.allocated_bytes
         results[name], places[name] = room, room.segment_range
     return HostCallMessage(make_compute_message(call, located, places), inputs, results)
 

@@ -29,6 +29,7 @@ from normserve.client.local.device_messages import (
     prepare_device_call,
 )
 from normserve.client.local.messages import (
+    MISFIT_STATUS,
     Needs,
     add_traceparent,
     allocate_host_block,
@@ -203,7 +204,19 @@ class LocalClientProtocol:
         self._device_offer.read_hello_document(reply.document)
 
     def exchange_call(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
-        """Send a call and return its response, growing the arenas if necessary."""
+        """Send a call and return its response, growing the arenas if necessary.
+
+        Memory for gradients of a layer's parameters is first allocated as for one row.  If the layer has parameters
+        of each head, the server refuses that, and the call is repeated with more memory.
+        """
+        response = yield from self._exchange_once(call)
+        if response.status == MISFIT_STATUS and (of_heads := call.select_heads()) is not None:
+            layer = yield LocalRequest(frames.GetLayerMessage(call.params["layer"]))
+            if layer.status < 400 and isinstance(layer.document, dict) and layer.document.get("heads"):
+                response = yield from self._exchange_once(of_heads)
+        return response
+
+    def _exchange_once(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
         x = get_device_x(call)
         arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:

@@ -21,7 +21,7 @@ from normserve.client.local.arena import HostArena
 from normserve.client.local.device import DeviceArena
 from normserve.client.local.known import CachedCall, CopiedInput, PendingCachedCall, ResultField
 from normserve.client.local.memories import CudaArrayMemory, NumpyArrayMemory, SharedArrayMemory, TorchArrayMemory
-from normserve.client.local.messages import make_arena_response, make_compute_message
+from normserve.client.local.messages import MISFIT_STATUS, make_arena_response, make_compute_message
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TensorReference
 from normserve.memory.host_tensors import DType
@@ -134,7 +134,8 @@ class CallCache:
         if result is not None:
             return result
         self.calls.pop(key, None)
-        if told.status < 400:
+        # The results of a layer that was replaced may need other ranges.
+        if told.status < 400 or told.status == MISFIT_STATUS:
             return None
         refused = make_arena_response(told, {})
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)

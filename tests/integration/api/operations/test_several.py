@@ -167,3 +167,22 @@ def test_through_the_clients(url, op, query):
     y = asyncio.run(ask()).y
     with Client(url) as client:
         assert torch.equal(torch.cat(y), getattr(client, op)(torch.cat(x), **affine, **query).y)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "shapes", [[(2, 3, 16), (1, 3, 16)], [(1, 16), (2, 16)]], ids=["of-tokens", "joined-to-heads"]
+)
+def test_a_client_reads_gradients_of_a_layer_with_parameters_of_each_head(server, op, shapes):
+    x = [torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in shapes]
+    parameters = [torch.randn(3, 16) for _ in range(2 if op == "layer_norm" else 1)]
+    with Client(server.url) as client:
+        client.put_layer("several.heads", op, *parameters)
+        backward = getattr(client, f"{op}_backward")
+        got = backward(x, x, layer="several.heads")
+        right = backward(torch.cat(x), torch.cat(x), layer="several.heads")
+        client.delete_layer("several.heads")
+    assert torch.equal(torch.cat(got.dx), right.dx)
+    for name in ("dweight", "dbias")[: len(parameters)]:
+        assert getattr(got, name).shape == (3, 16)
+        assert torch.equal(getattr(got, name), getattr(right, name))

@@ -1,12 +1,11 @@
 """Clients that share memory with a real server: the same answers to the bit as over HTTP, and the same errors."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
-from normserve.client import (
-    InvalidRequestError,
-    UnknownLayerError,
-)
+from normserve.client import AsyncClient, Client, InvalidRequestError, UnknownLayerError
 from normserve.codec.activations import ACTIVATIONS
 
 from tests.integration.clients.local.results import assert_same, random
@@ -125,6 +124,64 @@ def test_registered_layers(http, local):
         local.layer_norm(x, layer="ln.a")
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("shape", [(6, 48), (4, 6, 48), (2, 1, 6, 48), (0, 6, 48)], ids=str)
+def test_gradients_of_registered_layers_with_parameters_of_each_head(http, local, op, kind, shape):
+    parameters = [kind(random(6, 48, seed=seed)) for seed in (1, 2)][: 1 + (op == "layer_norm")]
+    local.put_layer("heads", op, *parameters, eps=1e-4)
+    x, dy = kind(random(*shape)), kind(random(*shape, seed=3))
+    for each in (http, local):
+        backward = getattr(each, f"{op}_backward")
+        for _ in range(3):
+            assert_same(backward(dy, x, layer="heads"), backward(dy, x, *parameters, eps=1e-4))
+    for of in ([6, 48], [48]):
+        changed = [kind(random(*of, seed=seed)) for seed in range(4, 4 + len(parameters))]
+        local.put_layer("heads", op, *changed)
+        for each in (http, local):
+            backward = getattr(each, f"{op}_backward")
+            assert_same(backward(dy, x, layer="heads"), backward(dy, x, *changed))
+    local.delete_layer("heads")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_layer_that_gets_heads_a_bias_or_a_wider_type_is_asked_for_anew(http, path, asynchronous):
+    x, of_row, of_heads = (
+        random(*shape, seed=seed).numpy() for seed, shape in enumerate([(4, 6, 48), (48,), (6, 48)])
+    )
+    changes = [[of_row.astype(np.float16)], [of_row], [of_row, of_row], [of_heads], [of_heads, of_heads], [of_row]]
+
+    async def check_each():
+        async with AsyncClient(f"unix://{path}") as client:
+            for parameters in changes:
+                http.put_layer("changing", "layer_norm", *parameters)
+                for _ in range(2):
+                    got = await client.layer_norm_backward(x, x, layer="changing")
+                    assert_same(got, http.layer_norm_backward(x, x, *parameters))
+
+    if asynchronous:
+        asyncio.run(check_each())
+    else:
+        with Client(f"unix://{path}") as client:
+            for parameters in changes:
+                http.put_layer("changing", "layer_norm", *parameters)
+                for _ in range(2):
+                    got = client.layer_norm_backward(x, x, layer="changing")
+                    assert_same(got, http.layer_norm_backward(x, x, *parameters))
+    http.delete_layer("changing")
+
+
+def test_a_request_that_is_wrong_stays_wrong_with_a_layer_of_heads(http, local):
+    x = np.asarray(random(4, 6, 48))
+    http.put_layer("heads", "layer_norm", np.asarray(random(6, 48)))
+    for client in (http, local):
+        with pytest.raises(InvalidRequestError, match=r"must be \[\.\.\., 6, N\]"):
+            client.layer_norm_backward(x[:, :5], x[:, :5], layer="heads")
+        with pytest.raises(InvalidRequestError, match="dy must be"):
+            client.layer_norm_backward(x[:1], x, layer="heads")
+    http.delete_layer("heads")
+
+
 def test_what_the_server_is(http, local, path):
     limits = {"max_bytes": 2**28, "max_connections": 64, "max_device_bytes": 2**30}
     assert local.info()["local"] == {"path": str(path), "version": 1, **limits, "device": None}
@@ -144,6 +201,9 @@ def test_what_the_server_is(http, local, path):
         (lambda client, x: client.layer_norm_backward(x, x, mean=np.ones(2, np.float32)), "missing_tensor"),
         (lambda client, x: client.layer_norm(x, dropout=0.5), "invalid_parameter"),
         (lambda client, x: client.layer_norm(x, layer="a/b"), "invalid_parameter"),
+        (lambda client, x: client.layer_norm_backward(x, x, layer="a/b"), "invalid_parameter"),
+        (lambda client, x: client.rms_norm_backward(x, x, layer=""), "invalid_parameter"),
+        (lambda client, x: client.rms_norm_backward(x, x, layer="x" * 1000), "invalid_parameter"),
         (lambda client, x: client.put_layer("..", "layer_norm", x), "invalid_parameter"),
         (lambda client, x: client.put_layer("l", "layer_norm", x[None]), "invalid_shape"),
         (lambda client, x: client.put_layer("l", "group_norm", x[0]), "invalid_parameter"),

@@ -9,6 +9,7 @@ from tests.service.client.harness.fake_server import FakeServer, tensors_answer
 X = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
 ROWS = np.zeros((2, 4), np.float32)
 W = np.ones(3, np.float16)
+H = np.ones((4, 3), np.float16)
 C = np.ones(4, np.float16)
 SCALAR = np.zeros((), np.float32)
 SAMPLES = np.ones((2, 4), np.float16)
@@ -39,6 +40,11 @@ CASES = [
     ("layer_norm_backward", {"dy": X, "weight": W, "bias": W}, {"dx": X, "dweight": W, "dbias": W}),
     ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W.astype(np.float32)}),
     ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W, "dbias": W.astype(np.float32)}),
+    ("layer_norm_backward", {"dy": X, "weight": H, "bias": H}, {"dx": X, "dweight": H, "dbias": H}),
+    ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H}),
+    ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H, "dbias": H}),
+    ("layer_norm_backward", {"x": X[0], "dy": X[0], "layer": "a"}, {"dx": X[0], "dweight": H, "dbias": H}),
+    ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H}),
     ("rms_norm_backward", {"dy": X, "weight": W}, {"dx": X, "dweight": W}),
     ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W}),
     ("group_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": C, "dbias": C}),
@@ -91,6 +97,31 @@ def test_anything_else_is_an_error(connect, operation, arguments, right):
 def test_groups_of_a_registered_layer_come_out_even(connect, mean, rstd):
     with pytest.raises(UnexpectedAnswerError):
         outcome(connect, "group_norm", {"layer": "a", "stats": True}, {"y": X, "mean": mean, "rstd": rstd})
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "tensors"),
+    [
+        ("layer_norm", {}, {"dweight": H, "dbias": W}),
+        ("layer_norm", {}, {"dweight": W, "dbias": H}),
+        ("layer_norm", {}, {"dweight": H[:3]}),
+        ("layer_norm", {}, {"dweight": H[:, :2]}),
+        ("layer_norm", {}, {"dweight": H[:0]}),
+        ("layer_norm", {"x": X[:0, :0], "dy": X[:0, :0]}, {"dweight": H[:0]}),
+        ("layer_norm", {"x": X[0, 0], "dy": X[0, 0]}, {"dweight": W[None]}),
+        ("group_norm", {}, {"dweight": H}),
+        ("group_norm", {"layout": "nhwc"}, {"dweight": H}),
+    ],
+)
+def test_parameters_of_each_head_are_of_rows_and_as_many_as_x_has(connect, operation, arguments, tensors):
+    given = {"x": X, "dy": X} | arguments
+    with pytest.raises(UnexpectedAnswerError):
+        outcome(connect, f"{operation}_backward", given | {"layer": "a"}, {"dx": given["x"]} | tensors)
+
+
+def test_the_message_names_both_shapes_that_a_layer_may_have(connect):
+    with pytest.raises(UnexpectedAnswerError, match=r"dweight must be \[3\] or \[4, 3\], got \[5\]"):
+        outcome(connect, "rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": np.ones(5, np.float32)})
 
 
 def test_rms_norm_has_no_mean_and_no_bias(connect):

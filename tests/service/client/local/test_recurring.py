@@ -241,6 +241,14 @@ def test_a_refusal_is_the_callers_and_the_call_is_learnt_anew(recurring, arena):
     assert FakeLink().request(recurring, signature) is None
 
 
+def test_a_layer_whose_results_need_other_ranges_is_asked_for_anew(recurring, arena):
+    signature = learnt(recurring, arena, shown(arena))
+    link = FakeLink()
+    link.status = 422
+    assert link.request(recurring, signature) is None
+    assert FakeLink().request(recurring, signature) is None
+
+
 def test_no_tensor_is_kept(recurring, arena):
     x = shown(arena)
     alive = weakref.ref(x)
