@@ -18,7 +18,7 @@ from normload.clients.pool import check_supported
 from normload.clients.worker import LoadProgress, WorkerSetup
 from normload.load.scenario import LoadPhase, LoadScenario
 from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_echo
-from normload.measurements.machine import MachineUse, count_available_cores, read_cpu_times
+from normload.measurements.machine import PeakMachineUse, count_available_cores, read_cpu_times
 from normload.measurements.remarks import list_remarks
 from normload.measurements.result import PhaseResult, RunResult
 from normload.measurements.tally import FAULTS_KEPT, PhaseTally
@@ -139,7 +139,7 @@ class _ScenarioRun:
         self._uncounted_tallies: list[PhaseTally] = []
         self._phases: list[PhaseResult] = []
         self._capacity: float | None = None
-        self._machine: MachineUse | None = None
+        self._machine: PeakMachineUse | None = None
 
     def warm_up(self) -> None:
         """Send every request once."""
@@ -231,7 +231,7 @@ class _ScenarioRun:
         """Keep the segment in which the machine was busiest."""
         if self._machine is None or busy > self._machine.busy:
             cores = count_available_cores()
-            self._machine = MachineUse(cores, busy, self._fleet.cores_used / cores)
+            self._machine = PeakMachineUse(cores, busy, self._fleet.cores_used / cores)
 
     def _measure_capacity(self) -> None:
         phase = self._scenario.capacity

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
 from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.documents import parse_json
+from normserve.client.answers.documents import parse_strict_json
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError
@@ -30,7 +30,7 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 def find_unsupported_reason(case: RequestCase) -> str | None:
     """Describe the limits of such a server if it does not support the case; return None if it does."""
-    if case.operation != "layer_norm" or case.list_parameters() or case.residual:
+    if case.operation != "layer_norm" or case.make_client_options() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
     if case.heads or case.parts:
         return "only one x, weight and bias of one vector each"
@@ -94,7 +94,7 @@ class KServeAdapter:
         try:
             length = int(answer.headers[_LENGTH_HEADER.lower()][:18])
             data = answer.body[max(0, length) :]
-            (output,) = parse_json(bytes(answer.body[: max(0, length)]))["outputs"]
+            (output,) = parse_strict_json(bytes(answer.body[: max(0, length)]))["outputs"]
             dtype = {name: dtype for dtype, name in _DATATYPES.items()}[output["datatype"]]
             tensor = HostTensor(dtype, _parse_shape(output["shape"]), data)
         # Their messages would repeat the server's data.

@@ -119,7 +119,7 @@ class LocalLoadConnection(SteppedConnection):
             kept -= self._arena_requests.popitem(last=False)[1].nbytes
         protocol = link.protocol
         prepared = yield from link.run_exchanges(
-            protocol.run_host_allocation(prepare_host_call(request.call, protocol.arena))
+            protocol.run_growing_host_arena(prepare_host_call(request.call, protocol.arena))
         )
         message = msgspec.Raw(msgspec.json.encode(prepared.message))
         placed = _ArenaRequest(message, prepared.copied_inputs, dict(prepared.result_blocks))
@@ -152,7 +152,9 @@ class _LocalSocket:
         return False
 
     def run_exchanges(self, exchanges: Exchanges[_R]) -> Steps[_R]:
-        """Carry out exchanges that allocate memory of the host.
+        """Send the requests that a generator yields, each after the response to the one before; return its result.
+
+        Args: exchanges: a generator that uses host memory only, so that it yields no stream to wait for.
 
         Raises:
             ApiError: the server refuses the connection, or more memory.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
 from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.documents import parse_json
+from normserve.client.answers.documents import parse_strict_json
 
 from normload.clients.exchange import SentRequest
 from normload.clients.judge import ResponseChecker
@@ -67,7 +67,7 @@ class RequestRecorder:
             self._unrecorded_bytes += answer.nbytes
         self._unrecorded.append((exchange, start))
         while len(self._unrecorded) > _MOST_LEFT or self._unrecorded_bytes > _MOST_LEFT_BYTES:
-            self.record_next()
+            self.record_oldest_ended()
 
     def record_unsent(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:
         """Create the record of a request that was due and is not sent any more.
@@ -83,8 +83,8 @@ class RequestRecorder:
             (slot.phase_index, RequestOutcome(operation, slot.due_at - start, never, never, never, 0, NOT_SENT))
         )
 
-    def record_next(self) -> None:
-        """Create the record of the first ended exchange that waits."""
+    def record_oldest_ended(self) -> None:
+        """Create the record of the exchange that has waited longest for one."""
         exchange, start = self._unrecorded.popleft()
         if exchange.is_checked and exchange.response is not None:
             self._unrecorded_bytes -= exchange.response.nbytes
@@ -123,7 +123,7 @@ class RequestRecorder:
         if answer is None:
             return UNEXPECTED_ANSWER
         try:
-            document = parse_json(bytes(answer.body))
+            document = parse_strict_json(bytes(answer.body))
         except ValueError:
             document = None
         code = document.get("code") if isinstance(document, dict) else None

@@ -125,7 +125,7 @@ class RequestSender:
                 for exchange in run.busy.values():
                     exchange.steps.close()
         while self._recorder.has_unrecorded:
-            self._recorder.record_next()
+            self._recorder.record_oldest_ended()
 
     def take_records(self) -> Records:
         """Return the records since the last call, like `RequestRecorder.take_records`."""
@@ -206,7 +206,7 @@ class RequestSender:
         came = run.events.poll(0, most)
         if not came:
             if self._recorder.has_unrecorded and (due_s is None or due_s > _SETTLE_S):
-                self._recorder.record_next()
+                self._recorder.record_oldest_ended()
                 return
             wait_s = _LOOK_S if due_s is None else min(due_s, _LOOK_S)
             if run.paused:

@@ -112,8 +112,8 @@ class RequestCase:
         """The axis of x whose size weight and bias have."""
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
-    def list_parameters(self) -> dict[str, str | int]:
-        """List the options that are not their defaults, in the form that the client's methods take."""
+    def make_client_options(self) -> dict[str, str | int]:
+        """Make the keyword arguments of the client's methods for the options that are not their defaults."""
         options = [each for each in fields(self) if each.metadata.get("is_option")]
         given = {
             each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default

@@ -27,7 +27,7 @@ class CpuTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineUse:
+class PeakMachineUse:
     """The use of the client's machine while it was busiest.
 
     Attributes:

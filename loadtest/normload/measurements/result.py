@@ -14,7 +14,7 @@ from normload.load.scenario import LoadPhase
 from normload.load.tables import is_number
 from normload.measurements.ceilings import LoopbackEcho
 from normload.measurements.knee import LoadSweep, SweepPoint, find_knee
-from normload.measurements.machine import MachineUse
+from normload.measurements.machine import PeakMachineUse
 from normload.measurements.tally import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
 
 FORMAT = "normload/1"
@@ -129,7 +129,7 @@ class RunResult:
     processes: int
     connections: int
     cpu: Sequence[float]
-    machine: MachineUse | None
+    machine: PeakMachineUse | None
     echo: LoopbackEcho | None
     capacity: float | None
     apart: Counter[tuple[int, str]]
@@ -238,7 +238,7 @@ class RunResult:
         return cls(
             **{name: document[name] for name in _PLAIN},
             cpu=document["cpu"],
-            machine=None if document.get("machine") is None else MachineUse(**document["machine"]),
+            machine=None if document.get("machine") is None else PeakMachineUse(**document["machine"]),
             echo=None if document["echo"] is None else LoopbackEcho(**document["echo"]),
             apart=Counter({(status, code): count for status, code, count in document["apart"]}),
             phases=[

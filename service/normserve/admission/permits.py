@@ -52,9 +52,9 @@ class ReleaseRate:
         """Estimate the seconds until `nbytes` are released; 0 without recent releases."""
         return self._estimate_seconds(nbytes, self._bytes)
 
-    def _estimate_seconds(self, amount: float, left: float) -> float:
+    def _estimate_seconds(self, amount: float, decayed_amount: float) -> float:
         now = self._clock()
-        remembered = left * math.exp((self._updated_at - now) / _MEMORY_S)
+        remembered = decayed_amount * math.exp((self._updated_at - now) / _MEMORY_S)
         # Soon after the start, the means cover less than the time constant.
         span = _MEMORY_S * (1 - math.exp((self._started_at - now) / _MEMORY_S))
         return amount * span / remembered if remembered else 0.0
@@ -203,8 +203,8 @@ class AdmissionBudget:
         tenants = self._tenants
         tenants.expire_refusals(now)
         share = tenants.compute_share(holder)
-        is_within = share.is_enough_for(holder.request_count + requests, holder.used_bytes + nbytes)
-        if is_within or not tenants.has_other_priority(holder):
+        is_within_share = share.is_enough_for(holder.request_count + requests, holder.used_bytes + nbytes)
+        if is_within_share or not tenants.has_other_priority(holder):
             lacking = CapacityShortfall(
                 self.request_count + requests - self._max_requests, self.used_bytes + nbytes - self._max_bytes
             )
@@ -212,7 +212,7 @@ class AdmissionBudget:
                 ((permit, inflow) for permit, inflow in self._body_rates.items() if permit is not asking),
                 lacking,
                 # Only for a tenant within its share are permits of tenants above theirs revoked.
-                share if is_within else None,
+                share if is_within_share else None,
                 now,
                 looks_at_all=not lacking.is_covered and self._claim_inspection(now),
             )
@@ -221,8 +221,8 @@ class AdmissionBudget:
                     self._revoke(permit, reason)
                 tenants.clear_priority(holder)
                 return
-        error = self._make_refusal(requests, nbytes, is_within)
-        tenants.record_refusal(holder, now, is_owed=is_within)
+        error = self._make_refusal(requests, nbytes, is_within_share)
+        tenants.record_refusal(holder, now, is_owed=is_within_share)
         raise error
 
     def _claim_inspection(self, now: float) -> bool:
@@ -232,7 +232,7 @@ class AdmissionBudget:
         self._next_inspection_at = now + self._stall_s / _LOOKS
         return True
 
-    def _make_refusal(self, requests: int, nbytes: int, is_within: bool) -> OverloadedError:
+    def _make_refusal(self, requests: int, nbytes: int, is_within_share: bool) -> OverloadedError:
         if self.request_count + requests > self._max_requests:
             detail = f"{self.request_count} requests are in flight, no more than that are admitted"
             wait_s = self._release_rate.estimate_seconds_for_requests(self.request_count)
@@ -244,7 +244,7 @@ class AdmissionBudget:
         else:
             detail = "others have less than their share and come first"
             wait_s = self._release_rate.estimate_seconds_for_requests(self.request_count)
-        return OverloadedError(detail, _SHORTEST_WAIT_S if is_within else _clamp_retry_after(wait_s))
+        return OverloadedError(detail, _SHORTEST_WAIT_S if is_within_share else _clamp_retry_after(wait_s))
 
     def _revoke(self, permit: "Permit", reason: str) -> None:
         inflow = self._body_rates[permit]

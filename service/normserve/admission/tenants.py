@@ -89,13 +89,13 @@ class TenantTable:
         """Record that a tenant was refused, and whether it had less than its share."""
         if tenant.has_priority and not is_owed:
             return
-        self._remove_refusal(tenant)
+        self._clear_refused_state(tenant)
         self.sharing_count += not tenant.is_sharing
         tenant.refused_at, tenant.has_priority = now, is_owed
         self.priority_count += is_owed
         self._refused_tenants[tenant.name] = tenant
         if len(self._refused_tenants) > _MAX_CLAIMS:
-            self._remove_refusal(next(iter(self._refused_tenants.values())))
+            self._clear_refused_state(next(iter(self._refused_tenants.values())))
 
     def clear_priority(self, tenant: Tenant) -> None:
         """End the priority of a tenant, which has been admitted or whose refusal has expired."""
@@ -109,9 +109,9 @@ class TenantTable:
             assert first.refused_at is not None
             if now - first.refused_at < _CLAIM_S:
                 return
-            self._remove_refusal(first)
+            self._clear_refused_state(first)
 
-    def _remove_refusal(self, tenant: Tenant) -> None:
+    def _clear_refused_state(self, tenant: Tenant) -> None:
         """Remove the refusal of a tenant, if there is one."""
         if tenant.refused_at is None:
             return

@@ -147,8 +147,8 @@ class SendQueue:
         """
         self._frames.append((frame, descriptors, on_lost))
 
-    def add_and_send(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
-        """Add a frame and send the queue; raises as `send_all`."""
+    def add_and_send_all(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
+        """Add a frame and send all frames of the queue; raises as `send_all`."""
         if self._frames:
             self.add(frame)
         else:

@@ -91,20 +91,20 @@ class LocalServerConnection:
         """Close the connection."""
         self._responder.close_connection()
 
-    def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
-        """Answer the messages of a frame; each has a tag of its own."""
+    def on_frame(self, first_tag: int, content: bytes, began: float, ended: float) -> None:
+        """Answer the messages of a frame; the first message has `first_tag`, each later one the next tag."""
         messages: Sequence[Said] | None = self._prepared_calls.find(content)
         if messages is None:
             try:
                 messages = self._parse_frame(content)
             except MalformedPayloadError as error:
-                self._responder.respond_error(tag, error, RequestRecord(transport="local", began_at=began))
+                self._responder.respond_error(first_tag, error, RequestRecord(transport="local", began_at=began))
                 return
         if len(messages) == 1 and not self._queued_messages and self._has_free_slot:
-            self._begin_message(tag, messages[0], began, ended)
+            self._begin_message(first_tag, messages[0], began, ended)
             return
         for index, message in enumerate(messages):
-            self._queued_messages.append(((tag + index) % frames.TAGS, message, began, ended))
+            self._queued_messages.append(((first_tag + index) % frames.TAGS, message, began, ended))
         self._begin_queued()
 
     def _parse_frame(self, content: bytes) -> Sequence[Said]:

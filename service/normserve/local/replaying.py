@@ -196,7 +196,7 @@ class RequestReplays:
                 # Only asyncio's own loops have one; another ready descriptor ends a turn.
                 selector = getattr(loop, "_selector", None)
                 self._selector_descriptor = -1 if selector is None else selector.fileno()
-                loop.add_reader(self._replayer.fileno(), self._run_replayer)
+                loop.add_reader(self._replayer.fileno(), self._run_replayer_turn)
                 self._metrics.set_replay_collector(self.collect_samples)
         return self._replayer
 
@@ -211,7 +211,7 @@ class RequestReplays:
                 self._replayer.remove_all_replays()
                 self.collect_samples()
 
-    def _run_replayer(self) -> None:
+    def _run_replayer_turn(self) -> None:
         """Let the replayer serve its connections for a short time, and handle its events."""
         replayer = self._replayer
         assert replayer is not None
@@ -232,7 +232,7 @@ class RequestReplays:
 
     def _run_scheduled(self) -> None:
         self._is_scheduled = False
-        self._run_replayer()
+        self._run_replayer_turn()
 
     def _update_pending(self, launches: int, nbytes: int) -> None:
         if launches != self._pending_launches or not launches:

@@ -22,8 +22,11 @@ _READ_BYTES = 64 * 1024
 class FrameCallbacks(Protocol):
     """The callbacks of a frame socket."""
 
-    def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
-        """Handle a frame, received from `began` to `ended` by `time.perf_counter`."""
+    def on_frame(self, first_tag: int, content: bytes, began: float, ended: float) -> None:
+        """Handle a frame, received from `began` to `ended` by `time.perf_counter`.
+
+        Args: first_tag: the tag of the frame's first message; later ones have the tags after it.
+        """
 
     def on_fault(self, error: NormserveError) -> None:
         """Handle received bytes that are no valid frame; later frames cannot be separated."""
@@ -174,10 +177,10 @@ class FrameSocket:
             self._frame_began_at = ended if found else began
             self._set_frame_timer(runs=True)
         self._update_replayer()
-        for tag, content in found:
+        for first_tag, content in found:
             if not self.is_open:
                 return
-            self._callbacks.on_frame(tag, content, began, ended)
+            self._callbacks.on_frame(first_tag, content, began, ended)
             began = ended
 
     def _set_frame_timer(self, *, runs: bool) -> None:

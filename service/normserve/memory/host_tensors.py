@@ -37,13 +37,13 @@ FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A contiguous, row-major, little-endian tensor in host memory.
+    """A contiguous, little-endian tensor in host memory, row-major unless `fortran_order` is set.
 
     Attributes:
         dtype: element type.
         shape: sizes, outermost first; () is a scalar.
         data: flat view of `nbytes` bytes (format "B"); it keeps the memory alive.
-        fortran_order: the bytes are in column-major order instead, as in some npy files.
+        fortran_order: whether the bytes are in column-major order, as in some npy files.
     """
 
     dtype: DType

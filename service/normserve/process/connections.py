@@ -33,7 +33,7 @@ _MAX_LINGERING = 64
 _PAUSE_S = 0.1
 
 
-class AdmittedConnection(NamedTuple):
+class AcceptedConnection(NamedTuple):
     """An accepted connection.
 
     Attributes:
@@ -45,7 +45,7 @@ class AdmittedConnection(NamedTuple):
     exceeded_limit: Reason | None
 
 
-Take = Callable[[socket.socket, AdmittedConnection], Awaitable[None]]
+Take = Callable[[socket.socket, AcceptedConnection], Awaitable[None]]
 
 
 class ConnectionLimits:
@@ -86,7 +86,7 @@ class ConnectionLimits:
             ThrottledLogger(log),
         )
 
-    def admit_connection(self, connection: socket.socket) -> AdmittedConnection | None:
+    def admit_connection(self, connection: socket.socket) -> AcceptedConnection | None:
         """Count an accepted connection; return None if it was refused and closed."""
         address = identify_client(connection)
         of_address = self._counts_by_address.get(address, 0)
@@ -103,7 +103,7 @@ class ConnectionLimits:
                 self._exceeded_log.warning("a connection is beyond the limit: %s is %d", reason, limit)
         self.open_count += 1
         self._counts_by_address[address] = of_address + 1
-        return AdmittedConnection(address, beyond)
+        return AcceptedConnection(address, beyond)
 
     def release_address(self, address: str) -> None:
         """Count the end of a connection from this address."""
@@ -175,10 +175,11 @@ def identify_client(connection: socket.socket) -> str:
     return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
-def limit_to_descriptors(wanted: int) -> int:
-    """Return how many connections the process may hold: `wanted`, or fewer if the system's hard limit is lower.
+def raise_descriptor_limit_for_connections(wanted: int) -> int:
+    """Raise the soft limit of descriptors as far as `wanted` connections need.
 
-    Raises the soft limit of descriptors as far as needed.
+    Returns:
+        The number of connections that the process may hold: `wanted`, or fewer if the hard limit is lower.
     """
     available, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = _OTHER_DESCRIPTORS + RESERVE

@@ -18,7 +18,11 @@ from normserve.local.server import LocalServer
 from normserve.logs import audit
 from normserve.process.announcement import print_announcement
 from normserve.process.channel import SupervisorChannel
-from normserve.process.connections import AdmittedConnection, ConnectionLimits, limit_to_descriptors
+from normserve.process.connections import (
+    AcceptedConnection,
+    ConnectionLimits,
+    raise_descriptor_limit_for_connections,
+)
 from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import CLOSE_S, HttpServer
 from normserve.process.listeners import is_local_connection, make_url
@@ -58,7 +62,7 @@ class OwnerServer(HttpServer):
         self._accept_tasks: list[asyncio.Task[None]] = []
         self._is_failing = False
         self._connection_limits = ConnectionLimits(
-            max_all=limit_to_descriptors(settings.max_connections),
+            max_all=raise_descriptor_limit_for_connections(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._services.metrics.observe_refused_connection,
         )
@@ -113,12 +117,12 @@ class OwnerServer(HttpServer):
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
-    async def _serve_accepted(self, connection: socket.socket, admission: AdmittedConnection) -> None:
+    async def _serve_accepted(self, connection: socket.socket, admission: AcceptedConnection) -> None:
         """Serve a connection that this process accepted."""
         on_end = functools.partial(self._connection_limits.release_address, admission.address)
         self._start_task(self._serve_connection(connection, on_end, admission.exceeded_limit))
 
-    async def _serve_local(self, connection: socket.socket, admission: AdmittedConnection) -> None:
+    async def _serve_local(self, connection: socket.socket, admission: AcceptedConnection) -> None:
         """Serve a connection that this process accepted from a client that shares memory."""
         assert self._local_server is not None
         self._local_server.serve_connection(

@@ -24,7 +24,11 @@ from typing import Any
 from normserve.peers.siblings import FleetPosition
 from normserve.process.announcement import print_announcement
 from normserve.process.child import FRONT_END, OWNER, ChildProcess, HandedConnection, describe_exit
-from normserve.process.connections import AdmittedConnection, ConnectionLimits, limit_to_descriptors
+from normserve.process.connections import (
+    AcceptedConnection,
+    ConnectionLimits,
+    raise_descriptor_limit_for_connections,
+)
 from normserve.process.exit_codes import ExitCode
 from normserve.process.handover import BEAT_S, LINK, REFUSED
 from normserve.process.listeners import ListenError, make_url, open_listeners, open_local_listener
@@ -44,7 +48,7 @@ class FleetSupervisor:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
         self._connection_limits = ConnectionLimits(
-            max_all=limit_to_descriptors(settings.max_connections),
+            max_all=raise_descriptor_limit_for_connections(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._report_refused,
         )
@@ -167,10 +171,10 @@ class FleetSupervisor:
 
     def _make_hand_over(
         self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
-    ) -> Callable[[socket.socket, AdmittedConnection], Coroutine[None, None, None]]:
+    ) -> Callable[[socket.socket, AcceptedConnection], Coroutine[None, None, None]]:
         """Make the function that takes the connections that these limits admit."""
 
-        async def hand_over(connection: socket.socket, admission: AdmittedConnection) -> None:
+        async def hand_over(connection: socket.socket, admission: AcceptedConnection) -> None:
             on_end = functools.partial(limits.release_address, admission.address)
             await self._hand_over_connection(connection, takers, on_end, admission.exceeded_limit)
 

@@ -23,7 +23,9 @@ class MemoryAdmission:
     engine: Engine
     max_bytes: int
 
-    def charge_job(self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+    def charge_results_and_temporaries(
+        self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int
+    ) -> None:
         """Grow the request's permit by its results and temporaries, unless they are small.
 
         Raises:

@@ -144,7 +144,7 @@ class RequestLifecycle(ABC):
             TooLargeError, OverloadedError: the job takes too much memory, ever or now.
         """
         record = self.record
-        self.services.memory_admission.charge_job(self.permit, job, cost, body_bytes)
+        self.services.memory_admission.charge_results_and_temporaries(self.permit, job, cost, body_bytes)
         record.dtype, record.rows = job.x.dtype.label, job.rows
         record.stage_seconds["parse"] = time.perf_counter() - record.began_at - record.stage_seconds["recv"]
         record.current_stage = "queue"

@@ -26,7 +26,7 @@ def code_of(recorder, body):
         None, ScheduledRequest(0, 0.0, 0), 0.0, 0.0, False, None, response=ApiResponse(503, {}, memoryview(body))
     )
     recorder.add_ended(exchange, 0.0)
-    recorder.record_next()
+    recorder.record_oldest_ended()
     ((_, record),) = recorder.take_records()
     return record.code
 

@@ -1,5 +1,5 @@
 from normload.load.scenario import LoadPhase
-from normload.measurements.machine import MachineUse
+from normload.measurements.machine import PeakMachineUse
 from normload.measurements.remarks import list_remarks
 from normload.measurements.result import PhaseResult
 from normload.measurements.tally import PhaseTally, RequestOutcome
@@ -28,12 +28,12 @@ def test_a_busy_client_was_the_limit():
 
 
 def test_a_machine_without_idle_cores_was_the_limit():
-    busy = made_result([0.01] * 1000, machine=MachineUse(cores=2, busy=0.97, client=0.35))
+    busy = made_result([0.01] * 1000, machine=PeakMachineUse(cores=2, busy=0.97, client=0.35))
     assert "The client's machine was the limit: its 2 cores were busy 97% of the time in the busiest phase" in said(
         busy
     )
     assert "35% with the client" in said(busy)
-    assert said(made_result([0.01] * 1000, machine=MachineUse(2, 0.85, 0.8))) == ""
+    assert said(made_result([0.01] * 1000, machine=PeakMachineUse(2, 0.85, 0.8))) == ""
 
 
 def test_a_closed_loop_s_client_has_its_share_said():

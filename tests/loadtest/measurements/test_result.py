@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from normload.load.scenario import LoadPhase
 from normload.measurements.ceilings import LoopbackEcho
-from normload.measurements.machine import MachineUse
+from normload.measurements.machine import PeakMachineUse
 from normload.measurements.result import FORMAT, PhaseResult, RunResult, read_result
 from normload.measurements.tally import PhaseTally, RequestOutcome
 
@@ -20,7 +20,7 @@ def phase(name, start_s, ended_s, *, rate=10.0, segment_s=2.0):
 
 def test_a_file_holds_all_of_it(tmp_path):
     result = made_result([0.01] * 100, errors=3, echo=LoopbackEcho(1000, 2, 5000.0, 1e-4), faults=["x"], wrong=1)
-    result.machine = MachineUse(4, 0.75, 0.5)
+    result.machine = PeakMachineUse(4, 0.75, 0.5)
     result.write_json(tmp_path / "a.json")
     again = read_result(tmp_path / "a.json")
     assert again.to_json() == result.to_json()

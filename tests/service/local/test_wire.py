@@ -21,9 +21,9 @@ class Told:
         self.seconds = []
         self.wire = None
 
-    def on_frame(self, tag, content, began, ended):
+    def on_frame(self, first_tag, content, began, ended):
         assert began <= ended
-        self.frames.append((tag, bytes(content)))
+        self.frames.append((first_tag, bytes(content)))
         self.seconds.append(ended - began)
 
     def on_fault(self, error):

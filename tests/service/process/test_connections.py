@@ -11,7 +11,7 @@ import socket
 
 import pytest
 from normserve.process import connections
-from normserve.process.connections import ConnectionLimits, identify_client, limit_to_descriptors
+from normserve.process.connections import ConnectionLimits, identify_client, raise_descriptor_limit_for_connections
 
 from tests.integration.harness.raw import Answer
 from tests.integration.harness.wire import assert_problem
@@ -212,5 +212,5 @@ def test_connections_fit_into_the_descriptors(monkeypatch, soft, hard, wanted, r
     now = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: now.append(limit))
-    assert limit_to_descriptors(wanted) == possible
+    assert raise_descriptor_limit_for_connections(wanted) == possible
     assert now[1:] == ([] if raised is None else [(raised, hard)])

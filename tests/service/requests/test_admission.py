@@ -35,7 +35,7 @@ def charged(
     x = replace(tensor(*shape), fortran_order=fortran)
     job, cost = make_validated_job(spec, {"x": x}, may_overwrite=may_overwrite)
     permit = FakePermit(free)
-    admission.charge_job(permit, job, cost, body)
+    admission.charge_results_and_temporaries(permit, job, cost, body)
     return permit.taken
 
 

@@ -149,7 +149,7 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
         )
     forward = ResnetBlockForward(module, get_input_name(module))
     try:
-        is_as_known = _has_known_results(module)
+        is_as_known = _matches_forward_on_samples(module)
     # The forward may be that of another version of the class.
     except Exception as error:
         raise UnrecognisedNormError(f"a small one of its kind raised {type(error).__name__}") from error
@@ -158,7 +158,7 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
     return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
 
 
-def _has_known_results(module: Any) -> bool:
+def _matches_forward_on_samples(module: Any) -> bool:
     """Return whether a copy with few channels agrees with `ResnetBlockForward` on random samples."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

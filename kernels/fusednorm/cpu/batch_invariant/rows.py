@@ -151,7 +151,7 @@ def layer_norm_backward(
         elif is_lone:
             dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
             db = None if bias is None else dz[0]
-        gradients.write_chunk(piece, dx, dresidual_out, dw, db)
+        gradients.add_chunk(piece, dx, dresidual_out, dw, db)
         del h, dz, dx, dw, db
     return gradients.get_result()
 
@@ -192,7 +192,7 @@ def rms_norm_backward(
         torch.sub(g, dx, out=dx).mul_(scale)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
-        gradients.write_chunk(piece, dx, dresidual_out, dw, None)
+        gradients.add_chunk(piece, dx, dresidual_out, dw, None)
         del xhat, dz, dx, dw
     return gradients.get_result()
 
@@ -211,7 +211,7 @@ class _RowGradients:
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
-    def write_chunk(
+    def add_chunk(
         self,
         piece: slice,
         dx: Tensor,

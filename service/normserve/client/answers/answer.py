@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.client.answers.documents import parse_json
+from normserve.client.answers.documents import parse_strict_json
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.quoting import quote_text
 from normserve.client.results import Timing
@@ -50,7 +50,7 @@ class ApiResponse:
             UnexpectedAnswerError: it is not.
         """
         try:
-            return parse_json(bytes(self.body))
+            return parse_strict_json(bytes(self.body))
         except ValueError:
             raise UnexpectedAnswerError("the answer must be JSON, it is not") from None
 

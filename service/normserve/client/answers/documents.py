@@ -4,7 +4,7 @@ import json
 from typing import Any, NoReturn
 
 
-def parse_json(body: bytes) -> Any:
+def parse_strict_json(body: bytes) -> Any:
     """Parse a JSON document.
 
     Raises:

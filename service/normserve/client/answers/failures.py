@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from normserve.client.answers.documents import parse_json
+from normserve.client.answers.documents import parse_strict_json
 from normserve.client.errors import (
     ApiError,
     DeadlineExceededError,
@@ -62,7 +62,7 @@ def make_api_error(status: int, headers: Mapping[str, str], body: bytes, api_key
 
 def _read_problem(body: bytes) -> Mapping[str, Any]:
     try:
-        problem = parse_json(body)
+        problem = parse_strict_json(body)
     except ValueError:
         return {}
     return problem if isinstance(problem, dict) else {}

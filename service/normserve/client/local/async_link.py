@@ -130,7 +130,7 @@ class AsyncLocalClientConnection:
 
     def _send(self, frame: bytes) -> None:
         try:
-            self._send_queue.add_and_send(self._socket, frame)
+            self._send_queue.add_and_send_all(self._socket, frame)
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._send_queued)
         except OSError:

@@ -141,7 +141,7 @@ class LocalClientConnection:
         outgoing = self._send_queue
         try:
             try:
-                outgoing.add_and_send(self._socket, frame, _AT_ONCE)
+                outgoing.add_and_send_all(self._socket, frame, _AT_ONCE)
             except BlockingIOError:
                 self._send_queued(deadline)
         except RequestTimeoutError:
@@ -155,7 +155,7 @@ class LocalClientConnection:
     def _send_queued(self, deadline: Deadline) -> None:
         outgoing = self._send_queue
         while outgoing:
-            if not self._wait_writable(deadline):
+            if not self._poll_writable(deadline):
                 if outgoing.has_partial_frame:
                     self._fail(partial(ConnectionFailedError, "a request was cut off"))
                 outgoing.discard_all()
@@ -173,8 +173,12 @@ class LocalClientConnection:
             finally:
                 self._send_lock.release()
 
-    def _wait_writable(self, deadline: Deadline) -> bool:
-        """Wait until the socket may be writable; return False if the deadline has passed."""
+    def _poll_writable(self, deadline: Deadline) -> bool:
+        """Wait at most `_WAIT_S` for the socket to be writable, which it may still not be afterwards.
+
+        Returns:
+            False, without a wait, if the deadline has passed.
+        """
         left_s = deadline.get_remaining_s()
         if left_s is not None and left_s <= 0:
             return False

@@ -35,10 +35,11 @@ class AllocatedBlock(Protocol):
 class SharedArrayMemory(Protocol):
     """Shared memory for one kind of arrays."""
 
-    def describe(self, value: Any) -> tuple[Hashable, ...]:
-        """Return an array's location, dtype and shape; () for other values, or where the bytes are not as sent.
+    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+        """Return an array's part of the key of a known call: its location, dtype and shape.
 
-        The location is None where the array is outside shared memory, and must be copied.
+        It is () for other values, and for arrays whose bytes in memory are not those that are sent.  The
+        location is None where the array is outside shared memory, and must be copied.
         """
 
     def locate(self, tensor: HostTensor) -> tuple[int, int] | None:
@@ -83,7 +84,7 @@ class _HostArrayMemory:
 class NumpyArrayMemory(_HostArrayMemory):
     """Shared host memory for numpy arrays."""
 
-    def describe(self, value: Any) -> tuple[Hashable, ...]:
+    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) is not np.ndarray or not value.flags.c_contiguous:
             return ()
         dtype = value.dtype
@@ -109,7 +110,7 @@ class TorchArrayMemory(_HostArrayMemory):
         self._torch = torch
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
 
-    def describe(self, value: Any) -> tuple[Hashable, ...]:
+    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
         return self._arena.locate_address(value.data_ptr()), value.dtype, value.shape
@@ -141,7 +142,7 @@ class CudaArrayMemory:
         self._copy_all = torch._foreach_copy_
         self.find_busy_stream = arena.find_busy_stream
 
-    def describe(self, value: Any) -> tuple[Hashable, ...]:
+    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
         place = self._arena.locate_address(value.data_ptr())

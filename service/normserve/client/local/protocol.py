@@ -220,14 +220,14 @@ class LocalClientProtocol:
         x = get_device_x(call)
         arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:
-            there = yield from self._run_device_allocation(prepare_device_call(call, arena), arena)
+            there = yield from self._run_growing_device_arena(prepare_device_call(call, arena), arena)
             return make_device_response((yield LocalRequest(there.message, there)), arena, there.result_blocks)
-        prepared = yield from self.run_host_allocation(prepare_host_call(call, self.arena))
+        prepared = yield from self.run_growing_host_arena(prepare_host_call(call, self.arena))
         return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.result_blocks)
 
     def allocate_memory(self, nbytes: int) -> Exchanges[memoryview]:
         """Allocate bytes of the arena, which return with their last view."""
-        return (yield from self.run_host_allocation(allocate_host_block(self.arena, nbytes))).data[:nbytes]
+        return (yield from self.run_growing_host_arena(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
     def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
         """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
@@ -238,9 +238,9 @@ class LocalClientProtocol:
         if arena is None:
             return None
         needs = allocate_device_block(arena, prod(shape) * dtype.itemsize)
-        return arena.make_tensor((yield from self._run_device_allocation(needs, arena)), dtype, shape)
+        return arena.make_tensor((yield from self._run_growing_device_arena(needs, arena)), dtype, shape)
 
-    def run_host_allocation(self, needs: Needs[_R]) -> Exchanges[_R]:
+    def run_growing_host_arena(self, needs: Needs[_R]) -> Exchanges[_R]:
         """Run a generator that allocates host memory, growing the arena as needed; return its result."""
         try:
             while True:
@@ -249,7 +249,7 @@ class LocalClientProtocol:
             result: _R = done.value
             return result
 
-    def _run_device_allocation(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
+    def _run_growing_device_arena(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
         """Run a generator that allocates device memory or waits for streams; return its result."""
         try:
             while True:

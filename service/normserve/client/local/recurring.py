@@ -59,7 +59,7 @@ class CallCache:
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
         """Return the signature of a call; None for a call that cannot be cached."""
-        described = self._memory.describe
+        described = self._memory.make_reuse_key
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
         for position, value in enumerate(arguments):
@@ -95,7 +95,7 @@ class CallCache:
             return ()
         parts: list[Hashable] = []
         for each in value:
-            said = (type(each), each) if each is None or type(each) is str else self._memory.describe(each)
+            said = (type(each), each) if each is None or type(each) is str else self._memory.make_reuse_key(each)
             if not said or said[0] is None:
                 return ()
             parts.append(said)

@@ -72,10 +72,10 @@ class RequestMiddleware:
             outgoing.cors_headers, preflight = self._origin_policy.check_request(scope, headers)
             if preflight is None:
                 self._authorise(exchange)
-                await self._app(scope, receive_body, outgoing.send_message)
+                await self._app(scope, receive_body, outgoing.forward_message)
             else:
                 exchange.record.op = "preflight"
-                await preflight(scope, receive_body, outgoing.send_message)
+                await preflight(scope, receive_body, outgoing.forward_message)
         except Exception as error:
             await outgoing.send_problem(exchange.log_failure(error))
         finally:
@@ -165,12 +165,12 @@ class _ResponseRecorder:
     async def send_problem(self, error: NormserveError) -> None:
         """Send an error response; if a response has already begun, only record the error."""
         if not self.has_started:
-            await send_problem(error, self._exchange, self.send_message)
+            await send_problem(error, self._exchange, self.forward_message)
             return
         self._exchange.record.error_code = error.code
         self._exchange.is_client_disconnected |= isinstance(error, ClientLeftError)
 
-    async def send_message(self, message: Message) -> None:
+    async def forward_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             await self._send_start(message)
             return

@@ -19,10 +19,10 @@ def build_tensors(
     Raises:
         NormserveError: a tensor is invalid.
     """
-    return {each.name: _build_tensor(each, body, shared) for each in inputs}
+    return {each.name: _build_input_tensor(each, body, shared) for each in inputs}
 
 
-def _build_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
+def _build_input_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
     match each.source:
         case BinarySource(start):
             return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])

@@ -158,7 +158,7 @@ class RelayedIncomingBody(IncomingBody):
             return
         self._shared_memory = room
         place = located.slab.number, located.offset
-        self._front_end.send_message(messages.BodyLocation(self._number, *place, self.content_length))
+        self._front_end.send_message(messages.BodyIntoSlabRequest(self._number, *place, self.content_length))
 
 
 class RelayedResponseSender(ResponseSender):

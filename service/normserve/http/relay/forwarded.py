@@ -39,7 +39,7 @@ def decline_message(link: RelayLink, message: Any) -> None:
     match message:
         case messages.OperationResponse() | messages.CompleteResponse() | messages.ResponsePart():
             link.send_message(messages.ResponseSent(message.number, 0.0, is_delivered=False))
-        case messages.BodyLocation() | messages.BodyPartRequest():
+        case messages.BodyIntoSlabRequest() | messages.BodyPartRequest():
             link.send_message(messages.BodyAborted(message.number, left=True))
 
 
@@ -148,7 +148,7 @@ class ForwardedRequest:
                 await self._send_response(message)
             case messages.ResponsePart():
                 await self._send_part(message)
-            case messages.BodyLocation():
+            case messages.BodyIntoSlabRequest():
                 await self._receive_body(message)
             case messages.BodyPartRequest():
                 await self._receive_parts(all_of_it=message.all)
@@ -176,7 +176,7 @@ class ForwardedRequest:
         await self._send({"type": "http.response.body", "body": message.data, "more_body": message.more})
         self._report_sent(is_last=not message.more)
 
-    async def _receive_body(self, message: messages.BodyLocation) -> None:
+    async def _receive_body(self, message: messages.BodyIntoSlabRequest) -> None:
         room = self._owner.mapped_memory[message.memory][message.offset : message.offset + message.nbytes]
         reception, link = self._incoming_body, self._owner.link
         was_complete = reception.is_complete

@@ -158,7 +158,7 @@ class SharedSlabRemoved(msgspec.Struct, array_like=True, tag=2, gc=False):
     numbers: list[int]
 
 
-class BodyLocation(msgspec.Struct, array_like=True, tag=3, gc=False):
+class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
     """A request to receive a body of announced length into this range of a shared slab."""
 
     number: int
@@ -246,7 +246,7 @@ FromOwner = (
     OwnerReadiness
     | SharedSlabAdded
     | SharedSlabRemoved
-    | BodyLocation
+    | BodyIntoSlabRequest
     | BodyPartRequest
     | BodyStopRequest
     | CompleteResponse

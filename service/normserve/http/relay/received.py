@@ -71,7 +71,7 @@ class SharedBodyOperation(RelayedOperation):
             asyncio.get_running_loop(), pace, lambda: self.received_bytes, self._abort_slow
         )
         place = located.slab.number, located.offset
-        self._front_end.send_message(messages.BodyLocation(self._number, *place, announced))
+        self._front_end.send_message(messages.BodyIntoSlabRequest(self._number, *place, announced))
         return True
 
     def on_progress(self, nbytes: int) -> None:

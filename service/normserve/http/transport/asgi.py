@@ -30,7 +30,7 @@ class AsgiAdapter:
         client = scope.get("client") or ("", 0)
         try:
             await self._asgi_app(
-                {**scope, "state": state, "client": client}, body.receive_message, response.send_message
+                {**scope, "state": state, "client": client}, body.receive_message, response.forward_message
             )
         finally:
             body.stop_receiving()
@@ -89,12 +89,12 @@ class AsgiResponseSender(ResponseSender):
         self._send = send
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        await self.send_message({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self.forward_message({"type": "http.response.start", "status": status, "headers": list(headers)})
         for buffer in buffers:
-            await self.send_message({"type": "http.response.body", "body": buffer, "more_body": True})
-        await self.send_message({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.forward_message({"type": "http.response.body", "body": buffer, "more_body": True})
+        await self.forward_message({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send_message(self, message: Message) -> None:
+    async def forward_message(self, message: Message) -> None:
         """Forward a message, with its body as `bytes`, which ASGI requires: a server may pickle it."""
         if message["type"] == "http.response.start":
             self._began_at = time.perf_counter()

@@ -78,7 +78,7 @@ class ChunkedBodyDecoder:
             return end
         self._line = b""
         if self._in_trailers:
-            self._check_trailer_line(line)
+            self._consume_trailer_line(line)
         else:
             self._parse_size_line(line)
         return end
@@ -98,7 +98,8 @@ class ChunkedBodyDecoder:
         else:
             self._in_trailers = True
 
-    def _check_trailer_line(self, line: bytes) -> None:
+    def _consume_trailer_line(self, line: bytes) -> None:
+        """Check and count a line of the trailer section; the empty one completes the body."""
         self._trailer_bytes += len(line)
         if line == b"\r\n":
             self.is_complete = True

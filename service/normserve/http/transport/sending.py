@@ -99,7 +99,7 @@ class SocketResponseSender(ResponseSender):
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         """Do in one step what uvicorn's cycle does for a response in several messages."""
         cycle = self._cycle
-        if cycle is None or not await self._wait_writable(cycle):
+        if cycle is None or not await self._drain_writes(cycle):
             return
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
@@ -120,7 +120,7 @@ class SocketResponseSender(ResponseSender):
                         return
                 self.pending_bytes += sum(map(len, portion))
                 self._transport.writelines(portion)
-                if not await self._wait_writable(cycle):
+                if not await self._drain_writes(cycle):
                     return
         cycle.response_complete = True
         cycle.message_event.set()
@@ -128,7 +128,7 @@ class SocketResponseSender(ResponseSender):
             self.close()
         cycle.on_response()
 
-    async def _wait_writable(self, cycle: RequestResponseCycle) -> bool:
+    async def _drain_writes(self, cycle: RequestResponseCycle) -> bool:
         """Wait until the kernel has taken all earlier writes; return whether the client is connected."""
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()

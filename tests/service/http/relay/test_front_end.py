@@ -327,7 +327,7 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
         (messages.CompleteResponse(77, 200, [], [], 0), messages.ResponseSent(77, 0.0, is_delivered=False)),
         (messages.OperationResponse(77, "", MEASURED, [], []), messages.ResponseSent(77, 0.0, is_delivered=False)),
         (messages.ResponsePart(77, 200, [], b"", more=True), messages.ResponseSent(77, 0.0, is_delivered=False)),
-        (messages.BodyLocation(77, 1, 2, 3), messages.BodyAborted(77, left=True)),
+        (messages.BodyIntoSlabRequest(77, 1, 2, 3), messages.BodyAborted(77, left=True)),
         (messages.BodyPartRequest(77, all=True), messages.BodyAborted(77, left=True)),
     ],
     ids=lambda each: type(each).__name__,

@@ -72,12 +72,12 @@ class Owner:
             lambda error, received: self.handed_over.append((type(error), received)),
         )
 
-    async def started(self) -> messages.BodyLocation:
+    async def started(self) -> messages.BodyIntoSlabRequest:
         """Let the body come; where."""
         await self.scene.engine.start()
         self.scene.engine.accept_jobs()
         assert self.asked.start_receiving(len(self.body))
-        (receive,) = self.said(messages.BodyLocation)
+        (receive,) = self.said(messages.BodyIntoSlabRequest)
         return receive
 
     def come(self, receive, body) -> None:
