@@ -79,8 +79,8 @@ def _run_scenario(options: argparse.Namespace) -> int:
 
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
     """Evaluate an objective in a run; return it with its value, and whether it passed."""
-    whole = result.all_phases
-    value = objective.get_value(whole.total, whole.rate)
+    all_phases = result.all_phases
+    value = objective.get_value(all_phases.total, all_phases.rate)
     return objective, value, objective.is_met(value)
 
 

@@ -366,9 +366,11 @@ class Settings(BaseSettings):
 def find_unknown_variables() -> dict[str, str]:
     """Environment variables with the settings' prefix that are not settings, each with the closest name, or ""."""
     prefix = str(Settings.model_config["env_prefix"])
-    known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
-    unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
-    return {name: next(iter(difflib.get_close_matches(name.upper(), known, 1)), "") for name in unknown}
+    known_names = {f"{prefix}{name}".upper() for name in Settings.model_fields}
+    unknown = sorted(
+        name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known_names
+    )
+    return {name: next(iter(difflib.get_close_matches(name.upper(), known_names, 1)), "") for name in unknown}
 
 
 def make_device_environment(device: str) -> dict[str, str]:

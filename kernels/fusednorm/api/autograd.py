@@ -401,9 +401,9 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
             return norm, None
     options = NormOptions._make(values)
     if not (observed or differentiated):
-        again = _try_replay(options, tensors, stats=False)
-        if again is not None:
-            return again.y, again.residual_out
+        replayed = _try_replay(options, tensors, stats=False)
+        if replayed is not None:
+            return replayed.y, replayed.residual_out
     if options.dropout and options.seed is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         options = options._replace(seed=seed)
@@ -468,8 +468,8 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
     """Return the result of a call whose kind has been recorded, else None: see `launch.replay`."""
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
-    again: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
-    return again
+    replayed: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
+    return replayed
 
 
 def _define_extension_call(extension: Any, values: OptionValues) -> None:

@@ -81,8 +81,8 @@ def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     options = NormOptions("", *settings)
-    whole = Replicate()
-    yield _ShardingPlacements(whole, whole, whole, whole)
+    replicated = Replicate()
+    yield _ShardingPlacements(replicated, replicated, replicated, replicated)
     # The dropout mask counts the rows of the undivided tensor.
     if options.dropout:
         return
@@ -91,6 +91,6 @@ def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_
     axes: int = inputs.x.ndim
     last = 1 if options.num_groups else axes - 2 if has_heads else axes - 1
     for axis in range(last):
-        yield _ShardingPlacements(whole, Shard(axis), whole, Partial())
+        yield _ShardingPlacements(replicated, Shard(axis), replicated, Partial())
     if has_heads:
-        yield _ShardingPlacements(whole, Shard(last), Shard(0), Shard(0))
+        yield _ShardingPlacements(replicated, Shard(last), Shard(0), Shard(0))

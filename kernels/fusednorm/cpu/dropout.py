@@ -45,9 +45,9 @@ class DropoutMask:
             mask[part, low - skipped : high - skipped] = kept.reshape(row.size, -1)[:, of_positions]
         return torch.from_numpy(mask)
 
-    def compute_factors(self, kept: Tensor) -> Tensor:
+    def compute_factors(self, mask: Tensor) -> Tensor:
         """Compute the factors of y, float32: 0, or 1 / (1 - p)."""
-        return kept.float().div_(1.0 - self.p)
+        return mask.float().div_(1.0 - self.p)
 
 
 def make_dropout_mask(p: float, seed: int | None) -> DropoutMask | None:

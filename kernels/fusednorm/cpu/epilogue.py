@@ -74,21 +74,21 @@ def backpropagate_activation_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def apply_epilogue_(
-    z: Tensor, activation: str, dropout: DropoutMask | None = None, kept: Tensor | None = None
+    z: Tensor, activation: str, dropout: DropoutMask | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Compute dropout(act(z)) in z's memory.
 
     Args:
         z: float32, contiguous.
-        kept: dropout's mask of z, bool.
+        mask: dropout's mask of z, bool.
     """
     if activation == "none" and dropout is None:
         return z
     activate_(z, activation)
-    if dropout is not None and kept is not None:
+    if dropout is not None and mask is not None:
         flat = z.view(-1)
         for part in split_range(z.numel()):
-            flat[part].mul_(dropout.compute_factors(kept.view(-1)[part]))
+            flat[part].mul_(dropout.compute_factors(mask.view(-1)[part]))
     return z
 
 
@@ -97,7 +97,7 @@ def backpropagate_epilogue(
     z: Tensor,
     activation: str,
     dropout: DropoutMask | None = None,
-    kept: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     overwrites_z: bool,
 ) -> Tensor:
@@ -105,7 +105,7 @@ def backpropagate_epilogue(
 
     Args:
         dy, z: contiguous; z in float32.
-        kept: dropout's mask of z, bool.
+        mask: dropout's mask of z, bool.
         overwrites_z: whether dz may be written to z's memory.
     """
     if activation == "none" and dropout is None:
@@ -114,8 +114,8 @@ def backpropagate_epilogue(
     flat_dy, flat_dz = dy.view(-1), dz.view(-1)
     for part in split_range(z.numel()):
         gradient = flat_dy[part].float()
-        if dropout is not None and kept is not None:
-            gradient = gradient * dropout.compute_factors(kept.view(-1)[part])
+        if dropout is not None and mask is not None:
+            gradient = gradient * dropout.compute_factors(mask.view(-1)[part])
         if activation == "none":
             flat_dz[part] = gradient
         else:

@@ -42,9 +42,9 @@ def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | N
     if getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
         return None
     noted: list[tuple[Any, ...]] = []
-    asked = copy(run)
-    asked.launch = lambda *arguments: noted.append(arguments)
-    asked(*_GRID_AND_STREAM, *head, *_PARAMETERS)
+    probe = copy(run)
+    probe.launch = lambda *arguments: noted.append(arguments)
+    probe(*_GRID_AND_STREAM, *head, *_PARAMETERS)
     if len(noted) != 1 or noted[0][:4] != _GRID_AND_STREAM:
         return None
     passed = noted[0][4:]

@@ -138,9 +138,9 @@ def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
     options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
     key = "\0".join([ptxas.version, *options, ptx])
     cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    known = cache.get_file(_REPORT)
-    if known is not None:
-        return Path(known).read_text()
+    cached_report = cache.get_file(_REPORT)
+    if cached_report is not None:
+        return Path(cached_report).read_text()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

@@ -191,12 +191,12 @@ class ReplayablePass(Generic[Result]):
             if made is not None:
                 return made
         try:
-            known = self._find_replay(inputs, options)
+            call_replay = self._find_replay(inputs, options)
         except TypeError:  # An option without a hash; the checks raise the right error.
             return None
-        if known is None:
+        if call_replay is None:
             return None
-        recipe = known.template
+        recipe = call_replay.template
         if current_device() != recipe.device_index:
             with torch.cuda.device(recipe.device_index):
                 return self.replay(inputs, options, out)
@@ -208,9 +208,9 @@ class ReplayablePass(Generic[Result]):
         shape = x.shape
         *leading, cols = shape
         if out is None:
-            results = [None if new is None else new(x, shape, leading) for new in known.allocators]
+            results = [None if new is None else new(x, shape, leading) for new in call_replay.allocators]
         else:
-            given = known.allocate_missing(out, x, shape, leading)
+            given = call_replay.allocate_missing(out, x, shape, leading)
             if given is None:
                 return None
             results = given
@@ -219,7 +219,7 @@ class ReplayablePass(Generic[Result]):
             return None
         if _load is not None:
             _count_replay()
-        for place, other in known.shared_fields:
+        for place, other in call_replay.shared_fields:
             results[place] = results[other]
         result: Result = _as_result(self._result, results)
         return result
@@ -254,16 +254,16 @@ class ReplayablePass(Generic[Result]):
         if not follows:
             _store_replay(make_call_key(self, inputs, options), replay)
         if _extension is not None:
-            told = describe_call(recipe, outputs, x, follows)
-            if told is not None:
-                _extension.record_replay(self.extension_number, encode_policy(), options, inputs, *told)
+            described_call = describe_call(recipe, outputs, x, follows)
+            if described_call is not None:
+                _extension.record_replay(self.extension_number, encode_policy(), options, inputs, *described_call)
 
     def _find_replay(self, inputs: Inputs, options: Options) -> _CallReplay | None:
         of_any_rows = make_row_free_key(self, self.roles, inputs, options)
         if of_any_rows is not None:
-            known = _KNOWN.get(of_any_rows, _NOTHING)
-            if known is not None:
-                return known if known is not _NOTHING else None
+            call_replay = _KNOWN.get(of_any_rows, _NOTHING)
+            if call_replay is not None:
+                return call_replay if call_replay is not _NOTHING else None
         return _KNOWN.get(make_call_key(self, inputs, options))
 
 

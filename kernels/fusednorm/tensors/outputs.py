@@ -76,9 +76,9 @@ def describe_results(
         x: the description of x.
         out: the caller's places, which may start anywhere; new tensors start at multiples of 16 bytes.
     """
-    known: dict[str, Array] = {}
+    described: dict[str, Array] = {}
     for output, tensor in zip(outputs, result, strict=True):
-        if output is not None and tensor is not None and output.name not in known:
-            known[output.name] = output.describe(x, out is None or not is_misaligned(tensor))
+        if output is not None and tensor is not None and output.name not in described:
+            described[output.name] = output.describe(x, out is None or not is_misaligned(tensor))
             tensors[output.name] = tensor
-    return [None if output is None else known[output.name] for output in outputs]
+    return [None if output is None else described[output.name] for output in outputs]

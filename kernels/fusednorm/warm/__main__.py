@@ -41,17 +41,17 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         hashing: a thread that already runs `triton_key`, if any.
     """
     parser = _make_parser()
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
-    archs = _parse_integers(asked.arch)
+    archs = _parse_integers(options.arch)
     gpus = select_gpu_models(frozenset(archs))
-    if asked.multiprocessors is not None:
-        gpus = tuple(GpuModel("", divmod(arch, 10), asked.multiprocessors) for arch in archs)
+    if options.multiprocessors is not None:
+        gpus = tuple(GpuModel("", divmod(arch, 10), options.multiprocessors) for arch in archs)
     for arch in archs:
         if all(gpu.arch != arch for gpu in gpus):
-            known = ", ".join(map(str, sorted({gpu.arch for gpu in GPUS})))
-            parser.error(f"no GPU of architecture {arch} is known, but of {known}: give --multiprocessors")
+            known_archs = ", ".join(map(str, sorted({gpu.arch for gpu in GPUS})))
+            parser.error(f"no GPU of architecture {arch} is known, but of {known_archs}: give --multiprocessors")
     began = time.perf_counter()
     if hashing is None:
         # It reads all of Triton's files, with Python's lock released.
@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         parser.error(f"Triton's cache cannot be written to: {error}")
     with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        warming = CacheWarmer(gpus, _parse_integers(asked.lengths), asked.only_warm_up)
+        warming = CacheWarmer(gpus, _parse_integers(options.lengths), options.only_warm_up)
         # No other thread may run during a fork.
         hashing.join()
-        missing = warming.compile(asked.jobs, asked.until_gone)
+        missing = warming.compile(options.jobs, options.until_gone)
     print(f"{time.perf_counter() - began:.1f} s in all", flush=True)
     return 1 if missing else 0
 

@@ -53,11 +53,11 @@ def run_tickets(
         is_wanted: called twice a second; when it returns False, the processes are killed.
     """
     for _ in range(_ROUNDS):
-        left = set(tickets)
-        for done in _run_round([ticket for ticket in tickets if ticket in left], work, jobs, is_wanted):
-            left.discard(done.ticket)
+        remaining = set(tickets)
+        for done in _run_round([ticket for ticket in tickets if ticket in remaining], work, jobs, is_wanted):
+            remaining.discard(done.ticket)
             yield done
-        tickets = [ticket for ticket in tickets if ticket in left]
+        tickets = [ticket for ticket in tickets if ticket in remaining]
         if not tickets or not is_wanted():
             return
 
@@ -94,7 +94,7 @@ def _exchange_tickets(
 ) -> Iterator[TicketResult]:
     """Send tickets and receive results until no worker is left."""
     tickets.reverse()
-    asked = time.monotonic()
+    polled_at = time.monotonic()
     while True:
         readable, writable, _ = select.select([to_hear], [to_give] if tickets else [], [], _POLL_S)
         if writable:
@@ -111,8 +111,8 @@ def _exchange_tickets(
                 break
             ticket, seconds, nbytes, was_there = _REPORT.unpack(report)
             yield TicketResult(ticket, seconds, nbytes, was_there)
-        if time.monotonic() - asked > _POLL_S:
-            asked = time.monotonic()
+        if time.monotonic() - polled_at > _POLL_S:
+            polled_at = time.monotonic()
             if not is_wanted():
                 break
     if tickets:
@@ -123,8 +123,8 @@ def _run_worker(to_take: int, to_report: int, work: Work) -> None:
     """Run the main loop of a worker; does not return."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.
-    while (taken := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
-        (ticket,) = _TICKET.unpack(taken)
+    while (ticket_bytes := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
+        (ticket,) = _TICKET.unpack(ticket_bytes)
         began = time.perf_counter()
         try:
             nbytes, was_there = work(ticket)

@@ -134,15 +134,15 @@ class ClientProcesses:
             for ready in wait(list(waiting)):
                 assert isinstance(ready, Connection)
                 try:
-                    said = ready.recv()
+                    message = ready.recv()
                 except (EOFError, OSError):
                     raise ClientProcessError(_ENDED) from None
-                if isinstance(said, WorkerFailure):
-                    raise ClientProcessError(said.reason)
-                if isinstance(said, LoadProgress):
-                    self._on_progress(said)
+                if isinstance(message, WorkerFailure):
+                    raise ClientProcessError(message.reason)
+                if isinstance(message, LoadProgress):
+                    self._on_progress(message)
                 else:
-                    done[waiting[ready]] = said
+                    done[waiting[ready]] = message
         return [done[index] for index in range(self.processes)]
 
 

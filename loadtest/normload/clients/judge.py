@@ -55,13 +55,14 @@ class ResponseChecker:
             return str(error)
         fault = oracle.find_fault(request.case, request.tensors, tensors)
         if fault is None:
-            kept = [np.frombuffer(each, np.uint8).copy() for each in answer.list_memory()]
-            self._correct_contents.setdefault(number, kept)
+            contents = [np.frombuffer(each, np.uint8).copy() for each in answer.list_memory()]
+            self._correct_contents.setdefault(number, contents)
         return fault
 
 
 def _is_same(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
     # numpy compares many bytes at once, a memoryview one by one.
     return len(right) == len(content) and all(
-        np.array_equal(each, np.frombuffer(came, np.uint8)) for each, came in zip(right, content, strict=True)
+        np.array_equal(each, np.frombuffer(received, np.uint8))
+        for each, received in zip(right, content, strict=True)
     )

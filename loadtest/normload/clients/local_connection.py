@@ -86,7 +86,7 @@ class LocalLoadConnection(SteppedConnection):
             placed = self._arena_requests.get(id(request))
             if placed is None:
                 placed = yield from self._copy_to_arena(self._socket, request)
-            told = yield from self._socket.send_request(LocalRequest(placed.message))
+            response = yield from self._socket.send_request(LocalRequest(placed.message))
         except ApiError as refusal:
             self.close()
             return _make_refusal(refusal)
@@ -95,7 +95,7 @@ class LocalLoadConnection(SteppedConnection):
             raise
         results = dict(placed.results)
         self._last = id(request), results
-        return make_arena_response(told, results)
+        return make_arena_response(response, results)
 
     def release_response(self) -> None:
         """Leave the results of the last response to the caller."""
@@ -114,9 +114,9 @@ class LocalLoadConnection(SteppedConnection):
     def _copy_to_arena(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
         """Copy a request's tensors into the arena, in place of others if it is full."""
         assert request.call is not None
-        kept = sum(placed.nbytes for placed in self._arena_requests.values())
-        while self._arena_requests and kept + request.nbytes + request.max_response_bytes > _KEPT_BYTES:
-            kept -= self._arena_requests.popitem(last=False)[1].nbytes
+        retained_bytes = sum(placed.nbytes for placed in self._arena_requests.values())
+        while self._arena_requests and retained_bytes + request.nbytes + request.max_response_bytes > _KEPT_BYTES:
+            retained_bytes -= self._arena_requests.popitem(last=False)[1].nbytes
         protocol = link.protocol
         prepared = yield from link.run_exchanges(
             protocol.run_growing_host_arena(prepare_host_call(request.call, protocol.arena))

@@ -47,8 +47,8 @@ class RequestRecorder:
 
     def take_records(self) -> Records:
         """Return the records since the last call, each with the index of its phase."""
-        taken, self._records = self._records, []
-        return taken
+        records, self._records = self._records, []
+        return records
 
     def add_ended(self, exchange: SentRequest, start: float) -> None:
         """Keep an ended exchange until there is time for its record, or too many wait.

@@ -203,8 +203,8 @@ class RequestSender:
     def _wait_for_events(self, run: _SegmentState, due_s: float | None) -> None:
         """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
         most = len(run.busy) + 1
-        came = run.events.poll(0, most)
-        if not came:
+        ready = run.events.poll(0, most)
+        if not ready:
             if self._recorder.has_unrecorded and (due_s is None or due_s > _SETTLE_S):
                 self._recorder.record_oldest_ended()
                 return
@@ -213,16 +213,16 @@ class RequestSender:
                 wait_s = min(wait_s, _PAUSE_S)
             if due_s is not None and wait_s < _EXACT_S:
                 select.select([run.events], (), (), wait_s)
-                came = run.events.poll(0, most)
+                ready = run.events.poll(0, most)
             elif run.busy or not run.is_over:
-                came = run.events.poll(wait_s, most)
-        for descriptor, events in came:
+                ready = run.events.poll(wait_s, most)
+        for descriptor, events in ready:
             if (exchange := run.busy.pop(descriptor, None)) is not None:
                 self._advance(run, exchange, events)
 
-    def _advance(self, run: _SegmentState, exchange: SentRequest, came: int | None) -> None:
+    def _advance(self, run: _SegmentState, exchange: SentRequest, ready_events: int | None) -> None:
         try:
-            descriptor, events = next(exchange.steps) if came is None else exchange.steps.send(came)
+            descriptor, events = next(exchange.steps) if ready_events is None else exchange.steps.send(ready_events)
         except StopIteration as stop:
             exchange.response = stop.value
             self._finish_request(run, exchange)

@@ -190,12 +190,12 @@ class ClientWorker:
         )
 
     def _tally_records(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
-        taken = self._sender.take_records()
+        new_records = self._sender.take_records()
         by_phase: dict[int, list[RequestOutcome]] = {}
-        for place, record in taken:
+        for place, record in new_records:
             by_phase.setdefault(place, []).append(record)
         for place, records in by_phase.items():
             tallies[place].add_records(records)
-        good = [record for _, record in taken if record.code == OK]
+        good = [record for _, record in new_records if record.code == OK]
         moved = sum(record.sent_bytes + record.received_bytes for record in good)
-        return LoadProgress(len(taken), len(taken) - len(good), moved)
+        return LoadProgress(len(new_records), len(new_records) - len(good), moved)

@@ -121,13 +121,13 @@ def load_scenario(name_or_path: str) -> LoadScenario:
     Raises:
         ScenarioError: there is no such scenario, or it is not valid.
     """
-    known = load_built_in_scenarios()
-    if name_or_path in known:
-        return known[name_or_path]
+    built_in = load_built_in_scenarios()
+    if name_or_path in built_in:
+        return built_in[name_or_path]
     path = Path(name_or_path)
     if not path.is_file():
         raise ScenarioError(
-            f"a scenario must be a file or one of {', '.join(known)}, got {format_value(name_or_path)}"
+            f"a scenario must be a file or one of {', '.join(built_in)}, got {format_value(name_or_path)}"
         )
     return parse_scenario(path.stem, _read_file(path))
 

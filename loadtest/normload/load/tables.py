@@ -109,8 +109,8 @@ class TomlTable:
 
     def take_remaining(self) -> dict[str, Any]:
         """Take all remaining keys."""
-        left, self._entries = self._entries, {}
-        return left
+        remaining, self._entries = self._entries, {}
+        return remaining
 
     def check_no_unknown_keys(self) -> None:
         """Raise an error if a key was not taken.

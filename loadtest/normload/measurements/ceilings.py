@@ -118,16 +118,16 @@ def _measure_round_trips(
     message, times = memoryview(bytearray(nbytes)), LatencyHistogram()
     pipe.send((0.0, times))
     pipe.recv()
-    taken: list[float] = []
+    durations_s: list[float] = []
     began = now = time.perf_counter()
     while now - began < seconds:
         end.sendall(message)
         _receive_fully(end, message)
         ended = time.perf_counter()
-        taken.append(ended - now)
+        durations_s.append(ended - now)
         now = ended
-    times.add_seconds(taken)
-    pipe.send((len(taken) / (now - began), times))
+    times.add_seconds(durations_s)
+    pipe.send((len(durations_s) / (now - began), times))
 
 
 def _receive_fully(end: socket.socket, message: memoryview) -> bool:

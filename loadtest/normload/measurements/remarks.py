@@ -19,10 +19,10 @@ def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
         remarks.append("The run was ended early.")
     remarks += [*_list_client_remarks(result), *_list_lag_remarks(result)]
     total = result.all_phases.total
-    if left := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
+    if unsent_count := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
         remarks.append(
-            f"{left} requests were never sent: all {result.connections} connections were busy until the end of "
-            "the schedule and its grace period. They count as errors."
+            f"{unsent_count} requests were never sent: all {result.connections} connections were busy until the "
+            "end of the schedule and its grace period. They count as errors."
         )
     if result.capacity == 0:
         remarks.append("No request succeeded while the capacity was measured, so the phases were not run.")

@@ -177,8 +177,8 @@ class RunResult:
     @property
     def copy_bandwidth(self) -> float | None:
         """Bytes per second of a copy on the device; None if the server reports no valid number."""
-        said = self.server.get("copy_bandwidth_bytes_per_second")
-        return float(said) if is_number(said) and 0 < said < 1e18 else None
+        bandwidth = self.server.get("copy_bandwidth_bytes_per_second")
+        return float(bandwidth) if is_number(bandwidth) and 0 < bandwidth < 1e18 else None
 
     def compute_kernel_bandwidth(self) -> float:
         """Compute bytes per second on the device, as reported by the server; NaN if it reports none."""

@@ -210,8 +210,8 @@ def _compare_single_runs(
         draws, none = second - first, 0.0
     else:
         draws, none = _divide(second, first), 1.0
-    known = draws[np.isfinite(draws)]
-    low, high = np.percentile(known, _CONFIDENCE).tolist() if len(known) else (none, none)
+    finite_draws = draws[np.isfinite(draws)]
+    low, high = np.percentile(finite_draws, _CONFIDENCE).tolist() if len(finite_draws) else (none, none)
     return _evaluate_change(phase, metric, (before, after), (low, high), (math.nan, math.nan), _BETWEEN_RUNS)
 
 
@@ -225,8 +225,8 @@ def _compare_repeated_runs(
     before, after = ([_compute_value(metric, run) for run in side] for side in (old, new))
     means = float(np.mean(before)), float(np.mean(after))
     if metric.name == ERRORS:
-        known = all(map(math.isfinite, (*before, *after)))
-        bounds = spread.compute_interval(before, after, confidence) if known else (0.0, 0.0)
+        all_finite = all(map(math.isfinite, (*before, *after)))
+        bounds = spread.compute_interval(before, after, confidence) if all_finite else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
         low, high = spread.compute_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
         # Larger than any change, and still finite.

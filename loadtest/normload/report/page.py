@@ -120,9 +120,9 @@ def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
         for number in range(first // 1000, -(-last // 1000)):
             covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
     # A run shorter than a bin has only one, incomplete bin.
-    whole = [number for number, part in covered.items() if part >= _WHOLE]
-    last = max(whole or covered, default=-1)
-    if whole:
+    complete_bins = [number for number, part in covered.items() if part >= _WHOLE]
+    last = max(complete_bins or covered, default=-1)
+    if complete_bins:
         # A phase ends within these bins; the rate of a short time, with late responses, is not the phase's.
         for number, part in list(covered.items()):
             if part < _WHOLE and not covered[number + 1]:

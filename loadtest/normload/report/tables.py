@@ -33,12 +33,12 @@ def make_phase_rows(result: RunResult) -> list[list[str]]:
 
 def make_operation_rows(result: RunResult) -> list[list[str]]:
     """Make a row for each operation, and a last row of totals."""
-    whole = result.all_phases
+    all_phases = result.all_phases
     rows = [
-        [name, *_make_total_cells(*whole.sum_operation(name), whole.duration_s)]
+        [name, *_make_total_cells(*all_phases.sum_operation(name), all_phases.duration_s)]
         for name in result.list_operations()
     ]
-    return [*rows, ["all", *_make_total_cells(whole.total, whole.in_time, whole.duration_s)]]
+    return [*rows, ["all", *_make_total_cells(all_phases.total, all_phases.in_time, all_phases.duration_s)]]
 
 
 def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -64,7 +64,7 @@ def format_errors(result: RunResult) -> str:
 
 def list_facts(result: RunResult) -> dict[str, str]:
     """List the facts about the run, its client and its server, by name."""
-    known = {
+    facts = {
         "server": result.server_name or "?",
         "URL": result.url,
         "started": result.started,
@@ -76,7 +76,7 @@ def list_facts(result: RunResult) -> dict[str, str]:
         "errors": format_errors(result),
         "responses checked": f"{result.checked}, {result.wrong} wrong",
     }
-    return {name: value for name, value in known.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def _format_cpu(result: RunResult) -> str:
@@ -93,8 +93,8 @@ def list_sentences(result: RunResult) -> list[str]:
 
 def _list_bandwidth_sentences(result: RunResult) -> list[str]:
     sentences = []
-    whole, echo = result.all_phases, result.echo
-    if echo is not None and whole.bytes_per_second > 0:
+    all_phases, echo = result.all_phases, result.echo
+    if echo is not None and all_phases.bytes_per_second > 0:
         reached = max(part.bytes_per_second for part in result.summarise_phases())
         sentences.append(
             f"End-to-end bandwidth: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "

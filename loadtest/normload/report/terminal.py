@@ -96,11 +96,11 @@ def print_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> No
 
 
 def _format_server(result: RunResult) -> str:
-    known = f"{result.server_name}, " if result.server_name else ""
+    server_prefix = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
     sent = sum(result.count_by_status().values())
     return (
-        f"{known}at {result.url}; {result.processes} client processes, {result.connections} connections, "
+        f"{server_prefix}at {result.url}; {result.processes} client processes, {result.connections} connections, "
         f"seed {result.seed}{found}; {sent} requests with the warm-up, {result.checked} responses checked, "
         f"{result.wrong} wrong"
     )

@@ -39,9 +39,9 @@ class ReleaseRate:
     def record_release(self, nbytes: int, requests: int = 1) -> None:
         """Record that requests have released their permits with `nbytes` in all."""
         now = self._clock()
-        kept = math.exp((self._updated_at - now) / _MEMORY_S)
-        self._requests = self._requests * kept + requests
-        self._bytes = self._bytes * kept + nbytes
+        decay_factor = math.exp((self._updated_at - now) / _MEMORY_S)
+        self._requests = self._requests * decay_factor + requests
+        self._bytes = self._bytes * decay_factor + nbytes
         self._updated_at = now
 
     def estimate_seconds_for_requests(self, requests: int) -> float:

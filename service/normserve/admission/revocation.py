@@ -48,12 +48,12 @@ class BodyRate:
 
         In the first `stall_s` seconds, the received bytes are divided by `stall_s`.
         """
-        came, span = self.body.received_bytes - self._received_bytes, now - self._measured_since
+        received_bytes, span = self.body.received_bytes - self._received_bytes, now - self._measured_since
         if span >= self._stall_s:
-            rate = self._bytes_per_s = came / span
+            rate = self._bytes_per_s = received_bytes / span
             self._received_bytes, self._measured_since = self.body.received_bytes, now
         else:
-            rate = max(self._bytes_per_s or 0.0, came / self._stall_s)
+            rate = max(self._bytes_per_s or 0.0, received_bytes / self._stall_s)
         self.is_stalled = self._bytes_per_s is not None and rate < self._min_bytes_per_s
         return rate / self._min_bytes_per_s
 
@@ -109,15 +109,15 @@ def choose_permits_to_revoke(
     if lacking.is_covered:
         return []
     chosen: list[tuple[_H, str]] = []
-    left: dict[Tenant, tuple[int, int]] = {}
+    remaining_use: dict[Tenant, tuple[int, int]] = {}
     for is_lively, _, _, held in _rank_candidates(receiving, lacking, share, now, looks_at_all):
         if lacking.is_covered:
             break
-        requests, nbytes = left.get(held.tenant, (held.tenant.request_count, held.tenant.used_bytes))
+        requests, nbytes = remaining_use.get(held.tenant, (held.tenant.request_count, held.tenant.used_bytes))
         if is_lively and not _is_above_share_of_shortfall(share, lacking, requests, nbytes):
             continue
         chosen.append((held, SHARE if is_lively else STALLED))
-        left[held.tenant] = requests - 1, nbytes - held.nbytes
+        remaining_use[held.tenant] = requests - 1, nbytes - held.nbytes
         lacking = lacking.subtract_permit(held)
     return _drop_unneeded(chosen, lacking) if lacking.is_covered else None
 
@@ -171,10 +171,10 @@ def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> 
 
     A permit may be unneeded because a larger one was chosen after it.
     """
-    kept = []
+    needed = []
     for held, reason in chosen:
         if lacking.add_permit(held).is_covered:
             lacking = lacking.add_permit(held)
         else:
-            kept.append((held, reason))
-    return kept
+            needed.append((held, reason))
+    return needed

@@ -105,7 +105,7 @@ def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict
     for job, count in zip(batch.jobs, counts, strict=True):
         stop = start + count
         shares.append(
-            {name: _slice_result(job, name, whole, start, stop, total) for name, whole in outputs.items()}
+            {name: _slice_result(job, name, output, start, stop, total) for name, output in outputs.items()}
         )
         start = stop
     return tuple(shares)
@@ -116,23 +116,23 @@ def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> 
     if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
         return dict(outputs)
     rows = job.rows
-    return {name: _slice_result(job, name, whole, 0, rows, rows) for name, whole in outputs.items()}
+    return {name: _slice_result(job, name, output, 0, rows, rows) for name, output in outputs.items()}
 
 
-def _slice_result(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
+def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop: int, total: int) -> HostTensor:
     if name in PARAMETER_GRADIENTS:
-        return whole
+        return output
     if name in _LAID_OUT_AS_X:
         shape = job.x.shape
     elif job.spec.op is Op.GROUP_NORM:
-        shape = (stop - start, *whole.shape[1:])
+        shape = (stop - start, *output.shape[1:])
     else:
         shape = job.x.shape[:-1]
     if stop - start == total:
-        # Of the device's memory, where `whole` is.
-        return whole if shape == whole.shape else type(whole)(whole.dtype, shape, whole.data)
-    row_bytes = len(whole.data) // total
-    return HostTensor(whole.dtype, shape, whole.data[start * row_bytes : stop * row_bytes])
+        # Of the device's memory, where `output` is.
+        return output if shape == output.shape else type(output)(output.dtype, shape, output.data)
+    row_bytes = len(output.data) // total
+    return HostTensor(output.dtype, shape, output.data[start * row_bytes : stop * row_bytes])
 
 
 def count_batch_kernel_bytes(
@@ -162,10 +162,10 @@ def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
 
     given = job.tensors.get
     numel = len(job.x.data) // job.x.dtype.itemsize
-    came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in OF_SAMPLES])
+    sample_bytes = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in OF_SAMPLES])
     if job.spec.direction is PassDirection.BACKWARD:
         # The gradients have as many bytes as the tensors: each has its tensor's type.
-        return 2 * came + compute_backward_bytes(
+        return 2 * sample_bytes + compute_backward_bytes(
             numel,
             width(job.x),
             width(job.tensors["dy"]),
@@ -174,7 +174,7 @@ def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
             dresidual_out=width(given("dresidual_out")),
             dresidual=width(outputs.get("dresidual")),
         )
-    return came + compute_forward_bytes(
+    return sample_bytes + compute_forward_bytes(
         numel,
         width(job.x),
         width(outputs["y"]),

@@ -203,9 +203,9 @@ class AsyncClient:
             return await self._run_call(build(*args, **kwargs))
 
         async def exchange(deadline: Deadline) -> R:
-            known: R | None = await transport.exchange_cached(link, recurring, signature, deadline)
-            if known is not None:
-                return known
+            cached_result: R | None = await transport.exchange_cached(link, recurring, signature, deadline)
+            if cached_result is not None:
+                return cached_result
             call = build(*args, **kwargs)
             result = call.read_response(await transport.exchange(call, deadline), self._options.api_key)
             recurring.add_call(signature, call, result)

@@ -194,9 +194,9 @@ class Client:
             return self._run_call(build(*args, **kwargs))
 
         def exchange(deadline: Deadline) -> R:
-            known: R | None = transport.exchange_cached(link, recurring, signature, deadline)
-            if known is not None:
-                return known
+            cached_result: R | None = transport.exchange_cached(link, recurring, signature, deadline)
+            if cached_result is not None:
+                return cached_result
             call = build(*args, **kwargs)
             result = call.read_response(transport.exchange(call, deadline), self._options.api_key)
             recurring.add_call(signature, call, result)

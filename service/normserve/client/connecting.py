@@ -124,8 +124,8 @@ def _needs_httpx(server: ClientOptions) -> bool:
         return True
     if not urllib.request.getproxies():
         return False
-    with httpx.Client(verify=False) as asked:
-        return asked._transport_for_url(httpx.URL(server.url)) is not asked._transport
+    with httpx.Client(verify=False) as client:
+        return client._transport_for_url(httpx.URL(server.url)) is not client._transport
 
 
 def _make_httpx_options(server: ClientOptions) -> dict[str, Any]:

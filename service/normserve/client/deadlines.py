@@ -65,8 +65,8 @@ class Deadline:
 
     def make_httpx_timeouts(self) -> dict[str, "RemainingSeconds | None"]:
         """Make the timeouts of a request in the form of httpx's transports."""
-        left = None if self._ends_at is None else RemainingSeconds(self)
-        return dict.fromkeys(("connect", "read", "write", "pool"), left)
+        remaining = None if self._ends_at is None else RemainingSeconds(self)
+        return dict.fromkeys(("connect", "read", "write", "pool"), remaining)
 
 
 class RemainingSeconds(float):

@@ -17,5 +17,9 @@ def quote_text(text: object, most: int = 1000, api_key: str | None = None) -> st
         return ""
     if api_key:
         text = text.replace(api_key, "[API key]")
-    kept = text if len(text) <= most else text[: most - 1] + "…"
-    return kept if kept.isprintable() else "".join(each if each.isprintable() else _UNPRINTABLE for each in kept)
+    shortened = text if len(text) <= most else text[: most - 1] + "…"
+    return (
+        shortened
+        if shortened.isprintable()
+        else "".join(each if each.isprintable() else _UNPRINTABLE for each in shortened)
+    )

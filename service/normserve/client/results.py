@@ -10,13 +10,13 @@ T = TypeVar("T")
 class _LazyFields:
     """A base class for fields that are computed at the first access to any of them: few callers need them."""
 
-    __slots__ = ("_said", "_understand")
+    __slots__ = ("_understand", "_values")
 
     def __getattr__(self, name: str) -> Any:
         """Compute the missing fields; threads that read at the same time get identical objects."""
         if name not in Timing.__slots__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        for field_name, value in zip(Timing.__slots__, self._understand(*self._said), strict=True):
+        for field_name, value in zip(Timing.__slots__, self._understand(*self._values), strict=True):
             object.__setattr__(self, field_name, value)
         return object.__getattribute__(self, name)
 
@@ -40,26 +40,26 @@ class Timing(_LazyFields):
     request_id: str = ""
 
     @classmethod
-    def later(cls, understand: Callable[..., tuple[Any, ...]], said: tuple[Any, ...]) -> "Timing":
+    def later(cls, understand: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> "Timing":
         """Make a timing whose fields are computed at the first access.
 
         Args:
-            understand: computes the fields, in order, from `said`; raises nothing.
-            said: the arguments of `understand`.
+            understand: computes the fields, in order, from `values`; raises nothing.
+            values: the arguments of `understand`.
 
         Returns:
             Timing: without computed fields.
         """
         timing = _new(cls)
         _set_understand(timing, understand)
-        _set_said(timing, said)
+        _set_values(timing, values)
         return timing
 
 
 # `object.__setattr__` takes twice as long.
 _new = object.__new__
 _set_understand: Callable[[object, object], None] = vars(_LazyFields)["_understand"].__set__
-_set_said: Callable[[object, object], None] = vars(_LazyFields)["_said"].__set__
+_set_values: Callable[[object, object], None] = vars(_LazyFields)["_values"].__set__
 
 
 @dataclass(frozen=True, slots=True)

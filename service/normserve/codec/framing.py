@@ -71,8 +71,8 @@ class FrameReader:
             self._partial_frame += data
             if len(self._partial_frame) < self._needed_bytes:
                 return []
-            whole, self._partial_frame = self._partial_frame, bytearray()
-            data = bytes(whole) if isinstance(data, bytes) else memoryview(whole)
+            joined, self._partial_frame = self._partial_frame, bytearray()
+            data = bytes(joined) if isinstance(data, bytes) else memoryview(joined)
         elif len(data) >= PREFIX.size:
             # Usually the data is exactly one frame.
             length, tag = PREFIX.unpack_from(data)
@@ -108,8 +108,8 @@ class FrameReader:
     def _add_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
         for level, kind, rights in ancillary:
             if level == _SOCKET and kind == _RIGHTS:
-                whole = len(rights) // _INT.size * _INT.size
-                self.descriptors += [descriptor for (descriptor,) in _INT.iter_unpack(rights[:whole])]
+                complete_bytes = len(rights) // _INT.size * _INT.size
+                self.descriptors += [descriptor for (descriptor,) in _INT.iter_unpack(rights[:complete_bytes])]
         count = len(self.descriptors)
         if flags & _TRUNCATED or count > self.max_descriptors:
             self.close()

@@ -235,10 +235,10 @@ def decode_messages(content: bytes) -> Sequence[Message]:
         MalformedPayloadError: it holds anything else.
     """
     try:
-        said = _messages.decode(content)
+        decoded = _messages.decode(content)
     except _NOT_AS_DECLARED as error:
         raise MalformedPayloadError(f"the frame is not a valid message: {_quote_printable(str(error))}") from None
-    return said if isinstance(said, list) else (said,)
+    return decoded if isinstance(decoded, list) else (decoded,)
 
 
 def decode_response(content: bytes) -> LocalResponse:
@@ -289,5 +289,7 @@ def encode_frame(
 
 def _quote_printable(text: str) -> str:
     """Return a decoder's message, which may quote its input, shortened and printable."""
-    kept = "".join([each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]])
-    return kept + "…" if len(text) > _LONGEST_QUOTE else kept
+    printable = "".join(
+        [each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]]
+    )
+    return printable + "…" if len(text) > _LONGEST_QUOTE else printable

@@ -124,9 +124,9 @@ class PendingJobs:
             return
         if self._timer is not None:
             self._timer.cancel()
-        left = max(0.0, deadline - time.perf_counter())
+        remaining_s = max(0.0, deadline - time.perf_counter())
         self._timer, self._next_expiry_at = (
-            asyncio.get_running_loop().call_later(left, self._fail_expired),
+            asyncio.get_running_loop().call_later(remaining_s, self._fail_expired),
             deadline,
         )
 

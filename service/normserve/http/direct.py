@@ -48,8 +48,8 @@ class DirectRouter:
         exact = self._routes_by_path.get((method, path))
         if exact is not None:
             return exact
-        for taken, route in self._pattern_routes:
-            if taken == method and (found := route.path_regex.match(path)):
+        for route_method, route in self._pattern_routes:
+            if route_method == method and (found := route.path_regex.match(path)):
                 scope["path_params"] = found.groupdict()
                 return route
         return None

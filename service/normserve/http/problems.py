@@ -39,18 +39,18 @@ def make_problem_response(
     """
     status = get_status(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
-    told: dict[str, Any] = {"error": error.detail} if is_plain else make_problem_document(error, request_id)
+    document: dict[str, Any] = {"error": error.detail} if is_plain else make_problem_document(error, request_id)
     if isinstance(error, errors.TooManyConnectionsError):
         # The protocol is not known yet: add the member that clients of `/v2` expect to the problem document.
-        told["error"] = error.detail
-    body = json.dumps(told).encode()
+        document["error"] = error.detail
+    body = json.dumps(document).encode()
     headers = [
         (b"content-type", (JSON if is_plain else PROBLEM_JSON).encode()),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
     ]
-    taken = (JSON, "application/octet-stream") if is_plain else media_types.CANONICAL
-    return status, headers + _make_error_headers(error, taken), body
+    accepted_types = (JSON, "application/octet-stream") if is_plain else media_types.CANONICAL
+    return status, headers + _make_error_headers(error, accepted_types), body
 
 
 def render_problem_response(error: NormserveError, target: str = "") -> bytes:
@@ -66,7 +66,7 @@ def render_problem_response(error: NormserveError, target: str = "") -> bytes:
     return b"\r\n".join([*head, b"", body])
 
 
-def _make_error_headers(error: NormserveError, taken: Iterable[str]) -> list[tuple[bytes, bytes]]:
+def _make_error_headers(error: NormserveError, accepted_types: Iterable[str]) -> list[tuple[bytes, bytes]]:
     headers = []
     if isinstance(error, RetryLaterError):
         headers.append((b"retry-after", str(compute_retry_after_s(error)).encode()))
@@ -75,7 +75,7 @@ def _make_error_headers(error: NormserveError, taken: Iterable[str]) -> list[tup
     if isinstance(error, errors.MethodNotAllowedError):
         headers.append((b"allow", ", ".join(error.allowed).encode()))
     if isinstance(error, errors.UnsupportedMediaTypeError):
-        headers.append((b"accept", ", ".join(taken).encode()))
+        headers.append((b"accept", ", ".join(accepted_types).encode()))
         headers.append((b"accept-encoding", b"identity"))
     if isinstance(error, _CLOSING):
         headers.append((b"connection", b"close"))

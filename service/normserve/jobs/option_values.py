@@ -30,14 +30,14 @@ def make_choice_parameter(doc: str, names: Iterable[str], make: Callable[[str], 
 
     Args: make: from a name to the value.
     """
-    known = list(names)
+    accepted_names = list(names)
 
     def parse(text: str) -> Any:
-        if text not in known:
-            raise ValueError("one of " + ", ".join(known))
+        if text not in accepted_names:
+            raise ValueError("one of " + ", ".join(accepted_names))
         return make(text)
 
-    return RequestParameter(doc, parse, {"enum": known})
+    return RequestParameter(doc, parse, {"enum": accepted_names})
 
 
 def parse_number(text: str) -> float:

@@ -94,8 +94,8 @@ def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[H
     Raises:
         InvalidRequestError: they do not fit a layer of this operation.
     """
-    known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
-    _check_accepted(tensors, known, f"a layer of {op.value}")
+    accepted_names = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
+    _check_accepted(tensors, accepted_names, f"a layer of {op.value}")
     if "weight" not in tensors:
         raise MissingTensorError("a layer must have a weight, none was sent")
     weight, bias = tensors["weight"], tensors.get("bias")
@@ -128,9 +128,9 @@ def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
 
 def _check_tensor_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
     backward = spec.direction is PassDirection.BACKWARD
-    known = list_tensor_names(spec.op, spec.direction, with_layer=with_layer)
+    accepted_names = list_tensor_names(spec.op, spec.direction, with_layer=with_layer)
     beside = " with a registered layer" if with_layer else ""
-    _check_accepted(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
+    _check_accepted(tensors, accepted_names, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
@@ -140,10 +140,10 @@ def _check_tensor_names(spec: NormSpec, tensors: Described, *, with_layer: bool)
         raise MissingTensorError("mean and rstd must be sent together or not at all")
 
 
-def _check_accepted(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:
+def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], what: str) -> None:
     for name in tensors:
-        if name not in known:
-            raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")
+        if name not in accepted_names:
+            raise UnexpectedTensorError(f"{what} takes {', '.join(accepted_names)}, got {name[:64]!r}")
 
 
 def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:

@@ -49,8 +49,8 @@ class LayerJournal:
         Raises:
             StorageError: it could not be written; no file is left.
         """
-        said = None if query is None else query.decode("latin-1")
-        head = json.dumps({"name": name, "change": change, "query": said}).encode() + b"\n"
+        query_text = None if query is None else query.decode("latin-1")
+        head = json.dumps({"name": name, "change": change, "query": query_text}).encode() + b"\n"
         await self._run_on_thread(lambda: self._write_staged([head, *body]))
 
     async def read_staged(self) -> JournalEntry | None:
@@ -115,10 +115,10 @@ def _read_entry(file: Path) -> JournalEntry | None:
         head, _, body = file.read_bytes().partition(b"\n")
     except FileNotFoundError:
         return None
-    said = json.loads(head)
-    query = None if said["query"] is None else said["query"].encode("latin-1")
+    head_fields = json.loads(head)
+    query = None if head_fields["query"] is None else head_fields["query"].encode("latin-1")
     # Writable, as torch wants memory to be.
-    return JournalEntry(said["name"], said["change"], query, memoryview(bytearray(body)))
+    return JournalEntry(head_fields["name"], head_fields["change"], query, memoryview(bytearray(body)))
 
 
 def _read_change_id(file: Path) -> str | None:

@@ -141,7 +141,7 @@ def check_result_ranges(
         InvalidParameterError: a result has no range, or its range overlaps another or a tensor's.
         InvalidShapeError: a range has too few bytes.
     """
-    taken: list[tuple[str, ArenaRange]] = []
+    result_spans: list[tuple[str, ArenaRange]] = []
     is_over = False
     for name, (dtype, shape) in results.items():
         place = places.get(name)
@@ -151,14 +151,14 @@ def check_result_ranges(
         if place.nbytes < nbytes:
             raise InvalidShapeError(f"the place for {name} must have {nbytes} bytes, it has {place.nbytes}")
         span = ArenaRange(place.segment, place.offset, place.offset + nbytes)
-        for other, theirs in (*taken, *tensors.items()):
+        for other, theirs in (*result_spans, *tensors.items()):
             if theirs == span and over.get(name) == other:
                 is_over = True
             elif span.has_overlap(theirs):
                 raise InvalidParameterError(
                     f"the place for {name} must not overlap {_format_label(other)}, it does"
                 )
-        taken.append((name, span))
+        result_spans.append((name, span))
     return is_over
 
 

@@ -40,7 +40,7 @@ _BYTES_PER_MESSAGE, _BYTES_PER_BYTE = 3 * 2**9, 30
 
 _UNANSWERED = (frames.CancelRequestMessage, frames.FreeSegmentMessage)
 
-Said = Message | ComputeRequest
+ParsedMessage = Message | ComputeRequest
 
 
 class LocalServerConnection:
@@ -67,7 +67,7 @@ class LocalServerConnection:
         self._segment_table = SegmentTable()
         # Freed segments of device memory, which are charged until the client's process has ended.
         self._returned_segments: list[ChargedDeviceSegment] = []
-        self._queued_messages: deque[tuple[int, Said, float, float]] = deque()
+        self._queued_messages: deque[tuple[int, ParsedMessage, float, float]] = deque()
         # By frames: clients send the same few repeatedly.
         counters = service.request_services.metrics.get_prepared_call_counters("connection")
         self._prepared_calls = PreparedCallCache(_PREPARED_BYTES, counters)
@@ -93,7 +93,7 @@ class LocalServerConnection:
 
     def on_frame(self, first_tag: int, content: bytes, began: float, ended: float) -> None:
         """Answer the messages of a frame; the first message has `first_tag`, each later one the next tag."""
-        messages: Sequence[Said] | None = self._prepared_calls.find(content)
+        messages: Sequence[ParsedMessage] | None = self._prepared_calls.find(content)
         if messages is None:
             try:
                 messages = self._parse_frame(content)
@@ -107,19 +107,19 @@ class LocalServerConnection:
             self._queued_messages.append(((first_tag + index) % frames.TAGS, message, began, ended))
         self._begin_queued()
 
-    def _parse_frame(self, content: bytes) -> Sequence[Said]:
-        said = [
+    def _parse_frame(self, content: bytes) -> Sequence[ParsedMessage]:
+        parsed = [
             ComputeRequest(each) if isinstance(each, frames.ComputeMessage) else each
             for each in frames.decode_messages(content)
         ]
         # Only operations are sent repeatedly, and of these none that names a span.
-        if all(isinstance(each, ComputeRequest) and not each.headers for each in said):
+        if all(isinstance(each, ComputeRequest) and not each.headers for each in parsed):
             self._prepared_calls.store(
-                content, said, _BYTES_PER_MESSAGE * len(said) + _BYTES_PER_BYTE * len(content)
+                content, parsed, _BYTES_PER_MESSAGE * len(parsed) + _BYTES_PER_BYTE * len(content)
             )
-            if isinstance(first := said[0], ComputeRequest) and len(said) == 1:
+            if isinstance(first := parsed[0], ComputeRequest) and len(parsed) == 1:
                 first.frame_content = content
-        return said
+        return parsed
 
     def on_fault(self, error: NormserveError) -> None:
         """Answer with the error and close, because the start of the next frame is unknown."""
@@ -160,7 +160,7 @@ class LocalServerConnection:
         """Whether another request may be started now."""
         return len(self._tasks) + len(self._computations.in_progress) < MOST_UNDER_WAY
 
-    def _begin_message(self, tag: int, message: Said, began: float, ended: float) -> None:
+    def _begin_message(self, tag: int, message: ParsedMessage, began: float, ended: float) -> None:
         """Start to handle a message, whose frame was received from `began` to `ended`."""
         if isinstance(message, _UNANSWERED):
             self._handle_silent_message(message)

@@ -87,17 +87,17 @@ class DeviceSegmentAllocator:
         if device is None:
             raise InvalidParameterError("memory must be host: this server does not share device memory")
         nbytes = device.round_up(nbytes)
-        known = _pop_reusable(peer, nbytes, spent, leftovers)
-        if known is None:
+        reusable = _pop_reusable(peer, nbytes, spent, leftovers)
+        if reusable is None:
             self._accounts.charge_segment(peer.uid, nbytes)
         try:
             # Clearing and the driver's calls take a millisecond, for which the event loop must not wait.
-            descriptor, segment = await make_on_thread(_export_segment, device, known, nbytes)
+            descriptor, segment = await make_on_thread(_export_segment, device, reusable, nbytes)
         except BaseException as error:
-            if known is None:
+            if reusable is None:
                 self._accounts.released_charges.put((peer.uid, nbytes))
             else:
-                spent.append(known)
+                spent.append(reusable)
             if not isinstance(error, DeviceMemoryError):
                 raise
             if not isinstance(error, DeviceMemoryFullError):
@@ -113,8 +113,8 @@ def _pop_reusable(
 ) -> ChargedDeviceSegment | None:
     """Remove and return the smallest sufficient segment that the client's process has had, or None."""
     found: tuple[list[Any], ChargedDeviceSegment] | None = None
-    kept: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
-    for segments in kept:
+    candidates: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
+    for segments in candidates:
         for segment in segments:
             if not isinstance(segment, ChargedDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
                 continue

@@ -32,7 +32,7 @@ from normserve.requests.prepared_jobs import prepare_job
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
 # Upper bounds of a cached `ParsedOperation`'s memory: a constant, and a factor for each byte of its parameters.
-_ASKED_BYTES, _BYTES_PER_ASKED_BYTE = 2**10, 8
+_OPERATION_BYTES, _BYTES_PER_KEY_BYTE = 2**10, 8
 
 _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
 
@@ -58,11 +58,11 @@ def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation
         NotFoundError: there is no such operation or pass.
         InvalidParameterError: a parameter is invalid.
     """
-    asked = _OPERATIONS.get((op_name, pass_name))
-    if asked is None:
-        known = ", ".join([" ".join(each) for each in _OPERATIONS])
-        raise NotFoundError(f"operations and passes are {known}")
-    op, direction = asked
+    op_and_direction = _OPERATIONS.get((op_name, pass_name))
+    if op_and_direction is None:
+        known_operations = ", ".join([" ".join(each) for each in _OPERATIONS])
+        raise NotFoundError(f"operations and passes are {known_operations}")
+    op, direction = op_and_direction
     values = parse_query(query.encode(), list_operation_parameters(op, direction))
     return ParsedOperation(make_spec(op, direction, values), find_layer_name(values), values.get("timeout_ms"))
 
@@ -114,8 +114,10 @@ class ComputeRequest:
     def __init__(self, message: ComputeMessage) -> None:
         self.message = message
         self.frame_content: bytes | None = None
-        said = message.traceparent
-        self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
+        traceparent = message.traceparent
+        self.headers: Mapping[bytes, bytes] = (
+            {} if isinstance(traceparent, UnsetType) else {b"traceparent": traceparent.encode()}
+        )
         self.operation: ParsedOperation | None = None
         self._plan: RequestPlan | None = None
 
@@ -149,12 +151,12 @@ class OperationPlanner:
             NormserveError: the request is invalid, or the server is not ready.
         """
         record.current_stage = "parse"
-        message, asked = request.message, request.operation
-        if asked is None:
-            asked = request.operation = _prepare_operation(message, prepared)
-        spec = asked.spec
+        message, operation = request.message, request.operation
+        if operation is None:
+            operation = request.operation = _prepare_operation(message, prepared)
+        spec = operation.spec
         record.op, record.direction = spec.op.label, spec.direction.label
-        layer = None if asked.layer is None else self.layers.resolve(spec.op, asked.layer)
+        layer = None if operation.layer is None else self.layers.resolve(spec.op, operation.layer)
         self.engine.require_ready()
         plan = request.find_plan(layer)
         if plan is None:
@@ -204,11 +206,11 @@ class OperationPlanner:
 def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> ParsedOperation:
     """Do as `parse_operation`, once for all messages of a connection with identical parameters."""
     key = message.op, message.direction, message.query
-    asked: ParsedOperation | None = prepared.find(key)
-    if asked is None:
-        asked = parse_operation(*key)
-        prepared.store(key, asked, _ASKED_BYTES + _BYTES_PER_ASKED_BYTE * sum(map(len, key)))
-    return asked
+    operation: ParsedOperation | None = prepared.find(key)
+    if operation is None:
+        operation = parse_operation(*key)
+        prepared.store(key, operation, _OPERATION_BYTES + _BYTES_PER_KEY_BYTE * sum(map(len, key)))
+    return operation
 
 
 def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:

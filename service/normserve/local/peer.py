@@ -34,8 +34,8 @@ class PeerProcess:
         Raises:
             OSError: the peer has ended.
         """
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(told)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
         return cls(pid, uid & 0xFFFFFFFF)
 
     def open_exit_descriptor(self, connection: socket.socket) -> int | None:
@@ -44,8 +44,8 @@ class PeerProcess:
         Args: connection: that of the process, still open: after its end the pid may belong to another process.
         """
         try:
-            told = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-            descriptor: int = struct.unpack("i", told)[0]
+            option = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+            descriptor: int = struct.unpack("i", option)[0]
             os.set_inheritable(descriptor, False)
         except OSError:
             return self._open_by_pid()

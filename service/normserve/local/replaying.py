@@ -245,20 +245,20 @@ class RequestReplays:
         self._pending_launches, self._pending_bytes = launches, nbytes
 
     def _handle_event(self, event: Event) -> None:
-        kind, descriptor, tag, code, said = event
+        kind, descriptor, tag, code, payload = event
         if kind == LEFT:
-            self._metrics.observe_request(_make_record(said, CLIENT_LEFT, ClientLeftError.code))
+            self._metrics.observe_request(_make_record(payload, CLIENT_LEFT, ClientLeftError.code))
             return
         answers = self._responders.get(descriptor)
         if answers is None or answers.frame_socket is None:
             return
         if kind == RECEIVED:
-            answers.frame_socket.handle_bytes(said)
+            answers.frame_socket.handle_bytes(payload)
         elif kind == UNSENT:
-            answers.frame_socket.send_frame(said)
+            answers.frame_socket.send_frame(payload)
         elif kind == FAILED:
             error = self._engine.record_failed_replay(code)
-            answers.respond_error(tag, error, _make_record(said, 0, None))
+            answers.respond_error(tag, error, _make_record(payload, 0, None))
             # The device may still write to memory that the client reuses once it has a response.
             answers.close_connection()
 

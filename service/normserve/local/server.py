@@ -99,12 +99,12 @@ class LocalServer:
         connection: LocalServerConnection,
         connected: socket.socket,
         on_end: Callable[[], None],
-        left: list[ClientSegment],
+        remaining_segments: list[ClientSegment],
     ) -> None:
         del self._connections[connection]
         # Where nothing is left over, no process need be watched.
-        watch = connection.peer.open_exit_descriptor(connected) if left else None
-        self._orphaned_segments.retain_segments(connection.peer.pid, watch, left)
+        watch = connection.peer.open_exit_descriptor(connected) if remaining_segments else None
+        self._orphaned_segments.retain_segments(connection.peer.pid, watch, remaining_segments)
         on_end()
 
 

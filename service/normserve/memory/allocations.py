@@ -57,10 +57,10 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
     if len(handle) != HANDLE_BYTES:
         raise ValueError(f"the handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
     # Its field has no name in every version of cuda.bindings.
-    told = driver.CUipcMemHandle()
-    ctypes.memmove(told.getPtr(), handle, HANDLE_BYTES)
+    ipc_handle = driver.CUipcMemHandle()
+    ctypes.memmove(ipc_handle.getPtr(), handle, HANDLE_BYTES)
     with device.use_context():
-        address = int(call_driver(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
+        address = int(call_driver(driver.cuIpcOpenMemHandle, ipc_handle, _LAZY_PEER_ACCESS))
         try:
             base, extent = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
             ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL

@@ -57,7 +57,7 @@ def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
         group = root / path.removeprefix("/")
         groups = [group, *group.parents]
         found += [_read_group_available_bytes(each, files) for each in groups[: groups.index(root) + 1]]
-    return [left for left in found if left is not None]
+    return [available for available in found if available is not None]
 
 
 def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
@@ -66,10 +66,10 @@ def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
         # Version 1 has a number beyond every host's memory instead.
         if limit == "max":
             return None
-        taken = int((group / files.usage).read_text(encoding="ascii"))
+        used_bytes = int((group / files.usage).read_text(encoding="ascii"))
         # Cached files are counted, and are dropped before a process is killed.
         droppable = _parse_amounts(group / "memory.stat").get(files.inactive_file_key, 0)
-        return max(0, int(limit) - taken + droppable)
+        return max(0, int(limit) - used_bytes + droppable)
     except (OSError, ValueError):
         return None
 

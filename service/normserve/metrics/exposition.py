@@ -105,8 +105,8 @@ def merge_expositions(texts: Mapping[str, bytes], expected: Iterable[str]) -> by
     up = make_process_up_family()
     for name in expected:
         up(name).set(name in texts)
-    told = [part for head, series in families.items() for part in (head, *series)]
-    return b"".join([*told, TextExposition([up], {}).render()])
+    merged_parts = [part for head, series in families.items() for part in (head, *series)]
+    return b"".join([*merged_parts, TextExposition([up], {}).render()])
 
 
 def _format_series_name(name: str, labels: Mapping[str, str]) -> str:

@@ -212,7 +212,9 @@ class RequestMetrics:
             self.disconnects(record.current_stage).inc(count)
         elif record.status < 300 and "kernel" in times.stage_seconds:
             bodies = zip(received, sent, times.durations_s, strict=True)
-            self._bandwidth(*labels).observe_many([(came + went) / seconds for came, went, seconds in bodies])
+            self._bandwidth(*labels).observe_many(
+                [(in_bytes + out_bytes) / seconds for in_bytes, out_bytes, seconds in bodies]
+            )
 
     def _attach_exemplars(self, record: RequestRecord) -> None:
         """Attach a traced request to the buckets in which it was counted."""

@@ -106,7 +106,7 @@ class ReplicaStateTable:
         if process not in self._states or self._states[process][0] < number:
             self._states[process] = (number, now, text)
         self._states = {name: note for name, note in self._states.items() if now - note[1] <= _FRESH_S}
-        return {name: kept for name, (_, _, kept) in self._states.items()}
+        return {name: state_text for name, (_, _, state_text) in self._states.items()}
 
 
 class ReplicaSiblings(SiblingProcesses):

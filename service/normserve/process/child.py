@@ -109,8 +109,8 @@ class ChildProcess:
             )
         self._channel, self._has_current_been_ready, self._silence_s = here, False, 0.0
         loop = asyncio.get_running_loop()
-        heard = ReportReader()
-        loop.add_reader(here, self._receive_reports, here, heard)
+        report_reader = ReportReader()
+        loop.add_reader(here, self._receive_reports, here, report_reader)
         assert self._subprocess.stdin is not None
         self._subprocess.stdin.write(pickle.dumps(self._make_arguments(self.restarts)))
         self._subprocess.stdin.close()
@@ -118,7 +118,7 @@ class ChildProcess:
         try:
             return await self._subprocess.wait()
         finally:
-            while self._receive_reports(here, heard):
+            while self._receive_reports(here, report_reader):
                 pass
             loop.remove_reader(here)
             here.close()
@@ -170,13 +170,13 @@ class ChildProcess:
     def _log_event(self, level: int, message: str, *arguments: object) -> None:
         log.log(level, message, *arguments, extra={"fields": self.log_fields})
 
-    def _receive_reports(self, channel: socket.socket, heard: ReportReader) -> bool:
+    def _receive_reports(self, channel: socket.socket, report_reader: ReportReader) -> bool:
         """Read the messages of the process; return whether there may be more."""
         try:
-            said = channel.recv(4096)
+            data = channel.recv(4096)
         except OSError:
-            said = b""
-        if not said:
+            data = b""
+        if not data:
             asyncio.get_running_loop().remove_reader(channel)
             self._is_reported_ready = False
             return False
@@ -187,7 +187,7 @@ class ChildProcess:
         if self._silence_s >= _QUIET_S:
             self._log_event(logging.INFO, "%s gives signs again", self.name)
         self._silence_s = 0.0
-        for number in heard.feed(said):
+        for number in report_reader.feed(data):
             if number in self._connections:
                 self._on_connection_report(number)
             elif number in (READY, NOT_READY):

@@ -108,9 +108,9 @@ class ConnectionLimits:
     def release_address(self, address: str) -> None:
         """Count the end of a connection from this address."""
         self.open_count -= 1
-        left = self._counts_by_address[address] - 1
-        if left:
-            self._counts_by_address[address] = left
+        remaining_count = self._counts_by_address[address] - 1
+        if remaining_count:
+            self._counts_by_address[address] = remaining_count
         else:
             del self._counts_by_address[address]
 

@@ -92,10 +92,10 @@ class ReportReader:
         self._incomplete = b""
 
     def feed(self, data: bytes) -> list[int]:
-        whole = self._incomplete + data
-        end = len(whole) - len(whole) % MESSAGE.size
-        self._incomplete = whole[end:]
-        return [number for (number,) in MESSAGE.iter_unpack(whole[:end])]
+        buffered = self._incomplete + data
+        end = len(buffered) - len(buffered) % MESSAGE.size
+        self._incomplete = buffered[end:]
+        return [number for (number,) in MESSAGE.iter_unpack(buffered[:end])]
 
 
 def send_with_socket(channel: socket.socket, number: int, connection: socket.socket | None = None) -> bool:
@@ -114,11 +114,11 @@ def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
         BlockingIOError: there is no message now.
     """
     try:
-        said, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 1)
+        data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 1)
     except BlockingIOError:
         raise
     except OSError:
         return None
-    if len(said) < MESSAGE.size:
+    if len(data) < MESSAGE.size:
         return None
-    return MESSAGE.unpack(said)[0], list(descriptors)
+    return MESSAGE.unpack(data)[0], list(descriptors)

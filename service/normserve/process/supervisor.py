@@ -190,9 +190,9 @@ class FleetSupervisor:
         """Hand over to the next process that is ready, else to one that is not ready, else wait for one."""
 
         def hand_over_again(connection: socket.socket) -> None:
-            again = asyncio.create_task(self._hand_over_connection(connection, takers, on_end, beyond))
-            self._retry_tasks.add(again)
-            again.add_done_callback(self._retry_tasks.discard)
+            retry_task = asyncio.create_task(self._hand_over_connection(connection, takers, on_end, beyond))
+            self._retry_tasks.add(retry_task)
+            retry_task.add_done_callback(self._retry_tasks.discard)
 
         number, handed = (
             next(self._connection_numbers),

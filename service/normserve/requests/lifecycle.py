@@ -238,9 +238,9 @@ class CallbackRequest(RequestLifecycle):
 
     def respond_error(self, error: BaseException) -> None:
         """Send an error, and log an error of the server itself."""
-        known = self.log_failure(error)
-        self.record.error_code, self.record.status = known.code, get_status(known)
-        self.send_problem(known)
+        reported_error = self.log_failure(error)
+        self.record.error_code, self.record.status = reported_error.code, get_status(reported_error)
+        self.send_problem(reported_error)
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         self.end_processing()

@@ -111,14 +111,14 @@ def _split_query(raw: bytes) -> list[tuple[str, str]]:
         raise InvalidParameterError(f"the query must be at most {_MAX_FIELDS} name=value pairs in UTF-8") from None
 
 
-def _describe_unknown_name(name: str, known: Collection[str]) -> str:
-    return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {suggest_name(name, known)}"
+def _describe_unknown_name(name: str, known_names: Collection[str]) -> str:
+    return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {suggest_name(name, known_names)}"
 
 
-def suggest_name(name: str, known: Collection[str]) -> str:
+def suggest_name(name: str, known_names: Collection[str]) -> str:
     """Format the end of an error about an unknown name: its closest known name, or all if none is close."""
-    closest = difflib.get_close_matches(name[:_MAX_NAMED], known, n=1)
-    return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known)}"
+    closest = difflib.get_close_matches(name[:_MAX_NAMED], known_names, n=1)
+    return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known_names)}"
 
 
 def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormSpec:

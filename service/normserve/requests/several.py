@@ -28,19 +28,19 @@ class TensorSplit(NamedTuple):
 
     def split_specs(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
         """Split the dtypes and shapes of results as `split_results` splits the results."""
-        return self._split_each(results, lambda told, start, stop: (told[0], (stop - start, *told[1][1:])))
+        return self._split_each(results, lambda spec, start, stop: (spec[0], (stop - start, *spec[1][1:])))
 
     def _split_each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
-        told: dict[str, T] = {}
+        pieces: dict[str, T] = {}
         for name, result in results.items():
             if name in PARAMETER_GRADIENTS:
-                told[name] = result
+                pieces[name] = result
                 continue
             start = 0
             for number, count in enumerate(self.counts):
-                told[f"{name}.{number}"] = cut(result, start, start + count)
+                pieces[f"{name}.{number}"] = cut(result, start, start + count)
                 start += count
-        return told
+        return pieces
 
 
 def concatenate_tensors(
@@ -58,21 +58,21 @@ def concatenate_tensors(
     if "x.0" not in tensors or "x" in tensors:
         return tensors, None
     groups: dict[str, dict[int, HostTensor]] = {}
-    whole: dict[str, HostTensor] = {}
+    joined: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")
         if base in OF_ROWS:
             groups.setdefault(base, {})[_parse_number(name, number)] = tensor
         elif is_parameter(name):
-            whole[name] = tensor
+            joined[name] = tensor
         else:
             raise UnexpectedTensorError(f"with x.0, all tensors but parameters must be numbered, got {name[:64]!r}")
     numbers = range(len(groups["x"]))
     counts = _check_numbered_x(groups["x"], numbers)
     for base, group in groups.items():
         _check_numbered(base, group, numbers, counts)
-        whole[base] = _concatenate_numbered([group[number] for number in numbers], body, charge)
-    return whole, TensorSplit(counts)
+        joined[base] = _concatenate_numbered([group[number] for number in numbers], body, charge)
+    return joined, TensorSplit(counts)
 
 
 def _parse_number(name: str, digits: str) -> int:

@@ -49,8 +49,8 @@ class SequentialForward(PatchedForward):
         while place < len(layers):
             layer, *following = layers[place : place + 2]
             y = compute_norm_and_activation(layer, following[0], x) if following else None
-            x, taken = (layer(x), 1) if y is None else (y, 2)
-            place += taken
+            x, layer_count = (layer(x), 1) if y is None else (y, 2)
+            place += layer_count
         return x
 
 

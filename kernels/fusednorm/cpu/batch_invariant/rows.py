@@ -130,9 +130,9 @@ def layer_norm_backward(
             apply_affine_(z, weight_of_heads, b.slice_heads(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
-        kept = _compute_dropout_mask(drop, x, piece)
-        dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=True)
-        del z, kept
+        dropout_mask = _compute_dropout_mask(drop, x, piece)
+        dz = backpropagate_epilogue(dy[piece], z, activation, drop, dropout_mask, overwrites_z=True)
+        del z, dropout_mask
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
         # has the same gradient.
         h = h.sub_(centre) if is_own else h - centre
@@ -183,9 +183,9 @@ def rms_norm_backward(
         del h
         w = parameter.get_for_rows(piece)
         z = xhat if w is None else multiply_by_weight(xhat, w)
-        kept = _compute_dropout_mask(drop, x, piece)
-        dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
-        del z, kept
+        dropout_mask = _compute_dropout_mask(drop, x, piece)
+        dz = backpropagate_epilogue(dy[piece], z, activation, drop, dropout_mask, overwrites_z=w is not None)
+        del z, dropout_mask
         g = dz if w is None else multiply_by_weight(dz, w)
         dx = g * xhat
         torch.mul(xhat, _compute_row_mean(dx), out=dx)

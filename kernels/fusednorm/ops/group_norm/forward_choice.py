@@ -187,8 +187,8 @@ def _count_warps(elements: int, a_thread: int) -> int:
 
 def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
     """List the numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
-    whole = lcm(sample.group_channels, 16 // itemsize) // sample.group_channels
-    counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
+    aligned_groups = lcm(sample.group_channels, 16 // itemsize) // sample.group_channels
+    counts = list(range(aligned_groups, sample.groups + 1, aligned_groups)) or [sample.groups]
     counts = [count for count in counts if count * sample.group_channels <= MAX_BLOCK_COLUMNS]
     wide = [count for count in counts if count * sample.group_channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
 

@@ -133,13 +133,13 @@ def _describe_fault(error: ValidationError) -> str:
     """Format the first fault with its position in the file, as `keys[2].sha256: …`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # An unknown field may be a key that was written in the wrong place.
-    known = {*_KeysDocument.model_fields, *_KeyTable.model_fields}
+    field_names = {*_KeysDocument.model_fields, *_KeyTable.model_fields}
     where = ""
     for part in first["loc"]:
         if isinstance(part, int):
             where += f"[{part}]"
         else:
-            where += ("." if where else "") + (part if part in known else "(another field)")
+            where += ("." if where else "") + (part if part in field_names else "(another field)")
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"
 
 

@@ -86,8 +86,8 @@ class CpuBackend:
         )
 
     def run(self, batch: Batch) -> BatchResult:
-        if len(batch.jobs) == 1 and (known := find_prepared_job(batch.jobs[0])) is not None:
-            return known.run()
+        if len(batch.jobs) == 1 and (prepared_job := find_prepared_job(batch.jobs[0])) is not None:
+            return prepared_job.run()
         return self._run_batch(batch)
 
     @torch.inference_mode()

@@ -26,10 +26,10 @@ def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
     recurrence = job.replay_slot
     if recurrence is None:
         return None
-    known = recurrence.prepared
-    if known is None and job.result_buffers is not None and len(job.x.data):
-        known = recurrence.prepared = PreparedCpuJob(job, job.result_buffers)
-    return known if isinstance(known, PreparedCpuJob) else None
+    prepared_job = recurrence.prepared
+    if prepared_job is None and job.result_buffers is not None and len(job.x.data):
+        prepared_job = recurrence.prepared = PreparedCpuJob(job, job.result_buffers)
+    return prepared_job if isinstance(prepared_job, PreparedCpuJob) else None
 
 
 class PreparedCpuJob:

@@ -92,12 +92,12 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
     else:
         tensors = {}
         for name, (dtype, shape) in layout.input_specs.items():
-            tensors[name] = whole = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+            tensors[name] = joined = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
             sources = [
                 view_as_torch(job.tensors[name], compute_launch_shape(job, name, job.rows))
                 for job in list_jobs_with(batch, name)
             ]
-            targets = (whole,) if len(sources) == 1 else whole.split([len(source) for source in sources])
+            targets = (joined,) if len(sources) == 1 else joined.split([len(source) for source in sources])
             arriving += zip(targets, sources, strict=True)
 
     def compute() -> Copies:
@@ -136,31 +136,36 @@ def make_chunk_launches(
         results: the host tensors to which results are copied.
         allocate: makes tensors on the device, like those of the host.
     """
-    came = {
+    host_inputs = {
         name: view_as_torch(tensor, compute_launch_shape(job, name, job.rows))
         for name, tensor in job.tensors.items()
     }
-    goes = {name: view_as_torch(tensor) for name, tensor in results.items()}
-    there = allocate(came | goes)
+    host_results = {name: view_as_torch(tensor) for name, tensor in results.items()}
+    there = allocate(host_inputs | host_results)
     if there is None:
         return ()
-    own = {name: there[name] for name in came if is_parameter(name)}
+    own = {name: there[name] for name in host_inputs if is_parameter(name)}
     parameters = own if job.layer is None else collect_parameters(job.layer.backend_parameters)
-    given = {name: tensor for name, tensor in came.items() if name not in own}
+    given = {name: tensor for name, tensor in host_inputs.items() if name not in own}
     unit = max(1, job.heads)
     counts = [len(chunk) // unit for chunk in chunks]
 
-    def split_rows(whole: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+    def split_rows(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
         """View the tensors' rows of each chunk."""
-        pieces = [whole[name].split(counts) for name in names]
+        pieces = [tensors[name].split(counts) for name in names]
         return (dict(zip(names, each, strict=True)) for each in zip(*pieces, strict=True))
 
     parts: list[CopiedLaunch] = []
-    views = split_rows(given, given), split_rows(there, given), split_rows(there, goes), split_rows(goes, goes)
+    views = (
+        split_rows(given, given),
+        split_rows(there, given),
+        split_rows(there, host_results),
+        split_rows(host_results, host_results),
+    )
     for sources, inputs, outputs, homes in zip(*views, strict=True):
         arriving = [(inputs[name], source) for name, source in sources.items()]
         if not parts:
-            arriving += [(tensor, came[name]) for name, tensor in own.items()]
+            arriving += [(tensor, host_inputs[name]) for name, tensor in own.items()]
         leaving = [(home, outputs[name]) for name, home in homes.items()]
         compute = functools.partial(_compute_chunk, library, job.spec, {**inputs, **parameters}, outputs, leaving)
         parts.append(CopiedLaunch(arriving, compute))

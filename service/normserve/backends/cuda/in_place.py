@@ -52,5 +52,5 @@ def _make_call(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -
     spec = layout.spec
     inputs = view_slices(memory.device_tensor, layout, layout.input_specs, 0)
     results = view_slices(memory.device_tensor, layout, layout.result_specs, 0)
-    came = {name: move_channels_first(spec, name, tensor) for name, tensor in inputs.items()}
-    return bind_operation(library, spec, came, {"out": make_output_argument(spec, results)})
+    arguments = {name: move_channels_first(spec, name, tensor) for name, tensor in inputs.items()}
+    return bind_operation(library, spec, arguments, {"out": make_output_argument(spec, results)})

@@ -92,7 +92,7 @@ class HostMemoryRegistration:
     """
 
     #: The length in bytes of each registration, by its address.
-    known: ClassVar[dict[int, int]] = {}
+    nbytes_by_address: ClassVar[dict[int, int]] = {}
     _address: int | None = None
 
     def __init__(self, memory: memoryview) -> None:
@@ -100,11 +100,11 @@ class HostMemoryRegistration:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
         self._address = address
-        self.known[address] = len(memory)
+        self.nbytes_by_address[address] = len(memory)
 
     def __del__(self) -> None:
         if self._address is not None:
-            del self.known[self._address]
+            del self.nbytes_by_address[self._address]
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
@@ -112,8 +112,8 @@ def is_registered(memory: memoryview) -> bool:
     """Return whether kernels can read and write this host memory: it must be within a `HostMemoryRegistration`."""
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     # A copy: other threads register and unregister memory.
-    known = tuple(HostMemoryRegistration.known.items())
-    return any(start <= begin and begin + len(memory) <= start + nbytes for start, nbytes in known)
+    ranges = tuple(HostMemoryRegistration.nbytes_by_address.items())
+    return any(start <= begin and begin + len(memory) <= start + nbytes for start, nbytes in ranges)
 
 
 def view_on_device(memory: memoryview) -> Tensor:

@@ -207,22 +207,22 @@ def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object
     """Make the launch on a job's tensors in place."""
     job, layout = places.batch.jobs[0], places.layout
     spec = layout.spec
-    came = {
+    inputs = {
         name: move_channels_first(spec, name, _view_as_device_tensor(job.tensors[name].data, dtype, shape))
         for name, (dtype, shape) in layout.input_specs.items()
     }
     if job.layer is not None:
-        came |= collect_parameters(job.layer.backend_parameters)
+        inputs |= collect_parameters(job.layer.backend_parameters)
     there = {
         name: _view_as_device_tensor(each.data, each.dtype, each.shape)
         for name, each in places.view_results().items()
     }
     if not layout.is_empty and not job.may_overwrite:
-        return bind_operation(library, spec, came, {"out": make_output_argument(spec, there)})
+        return bind_operation(library, spec, inputs, {"out": make_output_argument(spec, there)})
 
     def launch_and_copy() -> None:
         # Results over the inputs, or of no rows: the library allocates memory of its own.
-        for name, output in run_operation(library, spec, came).items():
+        for name, output in run_operation(library, spec, inputs).items():
             there[name].copy_(restore_payload_order(spec, name, output))
 
     return launch_and_copy

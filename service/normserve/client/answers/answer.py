@@ -82,15 +82,15 @@ class ApiResponse:
 
     def read_timing(self) -> Timing:
         """Return the timing that the headers describe; a header with an invalid value counts as absent."""
-        said = self.headers.get
+        get_header = self.headers.get
         return Timing.later(
             _parse_timing,
             (
-                said("server-timing", ""),
-                said("x-kernel-bytes"),
-                said("x-kernel-bandwidth"),
-                said("x-batch-size"),
-                said("x-request-id"),
+                get_header("server-timing", ""),
+                get_header("x-kernel-bytes"),
+                get_header("x-kernel-bandwidth"),
+                get_header("x-batch-size"),
+                get_header("x-request-id"),
             ),
         )
 
@@ -126,13 +126,13 @@ def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
     if end > min(len(body), _KEPT_BYTES):
         return safetensors.read_entries(body)
     key = bytes(body[:end]), len(body)
-    known = _known_entries.get(key)
-    if known is None:
-        known = safetensors.read_entries(body)
+    entries = _known_entries.get(key)
+    if entries is None:
+        entries = safetensors.read_entries(body)
         if len(_known_entries) >= _KEPT:
             _known_entries.clear()
-        _known_entries[key] = known
-    return known
+        _known_entries[key] = entries
+    return entries
 
 
 _known_entries: dict[tuple[bytes, int], Sequence[SafetensorsEntry]] = {}

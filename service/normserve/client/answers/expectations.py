@@ -96,7 +96,7 @@ class ExpectedResults:
         Raises:
             UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
         """
-        known = 0
+        checked_count = 0
         for name, output in self.by_name.items():
             tensor = tensors.get(name)
             if tensor is None:
@@ -105,9 +105,9 @@ class ExpectedResults:
                 raise UnexpectedAnswerError(f"the answer must hold {name}, it does not")
             if fault := output.find_fault(tensor):
                 raise UnexpectedAnswerError(f"the answer's {name} must {fault}")
-            known += 1
+            checked_count += 1
         # Unknown names may be anything, so the message does not repeat them.
-        if len(tensors) > known:
+        if len(tensors) > checked_count:
             raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.by_name)}, it does")
         for first, second in (("mean", "rstd"), PARAMETER_GRADIENTS):
             if first in tensors and second in tensors and tensors[first].shape != tensors[second].shape:

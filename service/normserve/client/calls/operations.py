@@ -503,8 +503,8 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
         arrays.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
 
-    sent, asked = describe_tensors(tensors), make_query(params)
-    expected = expectations.expect_forward(op, sent, asked)
+    sent, query = describe_tensors(tensors), make_query(params)
+    expected = expectations.expect_forward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> ForwardResult[T]:
         like = _get_first_tensor(x)
@@ -519,13 +519,13 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
             found["y"], found.get("residual_out"), *statistics, answer.read_timing(), found.get("scale")
         )
 
-    return ApiCall("POST", f"/v1/{op}", read_result, asked, sent, expected.by_name, max_bytes=expected.max_bytes)
+    return ApiCall("POST", f"/v1/{op}", read_result, query, sent, expected.by_name, max_bytes=expected.max_bytes)
 
 
 def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
     tensors, params = _split_arguments(arguments)
-    sent, asked = describe_tensors(tensors), make_query(params)
-    expected = expectations.expect_backward(op, sent, asked)
+    sent, query = describe_tensors(tensors), make_query(params)
+    expected = expectations.expect_backward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> BackwardResult[T]:
         results = _read_checked_tensors(answer, expected)
@@ -545,7 +545,7 @@ def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCa
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
 
     return ApiCall(
-        "POST", f"/v1/{op}/backward", read_result, asked, sent, expected.by_name, max_bytes=expected.max_bytes
+        "POST", f"/v1/{op}/backward", read_result, query, sent, expected.by_name, max_bytes=expected.max_bytes
     )
 
 

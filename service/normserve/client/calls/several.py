@@ -93,12 +93,12 @@ class TensorListCall:
     def split_result(self, result: R) -> R:
         """Return the result with lists of views in place of concatenated tensors."""
         ends = list(accumulate(self._row_counts, initial=0))
-        told: Any = result
+        untyped_result: Any = result
         lists = {
             field.name: [value[start:stop] for start, stop in pairwise(ends)]
-            for field in dataclasses.fields(told)
+            for field in dataclasses.fields(untyped_result)
             if field.name not in (*PARAMETER_GRADIENTS, "timing")
-            and (value := getattr(told, field.name)) is not None
+            and (value := getattr(untyped_result, field.name)) is not None
         }
-        divided: R = dataclasses.replace(told, **lists)
+        divided: R = dataclasses.replace(untyped_result, **lists)
         return divided

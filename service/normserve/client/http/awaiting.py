@@ -51,8 +51,8 @@ class AsyncConnectionPool:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.pop()) is not None:
-                return kept, True
+            if not fresh and (idle_connection := self._idle.pop()) is not None:
+                return idle_connection, True
             return await self._open(deadline), False
         except BaseException:
             free.release()
@@ -170,12 +170,12 @@ class _StepRunner:
             self._loop.remove_writer(self._descriptor)
         self._events = 0
 
-    def _run_step(self, came: int) -> None:
+    def _run_step(self, ready_events: int) -> None:
         # Both events of one turn of the loop call this, and the first may have been the last one.
         if self.outcome.done():
             return
         try:
-            descriptor, events = self._steps.send(came)
+            descriptor, events = self._steps.send(ready_events)
         except StopIteration as stop:
             self.remove_callbacks()
             self.outcome.set_result(stop.value)

@@ -83,8 +83,8 @@ class ConnectionPool:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.pop()) is not None:
-                return kept, True
+            if not fresh and (idle_connection := self._idle.pop()) is not None:
+                return idle_connection, True
             return self._open(deadline), False
         except BaseException:
             free.release()
@@ -156,8 +156,8 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
     A body takes one call, which wakes this thread only when the body is complete.
     """
 
-    def receive_into(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
-        flags = _ALL if whole else 0
+    def receive_into(connected: socket.socket, view: memoryview, /, *, until_full: bool) -> int:
+        flags = _ALL if until_full else 0
         while True:
             left_s = deadline.get_remaining_s()
             if left_s is None or left_s >= _RECEIVING_S:
@@ -179,8 +179,8 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
 
 def _pack_timeval(seconds: float) -> bytes:
     """Pack seconds into the kernel's struct timeval."""
-    whole = int(min(seconds, _LONGEST_S))
-    return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
+    whole_seconds = int(min(seconds, _LONGEST_S))
+    return struct.pack("@ll", whole_seconds, max(1, int((min(seconds, _LONGEST_S) - whole_seconds) * 1e6)))
 
 
 def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
@@ -198,9 +198,9 @@ def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutExcep
                 raise late(_LATE)
             poll = select.poll()
             poll.register(descriptor, events)
-            came = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
-            if came:
-                descriptor, events = steps.send(came[0][1])
+            ready = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
+            if ready:
+                descriptor, events = steps.send(ready[0][1])
             elif left_s is not None and left_s <= _LONGEST_S:
                 raise late(_LATE)
     except StopIteration as stop:

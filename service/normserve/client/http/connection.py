@@ -131,8 +131,8 @@ class ClientHttpConnection(SocketReceiver):
                     turn = turn + sent if self._is_tls else TURN_BYTES
                 if turn >= TURN_BYTES and views:
                     turn = 0
-                    came = yield self._descriptor, READ | WRITE
-                    if came & ~WRITE and self._receive_early_response():
+                    ready_events = yield self._descriptor, READ | WRITE
+                    if ready_events & ~WRITE and self._receive_early_response():
                         return False
         except OSError as error:
             self._send_error = error

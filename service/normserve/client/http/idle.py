@@ -22,12 +22,12 @@ class IdleConnectionStack:
         """Remove and return the most recently used connection that is still open; return None without one."""
         while True:
             try:
-                kept = self._idle.pop()
+                connection = self._idle.pop()
             except IndexError:
                 return None
-            if time.monotonic() - kept.idle_since <= self._idle_timeout_s and kept.is_quiet():
-                return kept
-            kept.close()
+            if time.monotonic() - connection.idle_since <= self._idle_timeout_s and connection.is_quiet():
+                return connection
+            connection.close()
 
     def push(self, connection: ClientHttpConnection) -> None:
         """Add a connection; expired connections, and those beyond the limit, are closed."""

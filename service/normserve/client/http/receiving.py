@@ -13,10 +13,10 @@ from normserve.client.http.steps import READ, WRITE, Steps
 class BlockingReceive(Protocol):
     """A function that receives from a blocking socket."""
 
-    def __call__(self, connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
+    def __call__(self, connected: socket.socket, view: memoryview, /, *, until_full: bool) -> int:
         """Receive into memory, waiting until the deadline if necessary; return the number of bytes, 0 at the end.
 
-        Args: whole: wait until the memory is full, and not only for the first bytes.
+        Args: until_full: wait until the memory is full, and not only for the first bytes.
         """
 
 
@@ -95,7 +95,7 @@ class SocketReceiver:
         if self._end == len(self._buffer):
             self._buffer += bytes(len(self._buffer))
         view = memoryview(self._buffer)[self._end :]
-        got = self._recv_into(view) if fill is None else self._receive_blocking(fill, view, whole=False)
+        got = self._recv_into(view) if fill is None else self._receive_blocking(fill, view, until_full=False)
         self.has_answered = self.has_answered or got > 0
         self._end += got
         return got
@@ -111,7 +111,7 @@ class SocketReceiver:
         try:
             while view:
                 if fill is not None:
-                    got = self._receive_blocking(fill, view, whole=True)
+                    got = self._receive_blocking(fill, view, until_full=True)
                 else:
                     if not few:
                         # The thread is not woken for less, except at the end.
@@ -125,9 +125,9 @@ class SocketReceiver:
             if fill is None and not few:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def _receive_blocking(self, fill: BlockingReceive, view: memoryview, *, whole: bool) -> int:
+    def _receive_blocking(self, fill: BlockingReceive, view: memoryview, *, until_full: bool) -> int:
         try:
-            return fill(self._socket, view, whole=whole)
+            return fill(self._socket, view, until_full=until_full)
         except OSError as error:
             raise self._make_broken_error(error) from error
 

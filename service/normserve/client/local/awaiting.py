@@ -40,22 +40,24 @@ class AsyncLocalTransport:
     ) -> Any:
         """Do as `LocalTransport.exchange_cached`."""
         key, elsewhere = signature
-        known = recurring.calls.get(key)
-        if known is None or not link.is_open:
+        cached_call = recurring.calls.get(key)
+        if cached_call is None or not link.is_open:
             return None
         try:
             async with deadline.make_asyncio_timeout():
                 if busy := recurring.find_busy_stream():
                     await asyncio.to_thread(busy.wait_idle)
-                again = recurring.begin_call(known, elsewhere)
-                if again is None:
+                pending_call = recurring.begin_call(cached_call, elsewhere)
+                if pending_call is None:
                     return None
                 if elsewhere and (busy := recurring.find_busy_stream()):
                     await asyncio.to_thread(busy.wait_idle)
-                reply = await link.send_and_wait(LocalRequest(again.content, again, again.make_result_arrays))
+                reply = await link.send_and_wait(
+                    LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays)
+                )
         except TimeoutError:
             raise deadline.make_error() from None
-        return recurring.end_call(key, again, reply, self._api_key)
+        return recurring.end_call(key, pending_call, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Do as `LocalTransport.allocate_memory`."""

@@ -47,18 +47,20 @@ class LocalTransport:
         """
         # No `Exchanges`, which would take a tenth of the client's time.
         key, elsewhere = signature
-        known = recurring.calls.get(key)
-        if known is None or not link.is_open:
+        cached_call = recurring.calls.get(key)
+        if cached_call is None or not link.is_open:
             return None
         if busy := recurring.find_busy_stream():
             busy.wait_idle()
-        again = recurring.begin_call(known, elsewhere)
-        if again is None:
+        pending_call = recurring.begin_call(cached_call, elsewhere)
+        if pending_call is None:
             return None
         if elsewhere and (busy := recurring.find_busy_stream()):
             busy.wait_idle()
-        reply = link.send_and_wait(LocalRequest(again.content, again, again.make_result_arrays), deadline)
-        return recurring.end_call(key, again, reply, self._api_key)
+        reply = link.send_and_wait(
+            LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays), deadline
+        )
+        return recurring.end_call(key, pending_call, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate bytes of the arena, which return with their last view.

@@ -109,12 +109,12 @@ class DeviceArenaResponse(ArenaResponse):
 
 
 def make_device_response(
-    told: frames.LocalResponse, arena: DeviceArena, blocks: Mapping[str, DeviceBlock]
+    response: frames.LocalResponse, arena: DeviceArena, blocks: Mapping[str, DeviceBlock]
 ) -> ArenaResponse:
     """Convert a response of the protocol to that of a call."""
-    if told.status >= 400:
-        return make_arena_response(told, {})
-    return DeviceArenaResponse(told.status, {}, memoryview(b""), told, {}, arena, blocks)
+    if response.status >= 400:
+        return make_arena_response(response, {})
+    return DeviceArenaResponse(response.status, {}, memoryview(b""), response, {}, arena, blocks)
 
 
 def list_device_segment_sizes(lacking: int, nbytes: int) -> list[int]:

@@ -106,20 +106,20 @@ class CachedCall:
         }
         named = {result.name: place for result, place in zip(self.results, places[count:], strict=True)}
         tensors = self.message.tensors | copies
-        whole = msgspec.structs.replace(self.message, tensors=tensors, results=named)
+        message = msgspec.structs.replace(self.message, tensors=tensors, results=named)
         targets = [
             copied.make_copy_target(place) for copied, place in zip(self.copied_inputs, places[:count], strict=True)
         ]
-        asked = EncodedCall(places, msgspec.Raw(msgspec.json.encode(whole)), targets)
+        encoded_call = EncodedCall(places, msgspec.Raw(msgspec.json.encode(message)), targets)
         if len(self.encoded_calls) >= _MOST_PLACES:
             del self.encoded_calls[0]
-        self.encoded_calls.append(asked)
-        return asked
+        self.encoded_calls.append(encoded_call)
+        return encoded_call
 
-    def has_same_results(self, told: frames.LazyLocalResponse) -> bool:
+    def has_same_results(self, response: frames.LazyLocalResponse) -> bool:
         """Return whether a response has results of the cached names, dtypes and shapes."""
         try:
-            located = frames.decode_results(told)
+            located = frames.decode_results(response)
         except MalformedPayloadError:
             return False
         found = {name: (each.dtype, each.shape) for name, each in located.items()}
@@ -135,12 +135,12 @@ class PendingCachedCall:
 
     __slots__ = ("_blocks", "_call", "_encoded_call", "_fields", "content")
 
-    def __init__(self, known: CachedCall, blocks: Sequence[AllocatedBlock], asked: EncodedCall) -> None:
-        self._call = known
+    def __init__(self, call: CachedCall, blocks: Sequence[AllocatedBlock], encoded_call: EncodedCall) -> None:
+        self._call = call
         self._blocks = blocks
-        self._encoded_call = asked
-        self._fields: list[Any] = [None] * known.field_count
-        self.content = asked.content
+        self._encoded_call = encoded_call
+        self._fields: list[Any] = [None] * call.field_count
+        self.content = encoded_call.content
 
     def copy_inputs(
         self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
@@ -153,23 +153,23 @@ class PendingCachedCall:
 
     def make_result_arrays(self) -> None:
         """Make the arrays of the results, while the server computes their contents."""
-        made, known, blocks = self._fields, self._call, self._blocks
-        if known.copied_inputs:
-            blocks = blocks[len(known.copied_inputs) :]
-        for result, block in zip(known.results, blocks, strict=True):
+        made, call, blocks = self._fields, self._call, self._blocks
+        if call.copied_inputs:
+            blocks = blocks[len(call.copied_inputs) :]
+        for result, block in zip(call.results, blocks, strict=True):
             made[result.field_index] = result.make_array(block)
 
-    def make_result(self, told: frames.LazyLocalResponse) -> Any:
+    def make_result(self, response: frames.LazyLocalResponse) -> Any:
         """Return the call's result; None where the response's results differ from the cached ones."""
-        known = self._call
-        if told.status != 200:
+        call = self._call
+        if response.status != 200:
             return None
-        if told.results != self._encoded_call.encoded_results:
-            if not known.has_same_results(told):
+        if response.results != self._encoded_call.encoded_results:
+            if not call.has_same_results(response):
                 return None
             # A copy, because the raw results keep the entire response.
-            results = bytes(told.results)
+            results = bytes(response.results)
             if len(results) <= _LONGEST_KEPT:
                 self._encoded_call.encoded_results = msgspec.Raw(results)
-        self._fields[known.timing_index] = make_timing(told)
-        return known.result_type(*self._fields)
+        self._fields[call.timing_index] = make_timing(response)
+        return call.result_type(*self._fields)

@@ -271,5 +271,5 @@ class LocalClientConnection:
 
 
 def _pack_timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+    whole_seconds = int(seconds)
+    return _TIMEVAL.pack(whole_seconds, int((seconds - whole_seconds) * 1e6))

@@ -156,8 +156,8 @@ class ArenaResponse(ApiResponse):
     @property
     def nbytes(self) -> int:
         """Bytes of all results."""
-        told = self._decode_references().values()
-        return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in told if each.dtype in DTYPES)
+        references = self._decode_references().values()
+        return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in references if each.dtype in DTYPES)
 
     def list_memory(self) -> list[memoryview]:
         """Return the buffer of each result.
@@ -200,11 +200,17 @@ class ArenaResponse(ApiResponse):
         return HostTensor(dtype, located.shape, block.data[:nbytes] if nbytes else _EMPTY)
 
 
-def make_timing(told: frames.LocalResponse) -> Timing:
+def make_timing(response: frames.LocalResponse) -> Timing:
     """Make the timing in a response."""
     # Only these fields, so that the response itself is not kept.
-    said = told.stages_ms, told.kernel_bytes, told.kernel_bandwidth, told.batch_size, told.request_id
-    return Timing.later(_read_timing_fields, said)
+    field_values = (
+        response.stages_ms,
+        response.kernel_bytes,
+        response.kernel_bandwidth,
+        response.batch_size,
+        response.request_id,
+    )
+    return Timing.later(_read_timing_fields, field_values)
 
 
 def _read_timing_fields(
@@ -215,26 +221,26 @@ def _read_timing_fields(
     return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quote_text(request_id, 128)
 
 
-def make_arena_response(told: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:
+def make_arena_response(response: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:
     """Convert a response of the protocol to that of a call."""
-    if told.status < 400:
-        return ArenaResponse(told.status, {}, _EMPTY, told, blocks)
-    headers = {"x-request-id": told.request_id}
-    if told.retry_after_s is not None:
-        headers["retry-after"] = str(told.retry_after_s)
-    return ArenaResponse(told.status, headers, memoryview(json.dumps(told.problem).encode()), told)
+    if response.status < 400:
+        return ArenaResponse(response.status, {}, _EMPTY, response, blocks)
+    headers = {"x-request-id": response.request_id}
+    if response.retry_after_s is not None:
+        headers["retry-after"] = str(response.retry_after_s)
+    return ArenaResponse(response.status, headers, memoryview(json.dumps(response.problem).encode()), response)
 
 
-def raise_for_status(told: frames.LocalResponse) -> None:
+def raise_for_status(response: frames.LocalResponse) -> None:
     """Raise ApiError if the response is an error."""
     # In no name of this frame, which the error holds: a ring would keep the blocks of all frames above.
-    if told.status >= 400:
-        raise make_local_api_error(told)
+    if response.status >= 400:
+        raise make_local_api_error(response)
 
 
-def make_local_api_error(told: frames.LocalResponse) -> ApiError:
+def make_local_api_error(response: frames.LocalResponse) -> ApiError:
     """Make the error of a response with a status of 400 or above."""
-    refused = make_arena_response(told, {})
+    refused = make_arena_response(response, {})
     return make_api_error(refused.status, refused.headers, bytes(refused.body))
 
 

@@ -59,7 +59,7 @@ class CallCache:
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
         """Return the signature of a call; None for a call that cannot be cached."""
-        described = self._memory.make_reuse_key
+        make_key = self._memory.make_reuse_key
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
         for position, value in enumerate(arguments):
@@ -67,12 +67,12 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (kind, value)
                 continue
-            said = described(value) or self._describe_sequence(value)
-            if not said:
+            key_part = make_key(value) or self._make_sequence_key(value)
+            if not key_part:
                 return None
-            if said[0] is None:
+            if key_part[0] is None:
                 elsewhere[_get_parameter_name(build, position)] = value
-            parts.append(said)
+            parts.append(key_part)
         for name, value in named.items():
             if value is None:
                 continue
@@ -80,48 +80,54 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (name, kind, value)
                 continue
-            said = described(value) or self._describe_sequence(value)
-            if not said:
+            key_part = make_key(value) or self._make_sequence_key(value)
+            if not key_part:
                 return None
-            if said[0] is None:
+            if key_part[0] is None:
                 elsewhere[name] = value
-            parts += (name, said)
+            parts += (name, key_part)
         return tuple(parts), elsewhere
 
-    def _describe_sequence(self, value: Any) -> tuple[Hashable, ...]:
-        """Describe a chain's list of tensors in shared memory or of names; return () for anything else."""
+    def _make_sequence_key(self, value: Any) -> tuple[Hashable, ...]:
+        """Make the key part of a list of names or of tensors in shared memory; return () for anything else."""
         kind = type(value)
         if kind is not list and kind is not tuple:
             return ()
         parts: list[Hashable] = []
         for each in value:
-            said = (type(each), each) if each is None or type(each) is str else self._memory.make_reuse_key(each)
-            if not said or said[0] is None:
+            key_part = (
+                (type(each), each) if each is None or type(each) is str else self._memory.make_reuse_key(each)
+            )
+            if not key_part or key_part[0] is None:
                 return ()
-            parts.append(said)
+            parts.append(key_part)
         return (kind, *parts)
 
-    def begin_call(self, known: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
+    def begin_call(self, cached_call: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
         """Allocate the blocks of a repeated call and copy its inputs; return None where memory is lacking.
 
         Args: elsewhere: the tensors to copy, as in `Signature`.
         """
-        for asked in known.encoded_calls:
-            blocks = self._take_at(asked.segment_ranges)
+        for encoded_call in cached_call.encoded_calls:
+            blocks = self._take_at(encoded_call.segment_ranges)
             if blocks is not None:
                 break
         else:
-            blocks = self._take_all(known.block_sizes)
+            blocks = self._take_all(cached_call.block_sizes)
             if blocks is None:
                 return None
-            asked = known.encode_at([block.segment_range for block in blocks])
-        again = PendingCachedCall(known, blocks, asked)
+            encoded_call = cached_call.encode_at([block.segment_range for block in blocks])
+        pending_call = PendingCachedCall(cached_call, blocks, encoded_call)
         if elsewhere:
-            again.copy_inputs(elsewhere, self._memory.copy_all)
-        return again
+            pending_call.copy_inputs(elsewhere, self._memory.copy_all)
+        return pending_call
 
     def end_call(
-        self, key: Hashable, again: PendingCachedCall, told: frames.LazyLocalResponse, api_key: str | None
+        self,
+        key: Hashable,
+        pending_call: PendingCachedCall,
+        response: frames.LazyLocalResponse,
+        api_key: str | None,
     ) -> Any:
         """Return the call's result; None where the response differs from before and the call must be built anew.
 
@@ -130,14 +136,14 @@ class CallCache:
         Raises:
             ApiError: the response is an error.
         """
-        result = again.make_result(told)
+        result = pending_call.make_result(response)
         if result is not None:
             return result
         self.calls.pop(key, None)
         # The results of a layer that was replaced may need other ranges.
-        if told.status < 400 or told.status == MISFIT_STATUS:
+        if response.status < 400 or response.status == MISFIT_STATUS:
             return None
-        refused = make_arena_response(told, {})
+        refused = make_arena_response(response, {})
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
     def add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:

@@ -90,8 +90,8 @@ def _describe_missing_path(request: Request) -> str:
     """Format the message for a path without a route, with the closest path that has one."""
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
-        asked, known = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
-        compared = difflib.SequenceMatcher(None, asked, known)
+        requested_path, existing_path = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
+        compared = difflib.SequenceMatcher(None, requested_path, existing_path)
         if compared.quick_ratio() > similarity and (ratio := compared.ratio()) > similarity:
             closest, similarity = f"; the closest path is {template}", ratio
     return f"nothing is at this path{closest}; GET /docs shows what there is"
@@ -99,12 +99,14 @@ def _describe_missing_path(request: Request) -> str:
 
 def _strip_path_parameters(path: str, template: str) -> tuple[str, str]:
     """Return a request's path and a route's, both without the segments in which the route has a parameter."""
-    known = template.split("/")
-    is_parameter = [segment.startswith("{") for segment in known]
-    asked = itertools.zip_longest(path.split("/"), is_parameter)
+    template_segments = template.split("/")
+    is_parameter = [segment.startswith("{") for segment in template_segments]
+    path_segments = itertools.zip_longest(path.split("/"), is_parameter)
     return (
-        "/".join("" if parameter else segment for segment, parameter in asked if segment is not None),
-        "/".join("" if parameter else segment for segment, parameter in zip(known, is_parameter, strict=True)),
+        "/".join("" if parameter else segment for segment, parameter in path_segments if segment is not None),
+        "/".join(
+            "" if parameter else segment for segment, parameter in zip(template_segments, is_parameter, strict=True)
+        ),
     )
 
 

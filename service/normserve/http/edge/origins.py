@@ -150,13 +150,13 @@ def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
 
     A server that uses plain HTTP may be behind a proxy that uses TLS.
     """
-    said = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
-    if said is None or (scheme == "https" and said[1] != scheme):
+    parsed_origin = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
+    if parsed_origin is None or (scheme == "https" and parsed_origin[1] != scheme):
         return False
-    from_page, to_server = _parse_authority(said[2]), _parse_authority(host.decode("latin-1"))
+    from_page, to_server = _parse_authority(parsed_origin[2]), _parse_authority(host.decode("latin-1"))
     if from_page is None or to_server is None:
         return False
-    port = _PORTS[said[1]]
+    port = _PORTS[parsed_origin[1]]
     return (from_page[0], from_page[1] or port) == (to_server[0], to_server[1] or port)
 
 

@@ -21,7 +21,7 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
 def require_expressible(
-    model: InferenceModel, asked: InferenceRequest, job: NormJob, several: TensorSplit | None = None
+    model: InferenceModel, request: InferenceRequest, job: NormJob, several: TensorSplit | None = None
 ) -> None:
     """Refuse a request whose response cannot have the requested form, before the computation.
 
@@ -31,13 +31,13 @@ def require_expressible(
         UnexpectedTensorError: these inputs produce none of the requested outputs.
         TooLargeError: an output is requested as JSON and too long for it.
     """
-    if asked.outputs is None and asked.is_binary_default:
+    if request.outputs is None and request.is_binary_default:
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
     if several is not None:
         results = several.split_specs(results)
-    wanted = _select_outputs(model, asked, results)
+    wanted = _select_outputs(model, request, results)
     if not wanted:
         raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is requested")
     for each in wanted:
@@ -46,7 +46,7 @@ def require_expressible(
 
 
 def build_response(
-    model: InferenceModel, asked: InferenceRequest, results: Mapping[str, HostTensor]
+    model: InferenceModel, request: InferenceRequest, results: Mapping[str, HostTensor]
 ) -> tuple[Buffers, bytes, Headers]:
     """Build a response: the body in pieces, its media type, and the header with the length of the JSON.
 
@@ -55,7 +55,7 @@ def build_response(
     """
     described: list[dict[str, object]] = []
     buffers: list[bytes | memoryview] = []
-    for each in _select_outputs(model, asked, results):
+    for each in _select_outputs(model, request, results):
         tensor = results[each.name]
         output: dict[str, object] = {"name": each.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
         if each.region is not None:
@@ -70,22 +70,22 @@ def build_response(
         else:
             output["data"] = json_tensors.encode(each.name, tensor)
         described.append(output)
-    said: dict[str, object] = {"model_name": model.name, "model_version": VERSION, "outputs": described}
-    if asked.id is not None:
-        said["id"] = asked.id
-    text = msgspec.json.encode(said)
+    document: dict[str, object] = {"model_name": model.name, "model_version": VERSION, "outputs": described}
+    if request.id is not None:
+        document["id"] = request.id
+    text = msgspec.json.encode(document)
     if not buffers:
         return [text], _JSON, []
     return [text, *buffers], _BINARY, [(LENGTH, b"%d" % len(text))]
 
 
 def _select_outputs(
-    model: InferenceModel, asked: InferenceRequest, results: Mapping[str, object]
+    model: InferenceModel, request: InferenceRequest, results: Mapping[str, object]
 ) -> Sequence[RequestedOutput]:
     """List the requested outputs that exist; all results if no outputs are named."""
-    if asked.outputs is not None:
-        return [each for each in asked.outputs if each.name in results]
+    if request.outputs is not None:
+        return [each for each in request.outputs if each.name in results]
     order = {name: place for place, name in enumerate(list_output_names(model))}
     # Outputs of several tensors stay in the order of their numbers.
     names = results if len(results) == 1 else sorted(results, key=lambda name: order[name.partition(".")[0]])
-    return [RequestedOutput(name, asked.is_binary_default) for name in names]
+    return [RequestedOutput(name, request.is_binary_default) for name in names]

@@ -212,22 +212,26 @@ def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
 
 
 def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[str, Any]:
-    known = _list_parameters(model)
+    accepted = _list_parameters(model)
     for name in given:
         if name.startswith(_RESERVED):
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
-        if name not in known:
-            near = suggest_name(name, [*known, "timeout", "binary_data_output"])
+        if name not in accepted:
+            near = suggest_name(name, [*accepted, "timeout", "binary_data_output"])
             raise InvalidParameterError(f"{name[:64]!r} is not a parameter of {model.name}; {near}")
-    return parse_parameters([(name, _format_query_value(value)) for name, value in given.items()], known)
+    return parse_parameters([(name, _format_query_value(value)) for name, value in given.items()], accepted)
 
 
 def _list_parameters(model: InferenceModel) -> Parameters:
     of_layer = {"layer", *[option.name for option in LAYER_OPTIONS]} if model.is_layer else set()
     # The protocol has no datatype of eight bits.
     changed = {"out_dtype": OUT_DTYPE_OF_FLOATS}
-    known = list_operation_parameters(model.op, model.direction)
-    return {name: changed.get(name, each) for name, each in known.items() if name not in {"timeout_ms", *of_layer}}
+    of_operation = list_operation_parameters(model.op, model.direction)
+    return {
+        name: changed.get(name, each)
+        for name, each in of_operation.items()
+        if name not in {"timeout_ms", *of_layer}
+    }
 
 
 def _format_query_value(value: Value) -> str:
@@ -238,17 +242,17 @@ def _format_query_value(value: Value) -> str:
 
 
 def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool) -> RequestedOutput:
-    known = list_output_names(model)
+    output_names = list_output_names(model)
     base, _, number = header.name.partition(".")
-    if header.name not in known and not (base in known and number.isdigit()):
-        near = suggest_name(header.name, known)
+    if header.name not in output_names and not (base in output_names and number.isdigit()):
+        near = suggest_name(header.name, output_names)
         raise UnexpectedTensorError(f"{header.name[:64]!r} is not an output of {model.name}; {near}")
-    said = header.parameters or OutputParameters()
-    if said.classification:
+    parameters = header.parameters or OutputParameters()
+    if parameters.classification:
         raise InvalidParameterError("classification is not supported: outputs are tensors")
-    is_binary = all_binary if said.binary_data is None else said.binary_data
-    region = _read_region(header.name, said)
-    if region is not None and is_binary and said.binary_data:
+    is_binary = all_binary if parameters.binary_data is None else parameters.binary_data
+    region = _read_region(header.name, parameters)
+    if region is not None and is_binary and parameters.binary_data:
         raise MalformedPayloadError(f"{header.name} must be requested as binary data or in a region, not both")
     return RequestedOutput(header.name, is_binary, region)
 
@@ -260,10 +264,10 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
     for header in headers:
         dtype = parse_datatype(header.name, header.datatype)
         nbytes = count_bits(header.shape, dtype.itemsize * 8) // 8
-        said = header.parameters or InputParameters()
-        region = _read_region(header.name, said)
+        parameters = header.parameters or InputParameters()
+        region = _read_region(header.name, parameters)
         data = None if bytes(header.data) in _ABSENT else header.data
-        if (data is not None) + (said.binary_data_size is not None) + (region is not None) != 1:
+        if (data is not None) + (parameters.binary_data_size is not None) + (region is not None) != 1:
             raise MalformedPayloadError(
                 f"{_format_label(header.name)} must have exactly one of data, binary_data_size and "
                 "shared_memory_region"
@@ -272,7 +276,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
         if data is not None:
             source = JsonSource(data)
         else:
-            size = said.binary_data_size if region is None else region.nbytes
+            size = parameters.binary_data_size if region is None else region.nbytes
             if size != nbytes:
                 raise MalformedPayloadError(
                     f"{_format_label(header.name)} must have the {nbytes} bytes of its shape and datatype, "
@@ -288,16 +292,18 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
     return tuple(inputs)
 
 
-def _read_region(name: str, said: InputParameters | OutputParameters) -> RegionReference | None:
-    if said.shared_memory_region is None:
-        if said.shared_memory_byte_size is not None or said.shared_memory_offset is not None:
+def _read_region(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
+    if parameters.shared_memory_region is None:
+        if parameters.shared_memory_byte_size is not None or parameters.shared_memory_offset is not None:
             raise MalformedPayloadError(
                 f"{_format_label(name)} must name the shared_memory_region of its size and offset"
             )
         return None
-    if said.shared_memory_byte_size is None:
+    if parameters.shared_memory_byte_size is None:
         raise MalformedPayloadError(f"{_format_label(name)} must have a shared_memory_byte_size beside its region")
-    return RegionReference(said.shared_memory_region, said.shared_memory_offset or 0, said.shared_memory_byte_size)
+    return RegionReference(
+        parameters.shared_memory_region, parameters.shared_memory_offset or 0, parameters.shared_memory_byte_size
+    )
 
 
 def _format_label(name: str) -> str:

@@ -32,8 +32,8 @@ def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None)
     required = ("x", "dy")
 
     def describe_tensor(name: str) -> dict[str, Any]:
-        told = _describe_tensor(model, layer, name)
-        return {"name": name, "data_type": f"TYPE_{told['datatype']}", "dims": told["shape"]}
+        description = _describe_tensor(model, layer, name)
+        return {"name": name, "data_type": f"TYPE_{description['datatype']}", "dims": description["shape"]}
 
     return {
         "name": model.name,

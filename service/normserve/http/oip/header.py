@@ -86,23 +86,23 @@ _MARK = "\ufeff".encode()
 _DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
-def parse_json_length(said: bytes | None, announced: int | None) -> int | None:
+def parse_json_length(header_value: bytes | None, announced: int | None) -> int | None:
     """Parse the number of bytes of JSON in a body from its header; return None if the complete body is JSON.
 
     Args:
-        said: the value of the header field `LENGTH`, None if it is absent.
+        header_value: the value of the header field `LENGTH`, None if it is absent.
         announced: the body's length, None if it is unknown.
 
     Raises:
         MalformedPayloadError: the value is not a length, or longer than the body.
         TooLargeError: the JSON is too long.
     """
-    if said is None:
+    if header_value is None:
         require_json_limit(announced or 0)
         return None
-    if not said.isdigit() or len(said) > _MAX_DIGITS:
+    if not header_value.isdigit() or len(header_value) > _MAX_DIGITS:
         raise MalformedPayloadError("Inference-Header-Content-Length must be a number of bytes")
-    nbytes = int(said)
+    nbytes = int(header_value)
     if announced is not None and nbytes > announced:
         raise MalformedPayloadError(
             f"Inference-Header-Content-Length must be at most the body's {announced} bytes, is {nbytes}"
@@ -135,8 +135,8 @@ def parse_header(text: bytes | memoryview) -> InferenceHeader:
     except msgspec.ValidationError as error:
         raise _make_format_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        raise MalformedPayloadError(f"the request's JSON cannot be read: {told}") from None
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise MalformedPayloadError(f"the request's JSON cannot be read: {reason}") from None
     _require_distinct_names("inputs", [each.name for each in header.inputs])
     _require_distinct_names("outputs", [each.name for each in header.outputs or ()])
     return header
@@ -147,19 +147,19 @@ def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:
     return text[len(_MARK) :] if text[: len(_MARK)] == _MARK else text
 
 
-def _make_format_error(told: str) -> MalformedPayloadError | InvalidParameterError:
+def _make_format_error(reason: str) -> MalformedPayloadError | InvalidParameterError:
     """Make the error for JSON of another form; for an unknown field, its message has the closest known one."""
-    _, unknown, rest = told.partition("unknown field `")
-    where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
+    _, unknown, rest = reason.partition("unknown field `")
+    where = reason.rpartition(" - at `")[2].rstrip("`") if " - at `" in reason else "$"
     if not unknown:
-        return MalformedPayloadError(f"the request's JSON is not valid: {told[:300]}")
+        return MalformedPayloadError(f"the request's JSON is not valid: {reason[:300]}")
     name = rest.partition("`")[0]
     of_input, of_output = where.startswith("$.inputs"), where.startswith("$.outputs")
     if where.endswith(".parameters") and where != "$.parameters":
         near = suggest_name(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
         return InvalidParameterError(f"{name[:64]!r} is not a parameter of a tensor; {near}")
-    said = InputHeader if of_input else OutputHeader if of_output else InferenceHeader
-    near = suggest_name(name, said.__struct_fields__)
+    header_type = InputHeader if of_input else OutputHeader if of_output else InferenceHeader
+    near = suggest_name(name, header_type.__struct_fields__)
     return MalformedPayloadError(f"{name[:64]!r} is not a known field; {near}")
 
 

@@ -80,44 +80,44 @@ class InferenceRoutes:
         body = await self.body_reader.receive_operation_body(exchange)
         try:
             row = None if layer is None else layer.parameter_shape
-            asked = self._parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
+            request = self._parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
         except MalformedPayloadError as error:
             # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form_type(exchange.headers.get(b"content-type", b"").decode("latin-1")):
                 raise
             raise add_curl_hint(error, body) from None
-        if layer is None and asked.layer is not None:
-            layer = self.layers.resolve(model.op, asked.layer)
+        if layer is None and request.layer is not None:
+            layer = self.layers.resolve(model.op, request.layer)
         shared = NONE
-        if asked.uses_regions:
+        if request.uses_regions:
             exchange.record.transport = TRANSPORT_SYSTEM
-            shared = self.region_tensors.bind_regions(exchange.client_identity, asked)
+            shared = self.region_tensors.bind_regions(exchange.client_identity, request)
             if shared.is_on_device:
                 exchange.record.transport = TRANSPORT_CUDA
-        brought = count_external_bytes(asked.inputs)
+        brought = count_external_bytes(request.inputs)
         if brought and exchange.permit is not None:
             self.body_reader.require_body_limit(len(body) + brought)
             exchange.permit.grow(brought)
         copies = await self.region_tensors.read_inputs(shared) if shared.inputs else {}
-        tensors = build_tensors(asked.inputs, body, copies)
+        tensors = build_tensors(request.inputs, body, copies)
         tensors, several = (
-            (tensors, None) if asked.uses_regions else concatenate_tensors(tensors, body, exchange.charge_copy)
+            (tensors, None) if request.uses_regions else concatenate_tensors(tensors, body, exchange.charge_copy)
         )
         tenant, may_overwrite = exchange.client_identity.tenant_name, not body.readonly
         job, cost = prepare_job(
-            self.prepared_calls, tenant, asked.spec, tensors, layer, may_overwrite=may_overwrite
+            self.prepared_calls, tenant, request.spec, tensors, layer, may_overwrite=may_overwrite
         )
-        require_expressible(model, asked, job, several)
+        require_expressible(model, request, job, several)
         if shared.outputs:
             job = assign_result_buffers(shared, job)
         exchange.charge_memory(job, cost, len(body) + brought)
-        exchange.submit_job(job, asked.timeout_ms)
+        exchange.submit_job(job, request.timeout_ms)
         result = await exchange.await_result()
         began = time.perf_counter()
         if shared.outputs:
             await self.region_tensors.write_outputs(shared, result.tensors)
         tensors = result.tensors if several is None else several.split_results(result.tensors)
-        buffers, media_type, headers = build_response(model, asked, tensors)
+        buffers, media_type, headers = build_response(model, request, tensors)
         headers = [*headers, *record_result(exchange.record, result, began).make_headers()]
         ended = time.perf_counter()
         self.statistics.count_success(model.name, result, ended - exchange.record.began_at, ended - began)
@@ -135,12 +135,12 @@ class InferenceRoutes:
         if len(json) > _LONGEST_PREPARED:
             return _check_body(model, row, json, of_json, len(body))
         key = tenant, model, row, bytes(json), of_json, len(body)
-        asked: InferenceRequest | None = self.prepared_calls.find(key)
-        if asked is None:
-            asked = _check_body(model, row, json, of_json, len(body))
-            if not any(type(each.source) is JsonSource for each in asked.inputs):
-                self.prepared_calls.store(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
-        return asked
+        request: InferenceRequest | None = self.prepared_calls.find(key)
+        if request is None:
+            request = _check_body(model, row, json, of_json, len(body))
+            if not any(type(each.source) is JsonSource for each in request.inputs):
+                self.prepared_calls.store(key, request, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
+        return request
 
 
 def _check_body(

@@ -39,9 +39,9 @@ class RepositoryRoutes:
     async def list_models(self, request: Request) -> JSONResponse:
         """Every model; all of them are ready."""
         exchange = label_request(request, "repository")
-        said = await self._read_json(exchange)
-        _require_known_fields(said, ("ready",))
-        if not isinstance(said.get("ready", False), bool):
+        document = await self._read_json(exchange)
+        _require_known_fields(document, ("ready",))
+        if not isinstance(document.get("ready", False), bool):
             raise InvalidParameterError("ready must be true or false")
         models = [
             {"name": each.name, "version": VERSION, "state": _READY, "reason": ""}
@@ -87,19 +87,19 @@ class RepositoryRoutes:
             raise MalformedPayloadError("the body must be a JSON object, or none") from None
 
 
-def _get_parameters(said: dict[str, Any]) -> dict[str, Any]:
-    _require_known_fields(said, ("parameters",))
-    parameters = said.get("parameters", {})
+def _get_parameters(document: dict[str, Any]) -> dict[str, Any]:
+    _require_known_fields(document, ("parameters",))
+    parameters = document.get("parameters", {})
     if not isinstance(parameters, dict):
         raise MalformedPayloadError("parameters must be an object")
     return parameters
 
 
-def _require_known_fields(said: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in said:
-        if name not in known:
-            raise _make_unknown_error(name, known)
+def _require_known_fields(document: dict[str, Any], known_fields: tuple[str, ...]) -> None:
+    for name in document:
+        if name not in known_fields:
+            raise _make_unknown_error(name, known_fields)
 
 
-def _make_unknown_error(name: str, known: tuple[str, ...]) -> NormserveError:
-    return InvalidParameterError(f"{name[:64]!r} is not a known field; {suggest_name(name, known)}")
+def _make_unknown_error(name: str, known_fields: tuple[str, ...]) -> NormserveError:
+    return InvalidParameterError(f"{name[:64]!r} is not a known field; {suggest_name(name, known_fields)}")

@@ -85,22 +85,24 @@ class SharedMemoryRoutes:
     async def register_system(self, request: Request) -> Response:
         """Open a file of shared memory and give a region of it a name."""
         exchange, name = _label_request(request, TRANSPORT_SYSTEM)
-        said: _SystemRegistration = await self._read_registration(exchange, _SYSTEM)
+        registration: _SystemRegistration = await self._read_registration(exchange, _SYSTEM)
         assert name is not None
         # The search of the process's mappings takes a millisecond.
-        region = await make_on_thread(self.regions.open_file_region, name, said.key, said.offset, said.byte_size)
+        region = await make_on_thread(
+            self.regions.open_file_region, name, registration.key, registration.offset, registration.byte_size
+        )
         self.regions.register_region(exchange.client_identity.key, name, region)
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
         """Open device memory that the client has allocated and give it a name."""
         exchange, name = _label_request(request, TRANSPORT_CUDA)
-        said: _CudaRegistration = await self._read_registration(exchange, _CUDA)
+        registration: _CudaRegistration = await self._read_registration(exchange, _CUDA)
         assert name is not None
         require_region_name(name)
-        handle = _decode_handle(said.raw_handle.b64)
+        handle = _decode_handle(registration.raw_handle.b64)
         region = await self.device_regions.open_region(
-            exchange.client_identity, handle, said.device_id, said.byte_size
+            exchange.client_identity, handle, registration.device_id, registration.byte_size
         )
         self.regions.register_region(exchange.client_identity.key, name, region)
         return Response()
@@ -135,8 +137,8 @@ class SharedMemoryRoutes:
         try:
             return decoder.decode(strip_byte_order_mark(body))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-            raise MalformedPayloadError(f"the region's JSON cannot be read: {told}") from None
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+            raise MalformedPayloadError(f"the region's JSON cannot be read: {reason}") from None
 
 
 def _label_request(request: Request, transport: str) -> tuple[HttpExchange, str | None]:

@@ -44,7 +44,7 @@ class RegionTensorAccess:
     transfer: RegionTransfer
     device_regions: DeviceRegionOpener
 
-    def bind_regions(self, caller: ClientIdentity, asked: InferenceRequest) -> RegionBindings:
+    def bind_regions(self, caller: ClientIdentity, request: InferenceRequest) -> RegionBindings:
         """Find the regions that a request names.
 
         Raises:
@@ -55,12 +55,12 @@ class RegionTensorAccess:
         owner = caller.key
         inputs = {
             each.name: self._find_range(owner, each.source)
-            for each in asked.inputs
+            for each in request.inputs
             if isinstance(each.source, RegionReference)
         }
         outputs = {
             each.name: self._find_range(owner, each.region)
-            for each in asked.outputs or ()
+            for each in request.outputs or ()
             if each.region is not None
         }
         for (one, first), (other, second) in itertools.combinations(outputs.items(), 2):
@@ -70,7 +70,7 @@ class RegionTensorAccess:
         if not any(are_on_device):
             return RegionBindings(inputs, outputs)
         self.device_regions.require_local_client(caller)
-        elsewhere = len(asked.inputs) - len(inputs) + len(asked.outputs or ()) - len(outputs)
+        elsewhere = len(request.inputs) - len(inputs) + len(request.outputs or ()) - len(outputs)
         if elsewhere or not outputs or not all(are_on_device):
             raise UnusableRegionError(
                 "inputs and outputs of a request must all be in regions of CUDA memory or none of them, and all"
@@ -101,8 +101,8 @@ class RegionTensorAccess:
                 [(span, results[name].data) for name, span in found.outputs.items() if name in results]
             )
 
-    def _find_range(self, owner: str | None, said: RegionReference) -> RegionRange:
-        return self.regions.find_range(owner, said.name, said.offset, said.nbytes)
+    def _find_range(self, owner: str | None, reference: RegionReference) -> RegionRange:
+        return self.regions.find_range(owner, reference.name, reference.offset, reference.nbytes)
 
 
 def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:

@@ -177,11 +177,11 @@ class RelayedOperation(CallbackRequest):
         if nbytes <= INLINE_BYTES:
             self._send_response(measured, [b"".join(buffers)])
             return
-        told = [try_share_response_bytes(self._front_end, buffer) for buffer in buffers]
-        if None in told:
+        shared_parts = [try_share_response_bytes(self._front_end, buffer) for buffer in buffers]
+        if None in shared_parts:
             self._copy_task = asyncio.get_running_loop().create_task(self._copy_and_send(measured, buffers))
         else:
-            self._send_ranges(measured, [part for part in told if part is not None])
+            self._send_ranges(measured, [part for part in shared_parts if part is not None])
 
     async def _copy_and_send(self, measured: LaunchMeasurements, buffers: Buffers) -> None:
         try:
@@ -190,10 +190,10 @@ class RelayedOperation(CallbackRequest):
             self.respond_error(error)
 
     def _send_ranges(
-        self, measured: LaunchMeasurements, told: Sequence[tuple[bytes | messages.SharedSlabRange, object]]
+        self, measured: LaunchMeasurements, shared_parts: Sequence[tuple[bytes | messages.SharedSlabRange, object]]
     ) -> None:
-        self._retained = [held for _, held in told]
-        self._send_response(measured, [part for part, _ in told])
+        self._retained = [held for _, held in shared_parts]
+        self._send_response(measured, [part for part, _ in shared_parts])
 
     def _send_response(self, measured: LaunchMeasurements, body: list[bytes | messages.SharedSlabRange]) -> None:
         media_type, shared = self._response_format.media_type, self._header.cors_headers

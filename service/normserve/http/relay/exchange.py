@@ -126,10 +126,10 @@ class RelayedIncomingBody(IncomingBody):
                 self._is_requested = False
                 self.mark_complete()
 
-    def on_body_aborted(self, *, left: bool) -> None:
+    def on_body_aborted(self, *, is_client_disconnected: bool) -> None:
         """End the reception: the front end no longer writes to the body's slab."""
         self._is_requested, self._shared_memory = False, None
-        if left:
+        if is_client_disconnected:
             self.handle_disconnect()
 
     def handle_disconnect(self) -> None:
@@ -190,9 +190,9 @@ class RelayedResponseSender(ResponseSender):
             part, view = await share_response_bytes(self._front_end, buffer)
             parts.append(part)
             held.append(view)
-        told = messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
+        response = messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
         self.is_response_complete = True
-        self._record_sent(await self._send_and_wait(told))
+        self._record_sent(await self._send_and_wait(response))
 
     async def send_message(self, message: Message) -> None:
         """Send the next ASGI message of the application."""
@@ -245,9 +245,9 @@ async def share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object]:
     """Return a response piece in the form of a message, and the object that must live until it has been sent."""
-    told = try_share_response_bytes(front_end, buffer)
-    if told is not None:
-        return told
+    shared = try_share_response_bytes(front_end, buffer)
+    if shared is not None:
+        return shared
     view = memoryview(buffer)
     copied = front_end.slab_pool.borrow(len(view))[: len(view)]
     await asyncio.to_thread(_copy_bytes, view, copied)

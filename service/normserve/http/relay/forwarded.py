@@ -40,7 +40,7 @@ def decline_message(link: RelayLink, message: Any) -> None:
         case messages.OperationResponse() | messages.CompleteResponse() | messages.ResponsePart():
             link.send_message(messages.ResponseSent(message.number, 0.0, is_delivered=False))
         case messages.BodyIntoSlabRequest() | messages.BodyPartRequest():
-            link.send_message(messages.BodyAborted(message.number, left=True))
+            link.send_message(messages.BodyAborted(message.number, is_client_disconnected=True))
 
 
 class ForwardedRequest:
@@ -88,15 +88,15 @@ class ForwardedRequest:
         """Wait until the kernel has taken earlier messages; return False if the client disconnected first."""
         if self._response_sender.is_delivered is not None:
             return False
-        left = asyncio.get_running_loop().create_future()
-        self._response_sender.on_disconnect = functools.partial(left.set_result, None)
+        disconnected = asyncio.get_running_loop().create_future()
+        self._response_sender.on_disconnect = functools.partial(disconnected.set_result, None)
         drained = asyncio.ensure_future(self._owner.link.wait_flushed())
         try:
-            await asyncio.wait((left, drained), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((disconnected, drained), return_when=asyncio.FIRST_COMPLETED)
         finally:
             drained.cancel()
             self._response_sender.on_disconnect = None
-        return not left.done()
+        return not disconnected.done()
 
     def on_message(self, message: Any) -> None:
         """Handle a message of the other process about this request; None means that the process has ended."""
@@ -185,12 +185,12 @@ class ForwardedRequest:
         try:
             body = await reception.receive_into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
         except NormserveError as error:
-            left = isinstance(error, ClientLeftError) and not self._is_body_cancelled
+            is_client_disconnected = isinstance(error, ClientLeftError) and not self._is_body_cancelled
             link.send_message(messages.BodyProgress({self._number: reception.received_bytes}))
-            link.send_message(messages.BodyAborted(self._number, left))
+            link.send_message(messages.BodyAborted(self._number, is_client_disconnected))
             return
         except asyncio.CancelledError:
-            link.send_message(messages.BodyAborted(self._number, left=True))
+            link.send_message(messages.BodyAborted(self._number, is_client_disconnected=True))
             raise
         finally:
             self._is_body_receiving = False
@@ -215,7 +215,7 @@ class ForwardedRequest:
             finally:
                 self._part_task = None
             if message["type"] == "http.disconnect":
-                self._owner.link.send_message(messages.BodyAborted(self._number, left=True))
+                self._owner.link.send_message(messages.BodyAborted(self._number, is_client_disconnected=True))
                 return
             more = message.get("more_body", False)
             self._owner.link.send_message(messages.BodyPart(self._number, message.get("body", b""), more))

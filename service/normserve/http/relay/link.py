@@ -43,14 +43,14 @@ class RelayLink:
         on_message: Callable[[Any], None],
         on_end: Callable[[], None],
         *,
-        lends: bool = False,
+        shares_memory: bool = False,
         polling: BusyPoller | None = None,
     ) -> None:
         """Args:
         on_message: called with each received message; if it raises, the link ends.
         on_end: called once when the link has ended, from either side.
-        lends: the other process writes to memory of this one.  After a fault here, that memory stays shared until
-            the other process has ended the link.
+        shares_memory: the other process writes to memory of this one.  After a fault here, that memory stays
+            shared until the other process has ended the link.
         polling: None where the event loop sleeps between messages.
         """
         connected.setblocking(False)
@@ -60,7 +60,7 @@ class RelayLink:
         self._decode = decoder.decode
         self._on_message = on_message
         self._on_end = on_end
-        self._shares_memory = lends
+        self._shares_memory = shares_memory
         self._busy_poller = polling
         self._is_ending = False
         self._loop = asyncio.get_running_loop()

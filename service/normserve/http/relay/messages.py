@@ -72,11 +72,11 @@ class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
 class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
     """The end of an incomplete reception: the front end no longer writes to the body's slab.
 
-    Attributes: left: whether the client has disconnected.
+    Attributes: is_client_disconnected: whether the client has disconnected.
     """
 
     number: int
-    left: bool
+    is_client_disconnected: bool
 
 
 class ClientDisconnected(msgspec.Struct, array_like=True, tag=5, gc=False):

@@ -172,9 +172,9 @@ class RelayServer:
             relayed.abort_body(error, received)
             front_end.replace_request(request.number, relayed)
 
-        asked = SharedBodyOperation(direct.services, front_end, request, prepared, caller, hand_over)
+        operation = SharedBodyOperation(direct.services, front_end, request, prepared, caller, hand_over)
         assert request.announced is not None
-        return asked if asked.start_receiving(request.announced) else None
+        return operation if operation.start_receiving(request.announced) else None
 
     def _prepare_scope(self, request: messages.RequestStarted) -> "_PreparedScope":
         """Return the scope of a header; requests from one address with identical headers share the object.
@@ -183,9 +183,9 @@ class RelayServer:
         """
         # The address is None for a Unix socket; the key includes that, too.
         key = request.head, None if request.client is None else request.client[0]
-        known: _PreparedScope | None = self._prepared_calls.find(key)
-        if known is not None:
-            return known
+        prepared_scope: _PreparedScope | None = self._prepared_calls.find(key)
+        if prepared_scope is not None:
+            return prepared_scope
         head = messages.read_head(request.head)
         scope = {
             "type": "http",
@@ -204,10 +204,10 @@ class RelayServer:
         tenant = None if self._dispatcher is None else self._dispatcher.find_tenant(request, scope)
         if self._dispatcher is None or tenant is None:
             return _PreparedScope(scope, None)
-        known = _PreparedScope(scope, self._dispatcher.prepare_header(scope, tenant))
+        prepared_scope = _PreparedScope(scope, self._dispatcher.prepare_header(scope, tenant))
         nbytes = _HEAD_BYTES + _FIELD_BYTES * len(head.headers) + _BYTES_PER_HEAD_BYTE * len(request.head)
-        self._prepared_calls.store(key, known, nbytes, tenant)
-        return known
+        self._prepared_calls.store(key, prepared_scope, nbytes, tenant)
+        return prepared_scope
 
 
 class _PreparedScope(NamedTuple):
@@ -246,7 +246,12 @@ class _FrontEndSession:
         self._mapped_numbers: set[int] = set()
         self._requests: dict[int, RelayedOperation | RelayedRequest] = {}
         self._link = RelayLink(
-            connected, messages.from_front_end, self._on_message, self._on_link_end, lends=True, polling=polling
+            connected,
+            messages.from_front_end,
+            self._on_message,
+            self._on_link_end,
+            shares_memory=True,
+            polling=polling,
         )
 
     @property
@@ -318,9 +323,9 @@ class _FrontEndSession:
     def _refuse_request(self, request: messages.RequestStarted, error: Exception) -> None:
         """Answer a request that could not begin because of an error of the server."""
         log.error("unexpected error in a relayed request", exc_info=error)
-        known = convert_unexpected_error(error)
-        status, headers, body = make_problem_response(known, request.request_id)
-        self._metrics.observe_request(RequestRecord(status=status, error_code=known.code))
+        reported_error = convert_unexpected_error(error)
+        status, headers, body = make_problem_response(reported_error, request.request_id)
+        self._metrics.observe_request(RequestRecord(status=status, error_code=reported_error.code))
         self.send_message(messages.ResponsePart(request.number, status, headers, body, more=False))
 
     def _on_link_end(self) -> None:

@@ -23,9 +23,9 @@ class RelayedRequest:
         self._incoming_body = RelayedIncomingBody(front_end, request)
         self._response_sender = RelayedResponseSender(front_end, request.number)
         state = {"reception": self._incoming_body, "sending": self._response_sender}
-        whole = {**scope, "client": request.client, "state": state}
+        full_scope = {**scope, "client": request.client, "state": state}
         self._is_application_done = False
-        self._task = asyncio.get_running_loop().create_task(self._run_application(whole))
+        self._task = asyncio.get_running_loop().create_task(self._run_application(full_scope))
 
     def abort_body(self, error: NormserveError, received: int) -> None:
         """Abort the body after `received` bytes, before the application begins."""
@@ -48,7 +48,7 @@ class RelayedRequest:
             case messages.BodyPart():
                 self._incoming_body.on_body_part(message)
             case messages.BodyAborted():
-                self._incoming_body.on_body_aborted(left=message.left)
+                self._incoming_body.on_body_aborted(is_client_disconnected=message.is_client_disconnected)
             case messages.ClientDisconnected():
                 self._incoming_body.handle_disconnect()
                 self._response_sender.handle_disconnect()
@@ -56,7 +56,7 @@ class RelayedRequest:
 
     def on_front_end_lost(self) -> None:
         """Abort the request: its front end, and with it the client's connection, has ended."""
-        self._incoming_body.on_body_aborted(left=True)
+        self._incoming_body.on_body_aborted(is_client_disconnected=True)
         self._response_sender.on_front_end_lost()
 
     async def _run_application(self, scope: Scope) -> None:

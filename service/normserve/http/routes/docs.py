@@ -134,7 +134,7 @@ def _add_example(operation: dict[str, Any], example: RouteExample) -> None:
     if example.request_body is not None:
         content = {"application/json": {"schema": {"type": "object"}, "example": example.request_body}}
         operation["requestBody"] = {"required": bool(example.request_body), "content": content}
-    (answer,) = [told for status, told in operation["responses"].items() if status.startswith("2")]
+    (answer,) = [response for status, response in operation["responses"].items() if status.startswith("2")]
     answer["description"] = "Done."
     answer.pop("content", None)
     if isinstance(example.response_body, bytes):

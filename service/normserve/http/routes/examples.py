@@ -151,14 +151,14 @@ _OF_INFERENCE_PROTOCOL = {
 }
 _OF_REGIONS = {
     f"{method} /v2/{kind}sharedmemory{region}/{what}": example
-    for kind, told, asked in (
+    for kind, description, registration in (
         ("system", _SYSTEM_REGION, _SYSTEM_REGION),
         ("cuda", _CUDA_REGION, {"raw_handle": _HANDLE, **_CUDA_REGION}),
     )
     for method, region, what, example in (
-        ("POST", "/region/{region}", "register", RouteExample(request_body=asked)),
+        ("POST", "/region/{region}", "register", RouteExample(request_body=registration)),
         *(
-            ("GET", region, "status", RouteExample([{"name": "input", **told}]))
+            ("GET", region, "status", RouteExample([{"name": "input", **description}]))
             for region in ("", "/region/{region}")
         ),
         *(("POST", region, "unregister", RouteExample()) for region in ("", "/region/{region}")),

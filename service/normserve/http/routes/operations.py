@@ -117,10 +117,10 @@ class OperationEndpoint:
         )
         layer = self.find_layer(head)
         body = await self.body_reader.receive_operation_body(exchange)
-        told = self.begin_operation(exchange, head, body, layer)
+        response_format = self.begin_operation(exchange, head, body, layer)
         result = await exchange.await_result()
-        buffers, measured = build_response(exchange.record, told, result)
-        return BuffersResponse(buffers, told.media_type.encode(), measured.make_headers())
+        buffers, measured = build_response(exchange.record, response_format, result)
+        return BuffersResponse(buffers, response_format.media_type.encode(), measured.make_headers())
 
     def find_layer(self, head: "OperationHead") -> RegisteredLayer | None:
         """Return the registered layer that a request names, if any.
@@ -136,12 +136,12 @@ class OperationEndpoint:
         Raises:
             NormserveError: the head is invalid.
         """
-        said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
-        key = (tenant, self.op, self.direction, *said)
+        key_parts = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
+        key = (tenant, self.op, self.direction, *key_parts)
         head: OperationHead | None = self.prepared_calls.find(key)
         if head is None:
-            head = _parse_head(self.op, self.direction, *said)
-            nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, said))
+            head = _parse_head(self.op, self.direction, *key_parts)
+            nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, key_parts))
             self.prepared_calls.store(key, head, nbytes, tenant)
         return head
 
@@ -153,10 +153,10 @@ class OperationEndpoint:
         Raises:
             NormserveError: the body is invalid, takes too much memory, or its deadline has passed.
         """
-        job, cost, told = self.make_job(head, body, layer, request)
+        job, cost, response_format = self.make_job(head, body, layer, request)
         request.charge_memory(job, cost, len(body))
         request.submit_job(job, head.timeout_ms)
-        return told
+        return response_format
 
     def make_job(
         self, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None, request: RequestLifecycle
@@ -168,24 +168,24 @@ class OperationEndpoint:
         """
         header = get_payload_header(body)
         key = head, header, len(body)
-        known: PreparedPayload | None = self.prepared_calls.find(key, layer) if header else None
-        if known is None:
+        prepared: PreparedPayload | None = self.prepared_calls.find(key, layer) if header else None
+        if prepared is None:
             entries, media_type = self._parse_body(head, header, body, request.client_identity.tenant_name)
         else:
-            entries, media_type = known.tensors, known.response_format.media_type
+            entries, media_type = prepared.tensors, prepared.response_format.media_type
         decoded = {name: entry.view_tensor(body) for name, entry in entries.items()}
         tensors, several = concatenate_tensors(decoded, body, request.charge_copy)
         may_overwrite = not body.readonly
-        if known is not None:
-            return NormJob(known.spec, tensors, layer, may_overwrite), known.cost, known.response_format
+        if prepared is not None:
+            return NormJob(prepared.spec, tensors, layer, may_overwrite), prepared.cost, prepared.response_format
         job, cost = make_validated_job(head.spec, tensors, layer, may_overwrite=may_overwrite)
-        told = ResponseFormat(media_type, several)
-        _require_expressible(told, job)
+        response_format = ResponseFormat(media_type, several)
+        _require_expressible(response_format, job)
         if header:
             nbytes = _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header)
-            value = PreparedPayload(entries, job.spec, cost, told)
+            value = PreparedPayload(entries, job.spec, cost, response_format)
             self.prepared_calls.store(key, value, nbytes, request.client_identity.tenant_name, layer)
-        return job, cost, told
+        return job, cost, response_format
 
     def _parse_body(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
@@ -244,11 +244,11 @@ def _parse_head(
     )
 
 
-def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
+def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
     """Refuse a job whose result the response's format cannot represent, before the computation."""
-    if told.media_type != NPY:
+    if response_format.media_type != NPY:
         return
-    if told.tensor_split is not None:
+    if response_format.tensor_split is not None:
         raise NotAcceptableError(f"npy holds one tensor: accept {SAFETENSORS}")
     dtype = job.spec.out_dtype or job.x.dtype
     if dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
@@ -258,14 +258,15 @@ def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
 
 
 def build_response(
-    record: RequestRecord, told: ResponseFormat, result: NormResult
+    record: RequestRecord, response_format: ResponseFormat, result: NormResult
 ) -> tuple[Buffers, LaunchMeasurements]:
     """Build the response of a result: the body in pieces, and the measurements for the headers."""
     began = time.perf_counter()
-    if told.media_type == NPY:
+    if response_format.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
-        tensors = result.tensors if told.tensor_split is None else told.tensor_split.split_results(result.tensors)
+        split = response_format.tensor_split
+        tensors = result.tensors if split is None else split.split_results(result.tensors)
         buffers = safetensors.encode(tensors)
     return buffers, record_result(record, result, began)
 

@@ -47,8 +47,8 @@ def _list_inference_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         yield ("POST",), f"{model}/infer", _INFER
         yield _READS, f"{model}/stats", _INFER | _METRICS
-        for told in ("", "/ready", "/config"):
-            yield _READS, f"{model}{told}", _INFER | _LAYERS
+        for suffix in ("", "/ready", "/config"):
+            yield _READS, f"{model}{suffix}", _INFER | _LAYERS
     for kind in ("system", "cuda"):
         for regions in (f"/v2/{kind}sharedmemory", f"/v2/{kind}sharedmemory/region/{{region}}"):
             yield _READS, f"{regions}/status", _INFER

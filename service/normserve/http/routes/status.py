@@ -150,10 +150,10 @@ class StatusRoutes:
         if place is None or not place.is_shown:
             return None
         answers = await self.sibling_processes.request_all("info")
-        known = {place.index: self._describe_process()} | {
+        descriptions = {place.index: self._describe_process()} | {
             index: json.loads(answer) for index, answer in answers.items()
         }
-        return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
+        return [descriptions.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 
     def _describe_process(self) -> dict[str, Any]:
         """Describe this process of the fleet."""

@@ -27,8 +27,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         on_connection_lost: called when the connection has ended.
     """
 
-    def __init__(self, manners: ConnectionPolicy, scratch: memoryview, **of_uvicorn: Any) -> None:
-        self._protocol = HttpParserProtocol(manners, **of_uvicorn)
+    def __init__(self, policy: ConnectionPolicy, scratch: memoryview, **of_uvicorn: Any) -> None:
+        self._protocol = HttpParserProtocol(policy, **of_uvicorn)
         self._scratch = scratch
         self._direct_body: IncomingBody | None = None
         self.on_connection_lost: Callable[[], None] | None = None
@@ -79,11 +79,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
 
-def make_connection_factory(manners: ConnectionPolicy) -> Callable[..., HttpConnection]:
+def make_connection_factory(policy: ConnectionPolicy) -> Callable[..., HttpConnection]:
     """Make the factory that uvicorn calls for each accepted connection."""
     scratch = memoryview(bytearray(_PIECE_BYTES))
 
     def make_connection(**of_uvicorn: Any) -> HttpConnection:
-        return HttpConnection(manners, scratch, **of_uvicorn)
+        return HttpConnection(policy, scratch, **of_uvicorn)
 
     return make_connection

@@ -69,15 +69,15 @@ class ExchangeProtocol(HttpToolsProtocol):
     address = ""
     exceeded_limit: str | None = None
 
-    def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
+    def __init__(self, policy: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self._policy = manners
+        self._policy = policy
         self.url = b""
         # Whether a header has begun and is not complete.
         self._is_header_open = False
         # Bytes that arrived in one piece with the last complete header.
         self._bytes_after_header = 0
-        self._header_timer = HeaderTimer(self.loop, manners.timeouts, self._on_header_timeout)
+        self._header_timer = HeaderTimer(self.loop, policy.timeouts, self._on_header_timeout)
         self._slow_reader_monitor: SlowReaderMonitor | None = None
         self._half_closed_monitor: HalfClosedMonitor | None = None
         self._incoming_body: IncomingBody | None = None
@@ -159,11 +159,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         """Handle the end of the client's data; return whether it may still read responses to complete requests."""
         # A client that disconnects in the middle of a response sends FIN first; a reset is visible by itself.
         self._has_unread_response = count_unacknowledged_bytes(self.transport) > 0
-        whole = [cycle for cycle, _ in self._open_exchanges.values() if not cycle.more_body]
-        if not whole or self.scheme == "https":
+        complete_cycles = [cycle for cycle, _ in self._open_exchanges.values() if not cycle.more_body]
+        if not complete_cycles or self.scheme == "https":
             return False
         if self._refusal_error is None:
-            whole[-1].keep_alive = False
+            complete_cycles[-1].keep_alive = False
         if self._half_closed_monitor is None:
             if not can_detect_disconnect(self.transport):
                 next(iter(self._open_exchanges)).send_probe()

@@ -32,8 +32,8 @@ _find_end = re.compile(rb"\r\n\r\n").search
 class HttpParserProtocol(ExchangeProtocol):
     """Parses headers; bodies bypass the parser."""
 
-    def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
-        super().__init__(manners, **of_uvicorn)
+    def __init__(self, policy: ConnectionPolicy, **of_uvicorn: Any) -> None:
+        super().__init__(policy, **of_uvicorn)
         # Of the current header: the number of received bytes, and the last of them, in which its end may begin.
         self._header_bytes = 0
         self._header_tail = b""

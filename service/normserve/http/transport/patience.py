@@ -80,9 +80,9 @@ class SlowReaderMonitor:
         self.stop()
         unsent = self._transport.get_write_buffer_size
         if response is None:
-            whole = unsent()
+            unsent_at_start = unsent()
             self._monitor = SlowTransferMonitor(
-                self._loop, self._make_progress(), lambda: whole - unsent(), self._abort_transport
+                self._loop, self._make_progress(), lambda: unsent_at_start - unsent(), self._abort_transport
             )
             return
         if response.progress is None:

@@ -105,12 +105,12 @@ class SocketResponseSender(ResponseSender):
         head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         if not cycle.keep_alive:
             head.append(b"connection: close\r\n")
-        whole = [self._start_with(STATUS_LINE[status]), *head, b"\r\n"]
+        head_lines = [self._start_with(STATUS_LINE[status]), *head, b"\r\n"]
         if nbytes <= _JOIN_BYTES:
-            self._transport.write(b"".join([*whole, *buffers]))
+            self._transport.write(b"".join([*head_lines, *buffers]))
         else:
             for number, portion in enumerate(
-                _split_into_writes([b"".join(whole), *buffers], self._max_write_bytes)
+                _split_into_writes([b"".join(head_lines), *buffers], self._max_write_bytes)
             ):
                 # Let other tasks run between portions, even if the kernel took all of one.  Not after the last: the
                 # client may read it and leave before this task continues.

@@ -26,7 +26,7 @@ def driver(monkeypatch):
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=made.known.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", check)
-    monkeypatch.setattr(HostMemoryRegistration, "known", {})
+    monkeypatch.setattr(HostMemoryRegistration, "nbytes_by_address", {})
     return made
 
 

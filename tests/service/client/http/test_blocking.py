@@ -46,24 +46,24 @@ def test_what_comes_first_is_enough_unless_all_is_wanted(pair):
     with RecordingSocket(fileno=connected.detach()) as ours:
         ours.flags = []
         theirs.send(b"abc")
-        assert fill(ours, room, whole=False) == 3
+        assert fill(ours, room, until_full=False) == 3
         assert ours.flags == [0]
         theirs.send(b"defgh")
         # A signal may end such a call early: who wants all asks for the rest.
         received = 3
         while received < 8:
-            received += fill(ours, room[received:], whole=True)
+            received += fill(ours, room[received:], until_full=True)
         assert set(ours.flags[1:]) == {socket.MSG_WAITALL}
         assert bytes(room) == b"abcdefgh"
         theirs.close()
-        assert fill(ours, room, whole=True) == 0
+        assert fill(ours, room, until_full=True) == 0
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_no_longer_than_there_is_time_and_the_next_has_the_usual_patience(pair, whole):
     ours, _ = pair
     with pytest.raises(httpx.ReadTimeout):
-        make_blocking_receiver(Deadline(0.02))(ours, memoryview(bytearray(8)), whole=whole)
+        make_blocking_receiver(Deadline(0.02))(ours, memoryview(bytearray(8)), until_full=whole)
     assert patience_s(ours) == pytest.approx(_PATIENCE_S, abs=0.1)
 
 
@@ -72,7 +72,7 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
     late = threading.Timer(0.05, theirs.send, (b"abc",))
     late.start()
-    assert make_blocking_receiver(Deadline(30))(ours, memoryview(bytearray(8)), whole=False) == 3
+    assert make_blocking_receiver(Deadline(30))(ours, memoryview(bytearray(8)), until_full=False) == 3
     late.join()
 
 

@@ -76,7 +76,7 @@ def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error
         assert front_end.said[-1] == messages.BodyStopRequest(3)
         assert reception.is_memory_shared
         assert front_end.slab_pool.used_bytes > 0
-        reception.on_body_aborted(left=False)
+        reception.on_body_aborted(is_client_disconnected=False)
         assert not reception.is_memory_shared
         assert front_end.slab_pool.used_bytes == 0
 
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_ends_its_body(front_end, announced):
     async def run():
         reception = RelayedIncomingBody(front_end, asked(announced))
         task = await begun(reception, front_end)
-        reception.on_body_aborted(left=True)
+        reception.on_body_aborted(is_client_disconnected=True)
         with pytest.raises(ClientLeftError):
             await task
         assert not reception.is_memory_shared

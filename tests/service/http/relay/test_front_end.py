@@ -327,8 +327,8 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
         (messages.CompleteResponse(77, 200, [], [], 0), messages.ResponseSent(77, 0.0, is_delivered=False)),
         (messages.OperationResponse(77, "", MEASURED, [], []), messages.ResponseSent(77, 0.0, is_delivered=False)),
         (messages.ResponsePart(77, 200, [], b"", more=True), messages.ResponseSent(77, 0.0, is_delivered=False)),
-        (messages.BodyIntoSlabRequest(77, 1, 2, 3), messages.BodyAborted(77, left=True)),
-        (messages.BodyPartRequest(77, all=True), messages.BodyAborted(77, left=True)),
+        (messages.BodyIntoSlabRequest(77, 1, 2, 3), messages.BodyAborted(77, is_client_disconnected=True)),
+        (messages.BodyPartRequest(77, all=True), messages.BodyAborted(77, is_client_disconnected=True)),
     ],
     ids=lambda each: type(each).__name__,
 )

@@ -294,7 +294,7 @@ def test_what_is_lent_stays_so_until_the_other_side_has_ended_the_link():
     """It writes until it hears of the end."""
 
     async def run():
-        owner, front_end = linked(lends=True)
+        owner, front_end = linked(shares_memory=True)
         loop = asyncio.get_running_loop()
         faults = faults_of(loop)
         loop.remove_reader(front_end.link._socket)
@@ -356,11 +356,11 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
 
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
 @pytest.mark.parametrize("nbytes", [1, 30 * 2**20])
-@pytest.mark.parametrize("lends", [False, True])
-def test_a_process_that_ends_with_messages_unread_is_noticed(lends, nbytes, loop):
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_a_process_that_ends_with_messages_unread_is_noticed(shares_memory, nbytes, loop):
     async def run():
         here, there = socket.socketpair()
-        owner = End(here, messages.from_front_end, lends=lends)
+        owner = End(here, messages.from_front_end, shares_memory=shares_memory)
         owner.link.send_message(messages.ResponsePart(1, 200, [], bytes(nbytes), more=False))
         await asyncio.sleep(0.01)
         there.send(b"the beginning of a frame")

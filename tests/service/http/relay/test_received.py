@@ -205,7 +205,7 @@ def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_fr
         assert owner.limits.request_count == 0
         assert owner.front_end.slab_pool.used_bytes > 0
         assert owner.handed_over == []
-        owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
+        owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=False))
         assert owner.handed_over == [(RequestTimeoutError, 500)]
         assert owner.front_end.slab_pool.used_bytes == 0
         assert owner.count() == 0
@@ -250,7 +250,7 @@ def test_only_a_body_that_is_not_whole_gives_way_to_who_has_less(is_whole):
             permit = owner.limits.acquire(nbytes, "another")
             assert len(owner.said(messages.BodyStopRequest)) == 1
             permit.release()
-            owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
+            owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=False))
             assert owner.handed_over == [(OverloadedError, 0)]
         assert (owner.limits.request_count, owner.limits.used_bytes) == (0, 0)
 
@@ -282,7 +282,7 @@ def test_a_client_that_leaves_while_it_sends():
         owner.asked.on_progress(700)
         owner.asked.on_message(messages.ClientDisconnected(NUMBER))
         assert owner.handed_over == []
-        owner.asked.on_message(messages.BodyAborted(NUMBER, left=True))
+        owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=True))
         assert owner.handed_over == [(ClientLeftError, 700)]
         assert (owner.limits.request_count, owner.front_end.slab_pool.used_bytes) == (0, 0)
 

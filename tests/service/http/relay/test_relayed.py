@@ -97,7 +97,7 @@ async def test_its_number_is_free_once_its_body_has_no_place_any_more(front_end)
     application.proceed.set()
     await turn()
     assert [type(each) for each in front_end.said[1:]] == [messages.BodyStopRequest, messages.ResponseAborted]
-    relayed.on_message(messages.BodyAborted(3, left=False))
+    relayed.on_message(messages.BodyAborted(3, is_client_disconnected=False))
     assert front_end.said[-1] == ("end", 3)
 
 

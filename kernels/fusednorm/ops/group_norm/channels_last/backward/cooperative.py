@@ -93,14 +93,16 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
             bundles, bundle_groups, bundle_groups * sample.group_channels // group, blocks, self.columns // group,
             call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
-        whole = self.columns // group == self.count_vectors(itemsize) and sample.c % (blocks * self.columns) == 0
+        has_full_vectors = (
+            self.columns // group == self.count_vectors(itemsize) and sample.c % (blocks * self.columns) == 0
+        )
         options = {
             "GROUP": group,
             "CV": self.count_vectors(itemsize),
             "LANES": 32 * self.num_warps,
             "CHUNKS": self.chunks,
             "FRAGMENTS": self.fragments,
-            "EVEN": whole and sample.hw % self.count_range_rows(itemsize) == 0,
+            "EVEN": has_full_vectors and sample.hw % self.count_range_rows(itemsize) == 0,
             "LABELS": count_max_overlaps(sample.group_channels, group),
             "SPAN": next_power_of_2(min(bundle_groups, count_max_overlaps(sample.group_channels, self.columns))),
             "OVERLAP": overlap,
