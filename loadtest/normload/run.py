@@ -21,7 +21,7 @@ from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_ec
 from normload.measurements.machine import PeakMachineUse, count_available_cores, read_cpu_times
 from normload.measurements.remarks import list_remarks
 from normload.measurements.result import PhaseResult, RunResult
-from normload.measurements.tally import FAULTS_KEPT, PhaseTally
+from normload.measurements.tally import MAX_FAULTS, PhaseTally
 
 #: The fraction of responses that is checked by default.
 SAMPLE = 0.02
@@ -221,7 +221,7 @@ class _ScenarioRun:
             phases=self._phases,
             checked=sum(tally.checked for tally in tallies),
             wrong=sum(tally.wrong for tally in tallies),
-            faults=[fault for tally in tallies for fault in tally.faults][:FAULTS_KEPT],
+            faults=[fault for tally in tallies for fault in tally.faults][:MAX_FAULTS],
             remarks=[],
         )
         result.remarks += list_remarks(result, stopped=self._fleet.is_stopped)

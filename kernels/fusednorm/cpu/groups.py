@@ -71,8 +71,8 @@ def group_norm_forward(
     """See `fusednorm.reference.group_norm_forward`."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     computed = None
-    is_taken = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
-    if is_taken:
+    can_compute_call = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
+    if can_compute_call:
         is_wide = activation != "none" or residual is not None
         h = _convert_layout_like(x, x)
         h = add_residual(h, _convert_layout_like(x, residual)) if is_wide else h
@@ -111,14 +111,14 @@ def group_norm_backward(
 ) -> Backward:
     """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback` computes the call."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
-    is_taken = (
+    can_compute_call = (
         can_compute(x, num_groups, weight, bias, residual, **options)
         and has_float_tensors(x.shape, dy, dresidual_out)
         and has_float_tensors((x.shape[0], num_groups), mean, rstd)
         and scale is shift is None
     )
     if (
-        not is_taken
+        not can_compute_call
         or mean is None
         or rstd is None
         or mean.dtype != torch.float32

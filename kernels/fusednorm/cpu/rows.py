@@ -142,12 +142,12 @@ def layer_norm_backward(
     """See `fusednorm.reference.layer_norm_backward`; without saved statistics `fallback` computes the call."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
-    is_taken = (
+    can_compute_call = (
         can_compute(x, weight, bias, residual, dropout=dropout, **options)
         and has_float_tensors(x.shape, dy, dresidual_out)
         and _has_valid_statistics(of_x, mean, rstd)
     )
-    if not is_taken or mean is None or rstd is None:
+    if not can_compute_call or mean is None or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
@@ -185,13 +185,13 @@ def rms_norm_backward(
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    is_taken = (
+    can_compute_call = (
         can_compute(x, weight, None, residual, dropout=dropout, **options)
         and x.shape[-1] <= _LONGEST
         and has_float_tensors(x.shape, dy, dresidual_out)
         and _has_valid_statistics(x.shape[:-1], rstd)
     )
-    if not is_taken or rstd is None:
+    if not can_compute_call or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "rstd": rstd}

@@ -28,7 +28,7 @@ from normload.clients.pool import PreparedRequest
 _R = TypeVar("_R")
 
 # Tensors and results of requests that a connection leaves in its arena, which the server counts against a quota.
-_KEPT_BYTES = 4 * 2**20
+_MAX_RETAINED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,10 @@ class LocalLoadConnection(SteppedConnection):
         """Copy a request's tensors into the arena, in place of others if it is full."""
         assert request.call is not None
         retained_bytes = sum(placed.nbytes for placed in self._arena_requests.values())
-        while self._arena_requests and retained_bytes + request.nbytes + request.max_response_bytes > _KEPT_BYTES:
+        while (
+            self._arena_requests
+            and retained_bytes + request.nbytes + request.max_response_bytes > _MAX_RETAINED_BYTES
+        ):
             retained_bytes -= self._arena_requests.popitem(last=False)[1].nbytes
         protocol = link.protocol
         prepared = yield from link.run_exchanges(

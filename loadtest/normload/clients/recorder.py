@@ -19,7 +19,7 @@ _CODE = re.compile("[a-z][a-z0-9_]{0,63}")
 _MOST_CODES = 64
 
 # Limits of the ended exchanges, and of the bytes of responses to check, that may wait.
-_MOST_LEFT, _MOST_LEFT_BYTES = 4096, 64 * 2**20
+_MAX_UNRECORDED, _MAX_UNRECORDED_BYTES = 4096, 64 * 2**20
 
 Records = list[tuple[int, RequestOutcome]]
 
@@ -66,7 +66,7 @@ class RequestRecorder:
             exchange.connection.release_response()
             self._unrecorded_bytes += answer.nbytes
         self._unrecorded.append((exchange, start))
-        while len(self._unrecorded) > _MOST_LEFT or self._unrecorded_bytes > _MOST_LEFT_BYTES:
+        while len(self._unrecorded) > _MAX_UNRECORDED or self._unrecorded_bytes > _MAX_UNRECORDED_BYTES:
             self.record_oldest_ended()
 
     def record_unsent(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:

@@ -19,7 +19,7 @@ CONNECTION_FAILED = "connection_failed"
 TIMEOUT = "timeout"
 UNEXPECTED_ANSWER = "unexpected_answer"
 
-FAULTS_KEPT = 5
+MAX_FAULTS = 5
 
 
 class RequestOutcome(NamedTuple):
@@ -174,7 +174,7 @@ class PhaseTally:
         self.lag.merge(other.lag)
         self.checked += other.checked
         self.wrong += other.wrong
-        self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
+        self.faults = (self.faults + other.faults)[:MAX_FAULTS]
 
     def sum_all(self, operation: str | None = None) -> RequestTotals:
         """Sum all requests, or those of one operation."""
@@ -230,7 +230,7 @@ class PhaseTally:
 
     def _add_fault(self, operation: str, fault: str) -> None:
         self.wrong += 1
-        if len(self.faults) < FAULTS_KEPT:
+        if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{operation}: {fault}")
 
 

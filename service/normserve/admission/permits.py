@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 60.0
 # Wait suggested to a tenant below its share, which has priority meanwhile over tenants above theirs.
 _SHORTEST_WAIT_S = 1.0
 # Inspections of all bodies in the time that makes a slow body stalled.
-_LOOKS = 8
+_INSPECTIONS_PER_STALL = 8
 
 
 class ReleaseRate:
@@ -54,10 +54,10 @@ class ReleaseRate:
 
     def _estimate_seconds(self, amount: float, decayed_amount: float) -> float:
         now = self._clock()
-        remembered = decayed_amount * math.exp((self._updated_at - now) / _MEMORY_S)
+        recent_amount = decayed_amount * math.exp((self._updated_at - now) / _MEMORY_S)
         # Soon after the start, the means cover less than the time constant.
         span = _MEMORY_S * (1 - math.exp((self._started_at - now) / _MEMORY_S))
-        return amount * span / remembered if remembered else 0.0
+        return amount * span / recent_amount if recent_amount else 0.0
 
 
 class AdmissionBudget:
@@ -229,7 +229,7 @@ class AdmissionBudget:
         """Return whether all bodies may be inspected now, which is limited in case many requests are refused."""
         if now < self._next_inspection_at:
             return False
-        self._next_inspection_at = now + self._stall_s / _LOOKS
+        self._next_inspection_at = now + self._stall_s / _INSPECTIONS_PER_STALL
         return True
 
     def _make_refusal(self, requests: int, nbytes: int, is_within_share: bool) -> OverloadedError:

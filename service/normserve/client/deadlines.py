@@ -36,8 +36,8 @@ class Deadline:
 
     def is_over(self, after_s: float = 0.0) -> bool:
         """Return whether the deadline will have passed in `after_s` seconds."""
-        left_s = self.get_remaining_s()
-        return left_s is not None and left_s <= after_s
+        remaining_s = self.get_remaining_s()
+        return remaining_s is not None and remaining_s <= after_s
 
     def make_error(self) -> RequestTimeoutError:
         """Make the error of a passed deadline."""
@@ -55,8 +55,8 @@ class Deadline:
         """
         if lock.acquire(blocking=False):
             return
-        left_s = self.get_remaining_s()
-        if not lock.acquire(timeout=-1 if left_s is None else max(0.0, left_s)):
+        remaining_s = self.get_remaining_s()
+        if not lock.acquire(timeout=-1 if remaining_s is None else max(0.0, remaining_s)):
             raise self.make_error()
 
     def make_asyncio_timeout(self) -> asyncio.Timeout:

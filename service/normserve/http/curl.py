@@ -4,7 +4,7 @@ from normserve.errors import NormserveError
 
 _FORM = "application/x-www-form-urlencoded"
 # Bytes that `curl -d @FILE` removes.
-_LEFT_OUT = (b"\0", b"\r", b"\n")
+_REMOVED_BYTES = (b"\0", b"\r", b"\n")
 # A file in either format has one of these bytes within its beginning.
 _EXAMINED_BYTES = 4096
 
@@ -41,4 +41,4 @@ def _is_altered_by_curl(body: memoryview) -> bool:
     Args: body: a format with such bytes near its beginning: npy, safetensors or another binary format.
     """
     beginning = bytes(body[:_EXAMINED_BYTES])
-    return bool(beginning) and not any(byte in beginning for byte in _LEFT_OUT)
+    return bool(beginning) and not any(byte in beginning for byte in _REMOVED_BYTES)

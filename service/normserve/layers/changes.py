@@ -29,7 +29,7 @@ _TURN_S = 10.0
 _PREPARE_S = 30.0
 # The layer is already made: a process only has to register it.
 _APPLY_S = 5.0
-_READS, _READ_AGAIN_S = 100, 0.1
+_READS, _READ_PAUSE_S = 100, 0.1
 
 
 class LayerChanges:
@@ -274,7 +274,7 @@ class FleetLayerChanges(LayerChanges):
         for _ in range(_READS):
             with contextlib.suppress(StorageError):
                 return await self._journal.read_change_id(name)
-            await asyncio.sleep(_READ_AGAIN_S)
+            await asyncio.sleep(_READ_PAUSE_S)
         return await self._journal.read_change_id(name)
 
     async def _apply_change(self, name: str, change: str | None) -> None:

@@ -95,8 +95,8 @@ class LocalExchange(CallbackRequest):
 
     def finish_message(self) -> None:
         """Account for a message that has been answered."""
-        has_left = self.record.error_code == ClientLeftError.code or not self._responder.is_open
-        self.finish_request(is_delivered=not has_left)
+        is_client_disconnected = self.record.error_code == ClientLeftError.code or not self._responder.is_open
+        self.finish_request(is_delivered=not is_client_disconnected)
 
     def describe_span(self) -> "tuple[str, Attributes]":
         attributes: Attributes = {

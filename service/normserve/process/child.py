@@ -30,7 +30,7 @@ OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
 _QUIET_S = 3.0
 _REASONS = {number: reason for reason, number in REFUSED.items()}
 # Pause before another link: descriptors may be free again by then.
-_LINK_AGAIN_S = 0.5
+_RELINK_PAUSE_S = 0.5
 
 
 @dataclasses.dataclass
@@ -195,7 +195,7 @@ class ChildProcess:
             elif (reason := _REASONS.get(number)) is not None:
                 self.on_refused(reason)
             elif number == LINK:
-                asyncio.get_running_loop().call_later(_LINK_AGAIN_S, self.on_start)
+                asyncio.get_running_loop().call_later(_RELINK_PAUSE_S, self.on_start)
         if self._is_reported_ready:
             self._has_current_been_ready = True
             self.ready_event.set()

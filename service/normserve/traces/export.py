@@ -121,7 +121,7 @@ class _DropCountingProcessor(BatchSpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         self._ended_count += 1
-        if self._ended_count - self._dropped_count - self._exporter_monitor.taken_count > self._max_queue_size:
+        if self._ended_count - self._dropped_count - self._exporter_monitor.received_count > self._max_queue_size:
             # The added span replaces the oldest one.
             self._dropped_count += 1
             self._on_dropped("queue_full", 1)
@@ -132,7 +132,7 @@ class _MonitoredExporter(SpanExporter):
     """An exporter that wraps another, counts failed exports, and logs when failures begin and end.
 
     Attributes:
-        taken_count: spans that it was given so far.
+        received_count: spans that it was given so far.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str, on_dropped: OnDropped) -> None:
@@ -140,10 +140,10 @@ class _MonitoredExporter(SpanExporter):
         self._endpoint = endpoint
         self._on_dropped = on_dropped
         self._lost_count = 0
-        self.taken_count = 0
+        self.received_count = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken_count += len(spans)
+        self.received_count += len(spans)
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             if not self._lost_count:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.clients.judge import ResponseChecker
-from normload.clients.local_connection import _KEPT_BYTES, LocalLoadConnection
+from normload.clients.local_connection import _MAX_RETAINED_BYTES, LocalLoadConnection
 from normload.clients.pool import make_request
 from normload.clients.sender import RequestSender
 from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule
@@ -159,7 +159,7 @@ def test_the_results_of_one_that_is_not_left_are_used_again(server, connection):
 
 
 def test_requests_that_are_too_many_to_stay_make_place_for_one_another(server, connection):
-    rows = _KEPT_BYTES // (4 * 64 * 4)
+    rows = _MAX_RETAINED_BYTES // (4 * 64 * 4)
     pool = [request(rows, seed) for seed in range(4)]
     for asked in pool:
         assert right(asked).find_fault(0, exchanged(connection, asked)) is None

@@ -149,11 +149,11 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
         )
     forward = ResnetBlockForward(module, get_input_name(module))
     try:
-        is_as_known = _matches_forward_on_samples(module)
+        matches_forward = _matches_forward_on_samples(module)
     # The forward may be that of another version of the class.
     except Exception as error:
         raise UnrecognisedNormError(f"a small one of its kind raised {type(error).__name__}") from error
-    if not is_as_known:
+    if not matches_forward:
         raise UnrecognisedNormError("a small one of its kind computes something else")
     return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
 

@@ -76,7 +76,7 @@ _DEVICE = "cuda"
 _FEW_ROWS = (1, 2)
 
 # Limit of the remembered launches.
-_MOST_KNOWN = 4096
+_MAX_KNOWN_LAUNCHES = 4096
 
 
 class TritonBackend:
@@ -249,7 +249,7 @@ class TritonBackend:
         """Record that a launch has run: launches of its class need no compilation or loading any more."""
         key = _compute_launch_class(places.batch)
         if key not in self._known_launches and not places.layout.is_empty:
-            if len(self._known_launches) >= _MOST_KNOWN:
+            if len(self._known_launches) >= _MAX_KNOWN_LAUNCHES:
                 self._known_launches.clear()
             self._known_launches[key] = places.layout.result_bytes
 

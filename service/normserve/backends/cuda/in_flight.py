@@ -129,8 +129,8 @@ class PendingCudaLaunch(PendingLaunch):
         is awaited and none is computed; copy-out is the time after the last part is computed.
         """
         began = self._begin_event
-        whole_s = began.elapsed_time(self._end_event) / 1000
-        took = StageSeconds(0.0, whole_s, 0.0)
+        total_s = began.elapsed_time(self._end_event) / 1000
+        took = StageSeconds(0.0, total_s, 0.0)
         if self._stage_events:
             copy_in_s = compute_s = before = 0.0
             for arrived, started, computed in self._stage_events:
@@ -140,7 +140,7 @@ class PendingCudaLaunch(PendingLaunch):
                 compute_s += computed_s - max(before, started_s)
                 before = computed_s
             leaving_s = before if self._copy_out_event is None else began.elapsed_time(self._copy_out_event) / 1000
-            took = StageSeconds(copy_in_s, compute_s, whole_s - leaving_s)
+            took = StageSeconds(copy_in_s, compute_s, total_s - leaving_s)
         self._spare_events.extend(self._events)
         return took
 

@@ -113,7 +113,7 @@ def _parse_media_type(content_type: str) -> str:
 
 
 # Identical requests have responses with identical safetensors headers.
-_KEPT, _KEPT_BYTES = 256, 1024
+_MAX_CACHED, _MAX_CACHED_BYTES = 256, 1024
 
 
 def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
@@ -123,19 +123,19 @@ def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
         NormserveError: it is no well-formed safetensors.
     """
     end = 8 + int.from_bytes(body[:8], "little")
-    if end > min(len(body), _KEPT_BYTES):
+    if end > min(len(body), _MAX_CACHED_BYTES):
         return safetensors.read_entries(body)
     key = bytes(body[:end]), len(body)
-    entries = _known_entries.get(key)
+    entries = _cached_entries.get(key)
     if entries is None:
         entries = safetensors.read_entries(body)
-        if len(_known_entries) >= _KEPT:
-            _known_entries.clear()
-        _known_entries[key] = entries
+        if len(_cached_entries) >= _MAX_CACHED:
+            _cached_entries.clear()
+        _cached_entries[key] = entries
     return entries
 
 
-_known_entries: dict[tuple[bytes, int], Sequence[SafetensorsEntry]] = {}
+_cached_entries: dict[tuple[bytes, int], Sequence[SafetensorsEntry]] = {}
 
 # The form in which normserve writes the header; other forms take longer to parse.
 _STAGES = ("recv", "queue", "copy_in", "kernel", "copy_out")

@@ -115,7 +115,7 @@ class ExpectedResults:
 
 
 # Callers often repeat a request with other contents of the tensors.
-_KEPT = 256
+_CACHE_SIZE = 256
 
 
 def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
@@ -156,7 +156,7 @@ class _TensorSpec:
     shape: tuple[int, ...]
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _expect_forward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
     tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
@@ -172,7 +172,7 @@ def _expect_forward(op: str, described: "_Described", query: "_Query") -> Expect
     return ExpectedResults(outputs)
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _expect_backward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
     tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
@@ -192,7 +192,7 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
     return ExpectedResults(outputs)
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _expect_numbered(
     of_one: Callable[[str, "_Described", "_Query"], ExpectedResults],
     op: str,

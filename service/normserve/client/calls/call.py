@@ -83,15 +83,15 @@ class ApiCall(Generic[R]):
 
 
 # Callers often repeat a request with other contents of the tensors.
-_KEPT = 256
+_CACHE_SIZE = 256
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _encode_query(params: tuple[tuple[str, str], ...]) -> str:
     return urlencode(params)
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _make_target(path: str, params: tuple[tuple[str, str], ...]) -> str:
     return f"{path}?{_encode_query(params)}" if params else path
 
@@ -106,7 +106,7 @@ def _encode_tensors(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryvie
     return [header, *(tensors[name].data for name in order)]
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
     """Return the bytes that precede the data, and the tensors' names in the order of their data."""
     tensors = {name: (dtype, shape) for name, dtype, shape in described}

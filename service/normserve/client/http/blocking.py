@@ -76,9 +76,11 @@ class ConnectionPool:
         if self._process_id != os.getpid():
             self._reset()
         free = self._free_slots
-        left_s = deadline.get_remaining_s()
+        remaining_s = deadline.get_remaining_s()
         # The system limits the timeouts of locks.
-        if not free.acquire(timeout=None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
+        if not free.acquire(
+            timeout=None if remaining_s is None else max(0.0, min(remaining_s, threading.TIMEOUT_MAX))
+        ):
             raise httpx.PoolTimeout(_LATE)
         try:
             if self._closed:
@@ -159,15 +161,15 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
     def receive_into(connected: socket.socket, view: memoryview, /, *, until_full: bool) -> int:
         flags = _ALL if until_full else 0
         while True:
-            left_s = deadline.get_remaining_s()
-            if left_s is None or left_s >= _RECEIVING_S:
+            remaining_s = deadline.get_remaining_s()
+            if remaining_s is None or remaining_s >= _RECEIVING_S:
                 try:
                     return connected.recv_into(view, 0, flags)
                 except BlockingIOError:
                     continue
-            if left_s <= 0:
+            if remaining_s <= 0:
                 raise httpx.ReadTimeout(_LATE)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(left_s))
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(remaining_s))
             try:
                 with suppress(BlockingIOError):
                     return connected.recv_into(view, 0, flags)
@@ -193,15 +195,15 @@ def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutExcep
     try:
         descriptor, events = next(steps)
         while True:
-            left_s = deadline.get_remaining_s()
-            if left_s is not None and left_s <= 0:
+            remaining_s = deadline.get_remaining_s()
+            if remaining_s is not None and remaining_s <= 0:
                 raise late(_LATE)
             poll = select.poll()
             poll.register(descriptor, events)
-            ready = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
+            ready = poll.poll(None if remaining_s is None else math.ceil(min(remaining_s, _LONGEST_S) * 1000))
             if ready:
                 descriptor, events = steps.send(ready[0][1])
-            elif left_s is not None and left_s <= _LONGEST_S:
+            elif remaining_s is not None and remaining_s <= _LONGEST_S:
                 raise late(_LATE)
     except StopIteration as stop:
         result: R = stop.value

@@ -79,11 +79,11 @@ def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
             yield connected.fileno(), WRITE
 
 
-def compute_attempt_s(left_s: float | None, *, is_last: bool) -> float | None:
+def compute_attempt_s(remaining_s: float | None, *, is_last: bool) -> float | None:
     """Return the seconds to spend on connecting to one address; None is without limit."""
     if is_last:
-        return left_s
-    return _FIRST_TRIES_S if left_s is None else min(left_s, _FIRST_TRIES_S)
+        return remaining_s
+    return _FIRST_TRIES_S if remaining_s is None else min(remaining_s, _FIRST_TRIES_S)
 
 
 class TlsSettings:

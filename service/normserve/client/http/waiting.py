@@ -32,10 +32,10 @@ def enforce_deadlines(http: httpx.Client) -> None:
 
 def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
     """Return the most seconds to wait; raise the error when none are left."""
-    left_s = timeout.deadline.get_remaining_s() if isinstance(timeout, RemainingSeconds) else timeout
-    if left_s is not None and left_s <= 0:
+    remaining_s = timeout.deadline.get_remaining_s() if isinstance(timeout, RemainingSeconds) else timeout
+    if remaining_s is not None and remaining_s <= 0:
         raise error("the call's time is over")
-    return left_s
+    return remaining_s
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):
@@ -55,10 +55,10 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         """Try each address of a host with the remaining time, which the inner backend would grant to each anew."""
         failure: Exception | None = None
         for address in _resolve_addresses(host, port):
-            left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
+            remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
             try:
                 return _DeadlineStream(
-                    self._backend.connect_tcp(address, port, left_s, local_address, socket_options)
+                    self._backend.connect_tcp(address, port, remaining_s, local_address, socket_options)
                 )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
@@ -67,8 +67,8 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: _Options = None
     ) -> httpcore.NetworkStream:
-        left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
-        return _DeadlineStream(self._backend.connect_unix_socket(path, left_s, socket_options))
+        remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
+        return _DeadlineStream(self._backend.connect_unix_socket(path, remaining_s, socket_options))
 
 
 def _resolve_addresses(host: str, port: int) -> list[str]:
@@ -99,9 +99,9 @@ class _DeadlineStream(httpcore.NetworkStream):
             return
         rest = memoryview(buffer)
         while rest:
-            left_s = _get_remaining_s(timeout, httpcore.WriteTimeout)
+            remaining_s = _get_remaining_s(timeout, httpcore.WriteTimeout)
             try:
-                connected.settimeout(left_s)
+                connected.settimeout(remaining_s)
                 rest = rest[connected.send(rest) :]
             except TimeoutError as error:
                 raise httpcore.WriteTimeout(str(error)) from error
@@ -114,8 +114,8 @@ class _DeadlineStream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
-        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, left_s))
+        remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, remaining_s))
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

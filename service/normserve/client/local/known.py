@@ -18,7 +18,7 @@ from normserve.errors import MalformedPayloadError
 _MOST_PLACES = 4
 
 # Of encoded results: those of a call have some hundred bytes, unless its server fills them up.
-_LONGEST_KEPT = 4096
+_MAX_CACHED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class PendingCachedCall:
                 return None
             # A copy, because the raw results keep the entire response.
             results = bytes(response.results)
-            if len(results) <= _LONGEST_KEPT:
+            if len(results) <= _MAX_CACHED_BYTES:
                 self._encoded_call.encoded_results = msgspec.Raw(results)
         self._fields[call.timing_index] = make_timing(response)
         return call.result_type(*self._fields)

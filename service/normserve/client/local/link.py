@@ -179,10 +179,10 @@ class LocalClientConnection:
         Returns:
             False, without a wait, if the deadline has passed.
         """
-        left_s = deadline.get_remaining_s()
-        if left_s is not None and left_s <= 0:
+        remaining_s = deadline.get_remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
             return False
-        wait_s = _WAIT_S if left_s is None else min(_WAIT_S, left_s)
+        wait_s = _WAIT_S if remaining_s is None else min(_WAIT_S, remaining_s)
         self._write_poll.poll(math.ceil(wait_s * 1000))
         return True
 
@@ -243,10 +243,10 @@ class LocalClientConnection:
 
     def _limit_receive_timeout(self, deadline: Deadline) -> None:
         """Limit the socket's receive timeout to the remaining time."""
-        left_s = deadline.get_remaining_s()
-        if left_s is not None and left_s <= 0:
+        remaining_s = deadline.get_remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
             raise deadline.make_error()
-        wait_s = _WAIT_S if left_s is None or left_s > _WAIT_S else left_s
+        wait_s = _WAIT_S if remaining_s is None or remaining_s > _WAIT_S else remaining_s
         if wait_s != self._wait_s:
             self._set_receive_timeout(wait_s)
 

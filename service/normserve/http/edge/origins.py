@@ -34,7 +34,7 @@ _ORIGIN = re.compile(r"(https?)://(.+)")
 _PORTS = {"http": 80, "https": 443}
 # Characters of a name, a port and the separators.
 _LONGEST_AUTHORITY = 300
-_MOST_KEPT = 1024
+_MAX_ACCEPTED_HOSTS = 1024
 
 
 class OriginPolicy:
@@ -90,7 +90,7 @@ class OriginPolicy:
         assert self._known_hosts is not None
         found = _parse_authority(host.decode("latin-1"))
         if found is not None and found[0] in self._known_hosts:
-            if len(self._accepted_hosts) < _MOST_KEPT:
+            if len(self._accepted_hosts) < _MAX_ACCEPTED_HOSTS:
                 self._accepted_hosts.add(host)
         elif path not in _PROBES:
             raise MisdirectedRequestError(

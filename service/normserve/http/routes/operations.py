@@ -45,7 +45,7 @@ from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.requests.several import concatenate_tensors
 
 # Header fields that, besides the query, define the request.
-_ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
+_KEY_HEADERS = (b"content-type", b"content-encoding", b"accept")
 # Bounds of a prepared head's memory: in all, and for each byte of its key.  An Accept header of short media ranges
 # needs most.
 _HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 48
@@ -136,7 +136,7 @@ class OperationEndpoint:
         Raises:
             NormserveError: the head is invalid.
         """
-        key_parts = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
+        key_parts = [query, *[headers.get(name, b"") for name in _KEY_HEADERS]]
         key = (tenant, self.op, self.direction, *key_parts)
         head: OperationHead | None = self.prepared_calls.find(key)
         if head is None:

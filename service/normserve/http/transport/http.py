@@ -110,7 +110,7 @@ class HttpParserProtocol(ExchangeProtocol):
             # The parser waits for a body that it never receives.
             self.parser = httptools.HttpRequestParser(self)
             self._last_header = None
-        came_before = self._header_bytes
+        earlier_header_bytes = self._header_bytes
         self._header_bytes += len(piece)
         self._is_header_complete = 0 < len(piece) == end
         upgrades = False
@@ -129,7 +129,9 @@ class HttpParserProtocol(ExchangeProtocol):
             self._header_tail = b""
             if self._is_header_open:
                 self.send_400_response("")
-            elif upgrades or self.chunked_decoder is not None or (self.remaining_body_bytes and came_before):
+            elif (
+                upgrades or self.chunked_decoder is not None or (self.remaining_body_bytes and earlier_header_bytes)
+            ):
                 self.parser = httptools.HttpRequestParser(self)
             elif self.remaining_body_bytes:
                 self._last_header = piece
