@@ -72,7 +72,7 @@ test-defaults: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -p tests.torch_defaults tests/kernels/cpu \
 		tests/kernels/reference tests/kernels/api/patching tests/kernels/api/test_autograd.py \
 		tests/kernels/api/test_dtypes.py tests/kernels/api/test_in_place.py tests/kernels/api/test_operators.py \
-		tests/kernels/warm/test_calls.py tests/service/backends/cpu tests/service/client/calls \
+		tests/kernels/warm/test_warm_calls.py tests/service/backends/cpu tests/service/client/calls \
 		tests/loadtest/clients/test_oracle.py
 
 # The lowest and the newest versions of what pyproject.toml declares, and newer versions of Python.
@@ -135,11 +135,11 @@ bench-serve-gpu:
 	$(ON_GPU) fusednorm.host
 	$(ON_GPU) benchmarks.serve.engine --out benchmarks/results/serve_gpu_engine.csv --backend triton
 	$(ON_GPU) benchmarks.serve --out benchmarks/results/serve_gpu.csv --device cuda --cores $(SERVER_CORES) $(CLIENT_CORES)
-	$(ON_GPU) benchmarks.serve.small --out benchmarks/results/serve_gpu_small.csv --backend triton \
+	$(ON_GPU) benchmarks.serve.small_requests --out benchmarks/results/serve_gpu_small.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
 		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.processes.ready --out benchmarks/results/serve_gpu_ready.csv --backend triton
+	$(ON_GPU) benchmarks.serve.processes.start_times --out benchmarks/results/serve_gpu_ready.csv --backend triton
 	$(ON_GPU) benchmarks.serve.processes.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
 		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
 	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \

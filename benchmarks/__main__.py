@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import records
+from benchmarks.harness.compile_ahead import wait_for_extension
 from benchmarks.harness.progress import ProgressDisplay
 from benchmarks.harness.suite import BenchmarkSuite, Row
-from benchmarks.harness.warm import wait_for_extension
 from benchmarks.host.suite import HostSuite
 from benchmarks.kernels.suite import KernelSuite
 from benchmarks.models.suite import ModelSuite
 from benchmarks.providers.registry import PROVIDERS, filter_importable
-from benchmarks.workload.suites import SUITES, select_shard
+from benchmarks.workload.cell_suites import SUITES, select_shard
 
 ALONE: dict[str, type[HostSuite | ModelSuite]] = {"host": HostSuite, "models": ModelSuite}
 """Suites that a run cannot combine with others."""

@@ -1,7 +1,7 @@
 """Library calls on CPU tensors in two versions by turns, on one thread.
 
-    python -m benchmarks.cpu_pairs --before CHECKOUT --out FILE.csv
-    python -m benchmarks.cpu_pairs --before CHECKOUT --cells 'group_norm .* dropout' --out FILE.csv
+    python -m benchmarks.cpu_version_pairs --before CHECKOUT --out FILE.csv
+    python -m benchmarks.cpu_version_pairs --before CHECKOUT --cells 'group_norm .* dropout' --out FILE.csv
 
 CHECKOUT is a checkout of the older version (`git worktree add CHECKOUT COMMIT`); the newer one is what runs this.
 Each version has a process of its own.  A turn is some calls of one version, a pair is a turn of each, in
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from benchmarks.serve.pairs import compute_median_interval
+from benchmarks.serve.version_pairs import compute_median_interval
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of x."""

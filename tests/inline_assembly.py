@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fusednorm.jit import exchange, prefetch
-from fusednorm.ops.group_norm.channels_last import blocks
+from fusednorm.jit import prefetch, program_exchange
+from fusednorm.ops.group_norm.channels_last import column_blocks
 from triton.runtime.interpreter import _interpreter as memory
 
 from tests.cooperative_launch import current_launch
@@ -111,11 +111,11 @@ COMPUTED: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     prefetch.PREFETCH.value: do_nothing,
     prefetch.TOUCH.value: do_nothing,
     prefetch.TOUCH_ROWS.value: do_nothing,
-    blocks.ASK.value: do_nothing,
-    exchange.POST.value: post,
-    exchange.POST_TILE.value: post_where,
-    exchange.POST_PAIR.value: post_where,
-    exchange.COLLECT.value: collect,
-    exchange.COLLECT_PAIR.value: collect_pair,
+    column_blocks.ASK.value: do_nothing,
+    program_exchange.POST.value: post,
+    program_exchange.POST_TILE.value: post_where,
+    program_exchange.POST_PAIR.value: post_where,
+    program_exchange.COLLECT.value: collect,
+    program_exchange.COLLECT_PAIR.value: collect_pair,
 }
 """What computes each statement from its operands; keys are the statements of kernels, to the letter."""

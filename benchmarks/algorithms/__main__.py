@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 
-from benchmarks.algorithms.page import AlgorithmPage, insert_tables
+from benchmarks.algorithms.algorithm_page import AlgorithmPage, insert_tables
 
 
 def main(arguments: list[str] | None = None) -> int:

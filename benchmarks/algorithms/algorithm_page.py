@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.algorithms import group_norm, layer_norm
-from benchmarks.algorithms.chosen import PASSES, REFUSED, PassAlgorithm, list_algorithms
-from benchmarks.algorithms.lines import AlgorithmRule, AlgorithmTable
-from benchmarks.algorithms.walks import LONGEST
-from benchmarks.fingerprints.group_norm import GROUPS
+from benchmarks.algorithms import group_norm_tables, layer_norm_tables
+from benchmarks.algorithms.algorithm_rules import AlgorithmRule, AlgorithmTable
+from benchmarks.algorithms.kernel_algorithms import PASSES, REFUSED, PassAlgorithm, list_algorithms
+from benchmarks.algorithms.limit_search import LONGEST
+from benchmarks.fingerprints.group_norm_cases import GROUPS
 
 BEGIN, END = "<!-- algorithms: begin -->", "<!-- algorithms: end -->"
 """The comments, each on a separate line."""
@@ -56,8 +56,8 @@ class AlgorithmPage:
     text: str
 
     def __init__(self) -> None:
-        self.tables = tables = [*layer_norm.make_pass_tables(), *group_norm.make_pass_tables()]
-        shapes = list(group_norm.iterate_benchmark_shapes())
+        self.tables = tables = [*layer_norm_tables.make_pass_tables(), *group_norm_tables.make_pass_tables()]
+        shapes = list(group_norm_tables.iterate_benchmark_shapes())
         self.chosen = {PassAlgorithm(table.pass_, name) for table in tables for name in table.reached_algorithms}
         self.unreached = [algorithm for algorithm in list_algorithms() if algorithm not in self.chosen]
         parts = [_INTRODUCTION]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.algorithms.walks import LONGEST, Walk
+from benchmarks.algorithms.limit_search import LONGEST, Walk
 
 ALONE = "programs may not wait"
 """A trait of calls."""

@@ -7,10 +7,9 @@ from math import prod
 from typing import Any
 
 import torch
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
-from benchmarks.algorithms.chosen import PassAlgorithm, find_chosen_algorithm
-from benchmarks.algorithms.lines import (
+from benchmarks.algorithms.algorithm_rules import (
     ALONE,
     STATISTICS,
     AlgorithmTable,
@@ -19,7 +18,8 @@ from benchmarks.algorithms.lines import (
     make_joint_formatter,
     make_rules,
 )
-from benchmarks.algorithms.walks import (
+from benchmarks.algorithms.kernel_algorithms import PassAlgorithm, find_chosen_algorithm
+from benchmarks.algorithms.limit_search import (
     Sizes,
     Walk,
     list_octave_sizes,
@@ -28,9 +28,9 @@ from benchmarks.algorithms.walks import (
     search_limits,
 )
 from benchmarks.fingerprints.cases import FingerprintCase
-from benchmarks.fingerprints.group_norm import GROUPS, GroupNormVariant, Pass, make_case
-from benchmarks.workload.cells import ITEMSIZE
-from benchmarks.workload.suites import SUITES
+from benchmarks.fingerprints.group_norm_cases import GROUPS, GroupNormVariant, Pass, make_case
+from benchmarks.workload.benchmark_cells import ITEMSIZE
+from benchmarks.workload.cell_suites import SUITES
 
 RAGGED = "channels not of whole 16 bytes"
 RESIDUAL, MOST = "a residual", "the most that is fused"

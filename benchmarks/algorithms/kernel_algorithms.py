@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import fusednorm.ops
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 
 from benchmarks.fingerprints.cases import FingerprintCase, plan_case
 

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.algorithms.chosen import find_chosen_algorithm
-from benchmarks.algorithms.lines import ALONE, STATISTICS, AlgorithmTable, Call, make_channel_formatter, make_rules
-from benchmarks.algorithms.walks import Walk, make_multiples, make_non_multiples, search_limits
+from benchmarks.algorithms.algorithm_rules import (
+    ALONE,
+    STATISTICS,
+    AlgorithmTable,
+    Call,
+    make_channel_formatter,
+    make_rules,
+)
+from benchmarks.algorithms.kernel_algorithms import find_chosen_algorithm
+from benchmarks.algorithms.limit_search import Walk, make_multiples, make_non_multiples, search_limits
 from benchmarks.fingerprints.cases import FingerprintCase
-from benchmarks.fingerprints.layer_norm import (
+from benchmarks.fingerprints.layer_norm_cases import (
     ROWS,
     LayerNormVariant,
     Pass,

@@ -16,11 +16,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 
-from benchmarks.fingerprints import files, group_norm, layer_norm
+from benchmarks.fingerprints import files, group_norm_cases, layer_norm_cases
 from benchmarks.fingerprints.cases import FingerprintCase, plan_case
-from benchmarks.fingerprints.launches import format_case, summarise_launches
+from benchmarks.fingerprints.launch_text import format_case, summarise_launches
 from benchmarks.fingerprints.specialisations import list_distinct, select_covering
 from benchmarks.fingerprints.workers import make_code_line, map_on_all_cores
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def iterate_all_cases() -> Iterator[FingerprintCase]:
     """Every case of every operation."""
-    return chain(layer_norm.iterate_cases(), group_norm.iterate_cases())
+    return chain(layer_norm_cases.iterate_cases(), group_norm_cases.iterate_cases())
 
 
 def _print_launches(text: str) -> None:

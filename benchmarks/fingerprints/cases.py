@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from fusednorm.arguments.arrays import Array
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.policy.batch_invariance import require_batch_invariance
-from fusednorm.policy.waiting import allow_waiting
+from fusednorm.policy.cooperative_launches import allow_waiting
 from fusednorm.tensors.arrays import name_dtype
 from fusednorm.tensors.devices import describe_device
 from torch import Tensor

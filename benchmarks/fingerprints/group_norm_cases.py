@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from fusednorm import ActivationName
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.group_norm import config_tables as tables
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fusednorm.arguments.arrays import Array, Workspace
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 
 from benchmarks.fingerprints.cases import PlannedCase
 

@@ -9,11 +9,11 @@ import torch
 from fusednorm import ActivationName
 from fusednorm.api.chain import MAX_NORMS
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.layer_norm import table as tables
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.chain import ChainCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_chain, plan_forward
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fusednorm.launch.inspection import KernelSpecialisation
 
-from benchmarks.fingerprints.code import KernelCompilation
-from benchmarks.fingerprints.launches import compute_short_hash
+from benchmarks.fingerprints.launch_text import compute_short_hash
+from benchmarks.fingerprints.machine_code import KernelCompilation
 from benchmarks.fingerprints.specialisations import LabelledSpecialisation
 
 Work = Callable[[KernelSpecialisation], str]

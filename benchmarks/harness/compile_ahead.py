@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import torch
 import triton
-from fusednorm.host.background import ensure_extension_built
+from fusednorm.host.background_build import ensure_extension_built
 
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.providers.registry import PROVIDERS
-from benchmarks.workload.cells import KernelCell
-from benchmarks.workload.problem import BenchmarkProblem, TensorCache
+from benchmarks.workload.benchmark_cells import KernelCell
+from benchmarks.workload.problems import BenchmarkProblem, TensorCache
 
 
 def fix_triton_cache() -> None:

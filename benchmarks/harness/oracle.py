@@ -12,7 +12,7 @@ from fusednorm.reference.float8 import quantise_rows
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
-from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
+from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
 
 _PART_NUMEL = 1 << 24
 

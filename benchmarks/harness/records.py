@@ -11,8 +11,8 @@ import torch
 import triton
 
 from benchmarks.harness.timing import TimeQuantiles
-from benchmarks.workload.cells import compute_sweep_rows
-from benchmarks.workload.suites import SWEEP_LENGTHS
+from benchmarks.workload.benchmark_cells import compute_sweep_rows
+from benchmarks.workload.cell_suites import SWEEP_LENGTHS
 
 COLUMNS = (
     *("gpu", "driver", "torch", "triton", "commit", "dirty"),

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import fusednorm
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm.launch import replay
+from fusednorm.launch import replay_cache
 from torch import Tensor, nn
 
 from benchmarks.host.cells import FORWARD_BACKWARD
-from benchmarks.providers import others
-from benchmarks.workload.cells import KernelCell
-from benchmarks.workload.problem import EPS, BenchmarkProblem, Results
+from benchmarks.providers import library_providers
+from benchmarks.workload.benchmark_cells import KernelCell
+from benchmarks.workload.problems import EPS, BenchmarkProblem, Results
 
 PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "fusednorm_planned", "liger")
 """Known calls are repeated by the host extension, by Python (`_python`), or planned each time (`_planned`)."""
@@ -88,7 +88,7 @@ def _make_torch_function(problem: BenchmarkProblem) -> Callable[[], Any]:
 
 
 def _make_liger_call(problem: BenchmarkProblem) -> HostCall | None:
-    run = others.make_liger_run(problem)
+    run = library_providers.make_liger_run(problem)
     if run is None:
         return None
     if run.restore_inputs is not None:
@@ -177,7 +177,7 @@ def _use_extension() -> Any:
         NoExtensionError: it cannot be compiled or loaded.
     """
     _load_extension()
-    if replay.get_extension() is None:
+    if replay_cache.get_extension() is None:
         raise MissingExtensionError("no host extension: python -m fusednorm.host compiles it, or says why not")
     yield
 
@@ -185,23 +185,23 @@ def _use_extension() -> Any:
 @contextmanager
 def _disable_extension() -> Any:
     _load_extension()
-    extension = replay.get_extension()
-    replay.set_extension(None)
+    extension = replay_cache.get_extension()
+    replay_cache.set_extension(None)
     try:
         yield
     finally:
-        replay.set_extension(extension)
+        replay_cache.set_extension(extension)
 
 
 @contextmanager
 def _disable_replays() -> Any:
     """Each call is checked and planned."""
-    again = patch.object(replay.ReplayablePass, "replay", lambda *_: None)
-    with _disable_extension(), again, patch.object(replay.ReplayablePass, "record", lambda *_: None):
+    again = patch.object(replay_cache.ReplayablePass, "replay", lambda *_: None)
+    with _disable_extension(), again, patch.object(replay_cache.ReplayablePass, "record", lambda *_: None):
         yield
 
 
 def _load_extension() -> None:
     """Load the extension, if there is one, by a first launch."""
-    if torch.cuda.is_available() and replay.get_extension() is None:
+    if torch.cuda.is_available() and replay_cache.get_extension() is None:
         fusednorm.layer_norm_forward(torch.zeros(1, 16, device="cuda"), eps=EPS)

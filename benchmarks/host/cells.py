@@ -7,7 +7,7 @@ whose gradients are those of x and of the parameters.
 from collections.abc import Iterator
 from itertools import product
 
-from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.benchmark_cells import KernelCell
 
 FORWARD_BACKWARD = "forward_backward"
 

@@ -15,12 +15,12 @@ from benchmarks.harness import records
 from benchmarks.harness.oracle import ResultOracle
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import synchronize
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.host.calls import PROVIDERS, HostCall, MissingExtensionError, make_call, select_settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
 from benchmarks.host.timing import WAYS, BusyDevice, CudaDevice
-from benchmarks.workload.cells import KernelCell
-from benchmarks.workload.problem import BenchmarkProblem, ProviderRun, TensorCache
+from benchmarks.workload.benchmark_cells import KernelCell
+from benchmarks.workload.problems import BenchmarkProblem, ProviderRun, TensorCache
 
 _WARMUP = 5
 

@@ -15,24 +15,24 @@ from pathlib import Path
 
 import torch
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.absent import bind_to_nothing
-from fusednorm.launch.launch import Launch
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.launches import Launch
+from fusednorm.launch.recorded_launches import bind_to_nothing
 from fusednorm.ops.group_norm import call as group_call
 from fusednorm.ops.group_norm import forward_choice
-from fusednorm.ops.group_norm.affine import AffineParameters
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.affine_step import AffineParameters
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.ops.group_norm.statistics import find_split_forward
-from fusednorm.ops.layer_norm import choice, table
+from fusednorm.ops.layer_norm import choices, config_tables
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
-from fusednorm.ops.layer_norm.table import ForwardConfig
+from fusednorm.ops.layer_norm.config_tables import ForwardConfig
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe
 from torch import Tensor
 
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.workers import run_in_workers
-from benchmarks.workload.problem import EPS
+from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.workload.problems import EPS
 
 GROUPS = 32
 CHOSEN = "chosen"
@@ -107,12 +107,12 @@ def plan_cell(cell: AlternativeCell, device: str) -> tuple[list[Launch], dict[st
     out = Forward(arrays["y"], residual_out=arrays.get("residual_out"))
     if len(cell.shape) == 2:
         forms: dict[str, ForwardConfig] = {
-            "sweep": choice.choose_sweep(cell.shape[1]),
-            "split": table.FORWARD_SPLIT[x.element_size()],
+            "sweep": choices.choose_sweep(cell.shape[1]),
+            "split": config_tables.FORWARD_SPLIT[x.element_size()],
         }
         options = NormOptions("layer_norm", eps=EPS)
         call = LayerNormForwardCall(x=x, weight=arrays["weight"], bias=arrays["bias"], options=options, out=out)
-        return choice.plan_forward(call, forms.get(cell.form)), tensors
+        return choices.plan_forward(call, forms.get(cell.form)), tensors
     _, c, height, width = cell.shape
     sample = SampleShape(GROUPS, c // GROUPS, height * width, cell.channels_last)
     of_groups = {"never waiting": forward_choice.find_two_pass_forward, "split": find_split_forward}

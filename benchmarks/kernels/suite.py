@@ -4,22 +4,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from benchmarks.harness import records
+from benchmarks.harness.compile_ahead import compile_cells
 from benchmarks.harness.oracle import ResultOracle
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import DeviceTimer, synchronize
-from benchmarks.harness.warm import compile_cells
-from benchmarks.providers.plain import make_copy_run
 from benchmarks.providers.registry import PROVIDERS, Provider
-from benchmarks.workload.cells import KernelCell
-from benchmarks.workload.problem import BenchmarkProblem, TensorCache
-from benchmarks.workload.suites import list_cells
+from benchmarks.providers.torch_provider import make_copy_run
+from benchmarks.workload.benchmark_cells import KernelCell
+from benchmarks.workload.cell_suites import list_cells
+from benchmarks.workload.problems import BenchmarkProblem, TensorCache
 
 
 class KernelSuite:
     """Cells of several lists; those with the same tensors are neighbours.
 
     Args:
-        names: of lists in `benchmarks.workload.suites.SUITES`.
+        names: of lists in `benchmarks.workload.cell_suites.SUITES`.
     """
 
     providers = tuple(PROVIDERS)

@@ -1,7 +1,7 @@
 """Times the forward pass over rows that tiles handle, with the kernels of the source tree first on the path.
 
-    PYTHONPATH=BEFORE/kernels:. python -m benchmarks.kernels.tiles --out before.csv
-    PYTHONPATH=kernels:. python -m benchmarks.kernels.tiles --out after.csv
+    PYTHONPATH=BEFORE/kernels:. python -m benchmarks.kernels.tile_passes --out before.csv
+    PYTHONPATH=kernels:. python -m benchmarks.kernels.tile_passes --out after.csv
 
 x has 256 MiB, y is preallocated; `bits` is a sum of y's bits, equal if results are.  Alternate between the trees,
 with several processes each.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.images import LATENT_CHANNELS, make_residual_blocks, make_vae_decoder
+from benchmarks.models.image_models import LATENT_CHANNELS, make_residual_blocks, make_vae_decoder
 
 Shape = tuple[int, ...]
 Inputs = dict[str, Any]

@@ -10,17 +10,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from fusednorm.launch import replay
+from fusednorm.launch import replay_cache
 
 from benchmarks.harness import records
+from benchmarks.harness.compile_ahead import fix_triton_cache, limit_inductor
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import TimeQuantiles, synchronize
-from benchmarks.harness.warm import fix_triton_cache, limit_inductor
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cells import CELLS, ModelCell
-from benchmarks.models.passes import ModelPasses, StepOutcome
-from benchmarks.models.providers import PROVIDERS, NothingReplacedError
+from benchmarks.models.model_passes import ModelPasses, StepOutcome
+from benchmarks.models.norm_providers import PROVIDERS, NothingReplacedError
 from benchmarks.models.timing import time_in_turns
 
 REFERENCE = "torch"
@@ -118,7 +118,7 @@ class ModelSuite:
 
     def _report_missing_extension(self, provider: str, note: Note) -> None:
         """Note once if ours is timed without the host extension."""
-        if provider == records.OURS and replay.get_extension() is None and not self._noted:
+        if provider == records.OURS and replay_cache.get_extension() is None and not self._noted:
             note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
             self._noted = True
 

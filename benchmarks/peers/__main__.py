@@ -19,24 +19,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from normload.adapters.rows import make_parameters
-from normload.load.cases import RequestCase
-from normload.load.scenario import LoadPhase, LoadScenario
+from normload.adapters.row_adapters import make_parameters
+from normload.load.request_cases import RequestCase
+from normload.load.scenarios import LoadPhase, LoadScenario
 from normload.load.workload import Workload
-from normload.measurements.result import RunResult
-from normload.run import TargetServer, run_scenario
+from normload.load_run import TargetServer, run_scenario
+from normload.measurements.results import RunResult
 from normserve.client import DType
 
-from benchmarks.peers.others import OTHERS, RunningServer, run_peer
+from benchmarks.peers.peer_servers import OTHERS, RunningServer, run_peer
 from benchmarks.peers.table import OURS, format_table
-from benchmarks.serve.report import system
-from benchmarks.serve.servers import launch
+from benchmarks.serve.report import machine_description
+from benchmarks.serve.servers import server_processes
 
 COLS = 1024
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
 CONNECTIONS = (1, 8)
 COLUMNS = (
-    *(*system.COLUMNS, "size", "connections", "server", "round"),
+    *(*machine_description.COLUMNS, "size", "connections", "server", "round"),
     *("per_second", "p50_ms", "p99_ms", "bytes_per_second", "errors", "wrong"),
 )
 _WARMUP_S = 0.5
@@ -56,10 +56,14 @@ def main() -> None:
     )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        cores = system.parse_cores(asked.cores[0])
+        cores = machine_description.parse_cores(asked.cores[0])
         running = _start_servers(stack, Path(folder), cores, asked.device, dict(asked.python))
-        os.sched_setaffinity(0, system.parse_cores(asked.cores[1]))
-        rows = list(measure_servers(running, asked.rounds, asked.seconds, len(system.parse_cores(asked.cores[1]))))
+        os.sched_setaffinity(0, machine_description.parse_cores(asked.cores[1]))
+        rows = list(
+            measure_servers(
+                running, asked.rounds, asked.seconds, len(machine_description.parse_cores(asked.cores[1]))
+            )
+        )
     with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -71,7 +75,7 @@ def measure_servers(
     running: Mapping[str, RunningServer], rounds: int, seconds: float, processes: int
 ) -> Iterator[dict[str, object]]:
     """Run everything; a row for each server, size, number of connections and round."""
-    machine = system.describe_machine()
+    machine = machine_description.describe_machine()
     for size, nbytes in SIZES.items():
         for number in range(rounds):
             turns = list(running.items())
@@ -116,9 +120,9 @@ def _start_servers(
     file = folder / "parameters.npz"
     np.savez(file, weight=held["weight"], bias=held["bias"])
     ours, _ = stack.enter_context(
-        launch.run_normserve(cores, folder, held, "triton" if device == "cuda" else "torch")
+        server_processes.run_normserve(cores, folder, held, "triton" if device == "cuda" else "torch")
     )
-    (plain,) = stack.enter_context(launch.run_plain(cores, folder, held, device))
+    (plain,) = stack.enter_context(server_processes.run_plain(cores, folder, held, device))
     running = {
         name: RunningServer(TargetServer(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
         for name, served in ((OURS, ours), (plain.name, plain))

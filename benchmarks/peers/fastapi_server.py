@@ -1,6 +1,6 @@
 """The simplest server: LayerNorm behind FastAPI, without optimisations.
 
-usage: python -m benchmarks.peers.plain PARAMETERS.npz cpu|cuda
+usage: python -m benchmarks.peers.fastapi_server PARAMETERS.npz cpu|cuda
 Prints the port that it listens on.
 """
 

@@ -1,6 +1,6 @@
 """LayerNorm behind LitServe, with its own worker process and its faster queue.
 
-usage: python -m benchmarks.peers.lit PARAMETERS.npz cpu|cuda PORT
+usage: python -m benchmarks.peers.litserve_server PARAMETERS.npz cpu|cuda PORT
 """
 
 import io

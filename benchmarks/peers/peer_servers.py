@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from normload.run import TargetServer
+from normload.load_run import TargetServer
 
-from benchmarks.serve.servers.launch import TUNED_MALLOC, run_process
+from benchmarks.serve.servers.server_processes import TUNED_MALLOC, run_process
 
 _START_S = 60.0
 
@@ -37,7 +37,7 @@ class PeerServer:
 
 
 OTHERS = {
-    "litserve": PeerServer("litserve", "benchmarks.peers.lit", "/predict", "/health", "npy"),
+    "litserve": PeerServer("litserve", "benchmarks.peers.litserve_server", "/predict", "/health", "npy"),
     "nvidia-triton": PeerServer(
         "pytriton",
         "benchmarks.peers.triton_server",

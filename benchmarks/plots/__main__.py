@@ -14,10 +14,10 @@ import argparse
 from pathlib import Path
 
 from benchmarks.harness import records
-from benchmarks.plots.charts import draw_chart, iterate_charts
-from benchmarks.plots.front_ends import draw_front_ends, is_front_end_csv, iterate_plots
-from benchmarks.plots.models import draw_curve, iterate_curves
-from benchmarks.plots.series import draw_series, iterate_series
+from benchmarks.plots.front_end_plot import draw_front_ends, is_front_end_csv, iterate_plots
+from benchmarks.plots.group_charts import draw_chart, iterate_charts
+from benchmarks.plots.model_plots import draw_curve, iterate_curves
+from benchmarks.plots.row_plots import draw_series, iterate_series
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload.problem import EPS, BenchmarkProblem, ProviderRun, Results
+from benchmarks.workload.problems import EPS, BenchmarkProblem, ProviderRun, Results
 
 
 def make_liger_run(problem: BenchmarkProblem) -> ProviderRun | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import fusednorm
 
-from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
+from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
 
 
 def make_own_run(problem: BenchmarkProblem) -> ProviderRun:

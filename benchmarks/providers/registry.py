@@ -7,10 +7,10 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 
-from benchmarks.providers import others
-from benchmarks.providers.own import make_own_run
-from benchmarks.providers.plain import make_compiled_run, make_eager_run
-from benchmarks.workload.problem import BenchmarkProblem, ProviderRun
+from benchmarks.providers import library_providers
+from benchmarks.providers.own_provider import make_own_run
+from benchmarks.providers.torch_provider import make_compiled_run, make_eager_run
+from benchmarks.workload.problems import BenchmarkProblem, ProviderRun
 
 Provider = Callable[[BenchmarkProblem], ProviderRun | None]
 
@@ -18,9 +18,9 @@ PROVIDERS: dict[str, Provider] = {
     "fusednorm": make_own_run,
     "torch": make_eager_run,
     "compile": make_compiled_run,
-    "liger": others.make_liger_run,
-    "quack": others.make_quack_run,
-    "tutorial": others.make_tutorial_run,
+    "liger": library_providers.make_liger_run,
+    "quack": library_providers.make_quack_run,
+    "tutorial": library_providers.make_tutorial_run,
 }
 
 PACKAGES = {"liger": "liger_kernel", "quack": "quack"}

@@ -9,8 +9,8 @@ from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
-from benchmarks.workload.cells import KernelCell
-from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun, Results
+from benchmarks.workload.benchmark_cells import KernelCell
+from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRun, Results
 
 
 def compute_plain(

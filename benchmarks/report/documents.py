@@ -6,7 +6,8 @@ A part is between two comments, of which the first names its template:
     <!-- end of figures -->
 
 Templates are Jinja: `{{ … }}` contains a query of `benchmarks.report.figures`, and no figure is anywhere else
-(`benchmarks.report.literal`).  Paragraphs are wrapped after rendering, since a query is longer than its figure.
+(`benchmarks.report.literal_figures`).  Paragraphs are wrapped after rendering, since a query is longer than its
+figure.
 """
 
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.harness import records
-from benchmarks.report import figures, table
+from benchmarks.report import figures, kernel_tables
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,7 +58,7 @@ class DocumentRenderer:
             load_rows=figures.load_rows,
             compare_with_peers=figures.compare_with_peers,
             compute_differences=figures.compute_differences,
-            pair=lambda rows: table.format_pair(rows.rows),
+            pair=lambda rows: kernel_tables.format_pair(rows.rows),
             tables=_render_tables,
             ratios=_render_ratios,
             by_hand=mark_by_hand,
@@ -119,8 +120,10 @@ def _fill_paragraph(rest: str, first: str) -> str:
 
 
 def _render_tables(*names: str) -> str:
-    return "\n".join(table.format_tables(records.read_records(figures.RESULTS / name for name in names)))
+    return "\n".join(kernel_tables.format_tables(records.read_records(figures.RESULTS / name for name in names)))
 
 
 def _render_ratios(provider: str, *names: str) -> str:
-    return "\n".join(table.format_ratios(records.read_records(figures.RESULTS / name for name in names), provider))
+    return "\n".join(
+        kernel_tables.format_ratios(records.read_records(figures.RESULTS / name for name in names), provider)
+    )

@@ -1,6 +1,6 @@
 """Benchmarks' CSVs as Markdown tables: the fraction of a copy that each provider reaches.
 
-    python -m benchmarks.report.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
+    python -m benchmarks.report.kernel_tables benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
 
 A table for each operation, pass and variant.  For each dtype it has ours and the best of the others with its name,
 the better of the two in bold.  Ours is from the other's file, if the file has both.  With --long every provider has

@@ -17,14 +17,14 @@ import httpx
 import numpy as np
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import CompiledClient
-from benchmarks.serve.clients.posts import check_response, encode_npy, make_parameters, make_x
+from benchmarks.serve.clients.c_client import CompiledClient
+from benchmarks.serve.clients.checked_requests import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.programs.build import compile_program
 from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.report.table import OURS, format_table
-from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_metrics, server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = (
     *("size", "nbytes", "server", "round"),
@@ -49,8 +49,8 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         http = [
-            *stack.enter_context(launch.run_normserve(server_cores, folder, parameters, backend)),
-            *stack.enter_context(launch.run_plain(server_cores, folder, parameters, asked.device)),
+            *stack.enter_context(server_processes.run_normserve(server_cores, folder, parameters, backend)),
+            *stack.enter_context(server_processes.run_plain(server_cores, folder, parameters, asked.device)),
         ]
         for size in asked.size or SIZES:
             with results.run_part(size):
@@ -58,7 +58,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                 body = encode_npy(x)
                 for server in http:
                     _check_response(server, x, body, parameters)
-                with launch.run_echo(server_cores, echo, len(body)) as echoing:
+                with server_processes.run_echo(server_cores, echo, len(body)) as echoing:
                     _time_rounds(results, client, [*http, *echoing], size, body, asked.rounds, asked.seconds)
 
 
@@ -72,7 +72,7 @@ def _time_rounds(
     seconds: float,
 ) -> None:
     ours = next(server for server in turns if server.name == OURS)
-    before = scrape.fetch_samples(ours.address)
+    before = server_metrics.fetch_samples(ours.address)
     first = len(results.rows)
     for number in range(rounds):
         random.Random(number).shuffle(turns)
@@ -91,7 +91,7 @@ def _time_rounds(
                 }
             )
     print(format_table(results.rows[first:]))
-    print(scrape.format_stages(before, scrape.fetch_samples(ours.address)), end="\n\n", flush=True)
+    print(server_metrics.format_stages(before, server_metrics.fetch_samples(ours.address)), end="\n\n", flush=True)
 
 
 def _check_response(

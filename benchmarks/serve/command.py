@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.serve.report import system
+from benchmarks.serve.report import machine_description
 from benchmarks.serve.report.results import CsvResults
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
@@ -24,8 +24,8 @@ def make_parser(name: str, cores_of: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--cores",
         nargs=2,
-        type=system.parse_cores,
-        default=(system.parse_cores("0"), system.parse_cores("1")),
+        type=machine_description.parse_cores,
+        default=(machine_description.parse_cores("0"), machine_description.parse_cores("1")),
         help=f"of {cores_of}, as in 0-7 8",
     )
     return options

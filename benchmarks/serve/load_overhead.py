@@ -1,4 +1,4 @@
-"""The overhead of normload itself: `python -m benchmarks.serve.load --out FILE.csv`.
+"""The overhead of normload itself: `python -m benchmarks.serve.load_overhead --out FILE.csv`.
 
 One process of normload and the client in C in alternating turns, the same request from both: LayerNorm of float32
 rows of 1024, closed loops, over TCP and the Unix socket.  The server is on one core, the clients on another.
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from normload.adapters.native import NativeAdapter
-from normload.clients.worker import ClientWorker, LoadCommand, WorkerSetup
-from normload.load.cases import RequestCase
-from normload.load.scenario import LoadPhase
+from normload.clients.client_worker import ClientWorker, LoadCommand, WorkerSetup
+from normload.load.request_cases import RequestCase
+from normload.load.scenarios import LoadPhase
 from normserve.client import DType
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import ClosedLoopTimes, CompiledClient
-from benchmarks.serve.clients.posts import COLS, make_parameters
+from benchmarks.serve.clients.c_client import ClosedLoopTimes, CompiledClient
+from benchmarks.serve.clients.checked_requests import COLS, make_parameters
 from benchmarks.serve.report.results import CsvResults, compute_column_median
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 #: Rows and connections.
 CASES = {"1 row": (1, 1), "1 row, 16 connections": (1, 16), "256 rows": (256, 1)}
@@ -47,7 +47,7 @@ def main() -> int:
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, case, client and round."""
     server_cores, client_cores = asked.cores
-    with launch.run_normserve(server_cores, folder, make_parameters(), asked.backend) as served:
+    with server_processes.run_normserve(server_cores, folder, make_parameters(), asked.backend) as served:
         client = CompiledClient(folder, client_cores)
         os.sched_setaffinity(0, client_cores)
         for transport, server in zip(("tcp", "unix"), served, strict=True):

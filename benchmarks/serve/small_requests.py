@@ -1,4 +1,5 @@
-"""Effect of the device and of batching on small requests: `python -m benchmarks.serve.small --out FILE.csv`.
+"""Effect of the device and of batching on small requests: `python -m benchmarks.serve.small_requests --out
+FILE.csv`.
 
 LayerNorm of one row of 4096 bfloat16 with a registered layer, safetensors in and out, sent by one connection and by
 64 at once.  normserve with default settings, normserve without batching, and the same server with a device that
@@ -19,14 +20,14 @@ import httpx
 import numpy as np
 import torch
 from normserve.codec import safetensors
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import ClosedLoopTimes, CompiledClient
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.clients.c_client import ClosedLoopTimes, CompiledClient
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_metrics, server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLS = 4096
 COLUMNS = (
@@ -68,7 +69,7 @@ def make_request_body() -> bytes:
 def check_response(body: bytes, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
     """Raises: AssertionError: the response is not LayerNorm of the request's row."""
     x, y = (_decode_row(payload, name) for payload, name in ((body, "x"), (answer, "y")))
-    right = posts.compute_expected(x.float().numpy(), parameters)
+    right = checked_requests.compute_expected(x.float().numpy(), parameters)
     torch.testing.assert_close(y.double(), right, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
@@ -78,17 +79,17 @@ def _decode_row(payload: bytes, name: str) -> torch.Tensor:
 
 
 def _start_servers(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str) -> list[ServerProcess]:
-    parameters, body = posts.make_parameters(COLS), make_request_body()
+    parameters, body = checked_requests.make_parameters(COLS), make_request_body()
     served = []
     for name, options in (("normserve", ()), ("unbatched", ("--max-batch-requests", "1"))):
         own = folder / name
         own.mkdir()
-        over_tcp, _ = stack.enter_context(launch.run_normserve(cores, own, parameters, backend, options))
+        over_tcp, _ = stack.enter_context(server_processes.run_normserve(cores, own, parameters, backend, options))
         served.append(replace(over_tcp, name=name))
         url = f"http://127.0.0.1:{over_tcp.address}{over_tcp.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _SAFETENSORS}, timeout=300)
         check_response(body, parameters, answer.raise_for_status().content)
-    return [*served, stack.enter_context(launch.run_deviceless(cores, parameters))]
+    return [*served, stack.enter_context(server_processes.run_deviceless(cores, parameters))]
 
 
 def _measure_connections(
@@ -100,21 +101,26 @@ def _measure_connections(
     rounds: int,
     seconds: float,
 ) -> None:
-    began = {server.name: scrape.fetch_samples(server.address) for server in served}
+    began = {server.name: server_metrics.fetch_samples(server.address) for server in served}
     first = len(results.rows)
     for number in range(rounds):
         turns, launches = {}, {}
         for server in random.Random(number).sample(served, len(served)):
-            before = scrape.fetch_samples(server.address)
+            before = server_metrics.fetch_samples(server.address)
             turns[server.name] = client.run_turn(server, _SAFETENSORS, body, seconds, connections)
-            launches[server.name] = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.address))
+            launches[server.name] = server_metrics.compute_requests_per_launch(
+                before, server_metrics.fetch_samples(server.address)
+            )
         for name in turns:
             of_round = {"connections": connections, "server": name, "round": number}
             results.add_row(of_round | _make_figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
     for server in served:
         rows = [row for row in results.rows[first:] if row["server"] == server.name]
         print(f"{connections} connections, {server.name}: {_format_medians(rows)}")
-        print("  " + scrape.format_stages(began[server.name], scrape.fetch_samples(server.address)), flush=True)
+        print(
+            "  " + server_metrics.format_stages(began[server.name], server_metrics.fetch_samples(server.address)),
+            flush=True,
+        )
 
 
 def _make_figures(name: str, turns: Mapping[str, ClosedLoopTimes]) -> dict[str, object]:

@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import CompiledClient
-from benchmarks.serve.clients.posts import encode_npy, make_parameters, make_x
+from benchmarks.serve.clients.c_client import CompiledClient
+from benchmarks.serve.clients.checked_requests import encode_npy, make_parameters, make_x
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = ("connections", "traced", "round", "per_second", "p50_ms", "p99_ms", "rate_over_untraced")
 #: Kinds of servers and their trace ratio; None: no traces.
@@ -52,7 +52,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             own = folder / f"{traced} {number}"
             own.mkdir()
             options = () if ratio is None else ("--trace-endpoint", endpoint, "--trace-ratio", ratio)
-            running = launch.run_normserve(server_cores, own, parameters, asked.backend, options)
+            running = server_processes.run_normserve(server_cores, own, parameters, asked.backend, options)
             served.setdefault(traced, []).append(stack.enter_context(running)[0])
         os.sched_setaffinity(0, client_cores)
         client = CompiledClient(folder, client_cores)

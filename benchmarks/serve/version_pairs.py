@@ -1,6 +1,6 @@
 """Two versions of server and client in alternating turns.
 
-usage: python -m benchmarks.serve.pairs --before CHECKOUT --out FILE.csv
+usage: python -m benchmarks.serve.version_pairs --before CHECKOUT --out FILE.csv
 
 CHECKOUT is a checkout of the older version (`git worktree add CHECKOUT COMMIT`); the newer one is what runs
 this.  Each version has a server, one with front ends, and a client process of its own.  A turn is some calls of
@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.posts import COLS, make_parameters
+from benchmarks.serve.clients.checked_requests import COLS, make_parameters
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 CASES = {
     "raw http, 4 KiB": 2**12,
@@ -52,7 +52,7 @@ memory of the host whatever the backend.
 """
 COLUMNS = ("case", "pair", "before_us", "after_us", "before_cpu_us", "after_cpu_us", "speed", "cpu_speed")
 _SOURCES = ("kernels", "service", "loadtest")
-_TURNS = Path(__file__).parent / "programs" / "turns.py"
+_TURNS = Path(__file__).parent / "programs" / "version_client.py"
 # Until a server answers such calls as it will answer all later ones.
 _WARM_S = 0.5
 _QUOTA = str(2**32)
@@ -139,14 +139,14 @@ def _start_version(checkout: Path, folder: Path, asked: argparse.Namespace) -> I
         for name, options in (("http", local), ("frontends", ("--frontends", "1"))):
             own = folder / name
             own.mkdir()
-            started = launch.run_normserve(
+            started = server_processes.run_normserve(
                 server_cores, own, parameters, asked.backend, options, environment=environment
             )
             served[name], _ = stack.enter_context(started)
         urls = {name: f"http://127.0.0.1:{each.address}" for name, each in served.items()}
         command_line = [sys.executable, str(_TURNS), json.dumps(urls | {"unix": f"unix://{shared}"}), str(COLS)]
         client = stack.enter_context(
-            launch.run_process(command_line, client_cores, environment, stdin=subprocess.PIPE)
+            server_processes.run_process(command_line, client_cores, environment, stdin=subprocess.PIPE)
         )
         device = "cuda" if asked.backend == "triton" else None
         yield VersionUnderTest(client, [each.pid for each in served.values()], device)

@@ -15,7 +15,7 @@ else that is fused, `group_odd` groups that suit neither vectors nor blocks.  `g
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, product
 
-from benchmarks.workload.cells import KernelCell, compute_sweep_rows
+from benchmarks.workload.benchmark_cells import KernelCell, compute_sweep_rows
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROW_OPS = ("layer_norm", "rms_norm")

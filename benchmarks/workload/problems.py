@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.benchmark_cells import KernelCell
 
 EPS = 1e-5
 SEED = 1

@@ -34,10 +34,10 @@ from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.api.patching.patch import patch, unpatch
 from fusednorm.api.patching.report import PatchReport
 from fusednorm.arguments.checks import ActivationName
-from fusednorm.devices.device import HAS_TRITON
+from fusednorm.devices.device_properties import HAS_TRITON
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.policy.batch_invariance import require_batch_invariance
-from fusednorm.policy.waiting import allow_waiting
+from fusednorm.policy.cooperative_launches import allow_waiting
 from fusednorm.results import Backward, Forward
 
 if TYPE_CHECKING or HAS_TRITON:
@@ -49,9 +49,9 @@ if TYPE_CHECKING or HAS_TRITON:
         rms_norm_backward,
         rms_norm_forward,
     )
-    from fusednorm.api.warming import warmup, warmup_group_norm
+    from fusednorm.api.warmup import warmup, warmup_group_norm
 else:
-    from fusednorm.api.absent import (
+    from fusednorm.api.missing_triton import (
         group_norm_backward,
         group_norm_forward,
         layer_norm_backward,

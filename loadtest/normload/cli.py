@@ -12,15 +12,15 @@ from typing import Any
 from normserve import __version__
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.fleet import ClientProcessError
-from normload.load import scenario
-from normload.measurements.result import RunResult, read_result
-from normload.measurements.slo import LoadObjective, parse_objective
-from normload.report import changes, compare, markdown, page, spreadsheet, terminal
-from normload.run import SAMPLE, TargetServer, run_scenario
+from normload.clients.client_processes import ClientProcessError
+from normload.load import scenarios
+from normload.load_run import SAMPLE, TargetServer, run_scenario
+from normload.measurements.objectives import LoadObjective, parse_objective
+from normload.measurements.results import RunResult, read_result
+from normload.report import comparison, comparison_report, csv_report, html_report, markdown, terminal_report
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_scenario(options: argparse.Namespace) -> int:
-    chosen = scenario.load_scenario(options.scenario)
+    chosen = scenarios.load_scenario(options.scenario)
     if options.duration is not None:
         chosen = chosen.with_duration(options.duration)
     target = TargetServer(options.url, options.adapter, options.api_key, options.timeout)
@@ -51,8 +51,8 @@ def _run_scenario(options: argparse.Namespace) -> int:
     for file in files:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-    console = terminal.make_console()
-    with terminal.show_progress(console, _stop_at_interrupt) as watcher:
+    console = terminal_report.make_console()
+    with terminal_report.show_progress(console, _stop_at_interrupt) as watcher:
         result = run_scenario(
             chosen,
             target,
@@ -61,15 +61,15 @@ def _run_scenario(options: argparse.Namespace) -> int:
             verify=options.verify,
             watcher=watcher,
         )
-    terminal.print_result(console, result)
+    terminal_report.print_result(console, result)
     outcomes = [evaluate_objective(objective, result) for objective in options.slo]
-    terminal.print_objectives(console, outcomes)
+    terminal_report.print_objectives(console, outcomes)
     if options.json is not None:
         result.write_json(options.json)
     if options.html is not None:
-        options.html.write_text(page.render_html(result, outcomes), encoding="utf-8")
+        options.html.write_text(html_report.render_html(result, outcomes), encoding="utf-8")
     if options.csv is not None:
-        options.csv.write_text(spreadsheet.render_csv(result), encoding="utf-8")
+        options.csv.write_text(csv_report.render_csv(result), encoding="utf-8")
     if options.markdown is not None:
         options.markdown.write_text(markdown.render_markdown(result, outcomes), encoding="utf-8")
     if written := [str(file) for file in files if file is not None]:
@@ -104,13 +104,13 @@ def _stop_at_interrupt(stop: Callable[[], None]) -> None:
 
 def _compare_runs(options: argparse.Namespace) -> int:
     before, after = _read_runs(options.before), _read_runs(options.after)
-    found, remarks = compare.compare_runs(before, after), compare.describe_load_differences(before, after)
-    changes.print_changes(terminal.make_console(), found, remarks)
+    found, remarks = comparison.compare_runs(before, after), comparison.describe_load_differences(before, after)
+    comparison_report.print_changes(terminal_report.make_console(), found, remarks)
     if options.csv is not None:
-        _write_file(options.csv, changes.render_csv(found))
+        _write_file(options.csv, comparison_report.render_csv(found))
     if options.markdown is not None:
         title = f"{before[0].scenario}, {_format_run_count(before)} before and {_format_run_count(after)} after"
-        _write_file(options.markdown, changes.render_markdown(title, found, remarks))
+        _write_file(options.markdown, comparison_report.render_markdown(title, found, remarks))
     return MISSED if any(change.is_worse for change in found) else 0
 
 
@@ -134,8 +134,8 @@ def _read_runs(runs: Path) -> list[RunResult]:
 
 
 def _list_scenarios(_options: argparse.Namespace) -> int:
-    console = terminal.make_console()
-    for name, description, duration_s in scenario.list_descriptions(scenario.load_built_in_scenarios()):
+    console = terminal_report.make_console()
+    for name, description, duration_s in scenarios.list_descriptions(scenarios.load_built_in_scenarios()):
         console.print(f"{name:<10} {duration_s:>5.0f} s  {description}", markup=False)
     return 0
 

@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from normserve.client import Client, RetryPolicy
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.fleet import ClientProcesses
-from normload.clients.pool import check_supported
-from normload.clients.worker import LoadProgress, WorkerSetup
-from normload.load.scenario import LoadPhase, LoadScenario
-from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_echo
-from normload.measurements.machine import PeakMachineUse, count_available_cores, read_cpu_times
+from normload.clients.client_processes import ClientProcesses
+from normload.clients.client_worker import LoadProgress, WorkerSetup
+from normload.clients.prepared_requests import check_supported
+from normload.load.scenarios import LoadPhase, LoadScenario
+from normload.measurements.loopback_echo import LoopbackEcho, is_loopback, measure_echo
+from normload.measurements.machine_use import PeakMachineUse, count_available_cores, read_cpu_times
 from normload.measurements.remarks import list_remarks
-from normload.measurements.result import PhaseResult, RunResult
-from normload.measurements.tally import MAX_FAULTS, PhaseTally
+from normload.measurements.results import PhaseResult, RunResult
+from normload.measurements.tallies import MAX_FAULTS, PhaseTally
 
 #: The fraction of responses that is checked by default.
 SAMPLE = 0.02

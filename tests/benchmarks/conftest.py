@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.harness import records
 from benchmarks.harness.timing import TimeQuantiles
-from benchmarks.workload.cells import KernelCell, compute_sweep_rows
-from benchmarks.workload.problem import BenchmarkProblem, TensorCache
+from benchmarks.workload.benchmark_cells import KernelCell, compute_sweep_rows
+from benchmarks.workload.problems import BenchmarkProblem, TensorCache
 
 MACHINE = {"gpu": "A GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "dirty": 0}
 

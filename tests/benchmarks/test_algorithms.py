@@ -9,13 +9,12 @@ from typing import Any
 import fusednorm.ops
 import pytest
 import torch
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 from benchmarks.algorithms import __main__ as command
-from benchmarks.algorithms import group_norm, layer_norm
-from benchmarks.algorithms import page as pages
-from benchmarks.algorithms.chosen import PASSES, PassAlgorithm, find_algorithm, find_chosen_algorithm
-from benchmarks.algorithms.lines import (
+from benchmarks.algorithms import algorithm_page as pages
+from benchmarks.algorithms import group_norm_tables, layer_norm_tables
+from benchmarks.algorithms.algorithm_rules import (
     ALONE,
     AlgorithmRule,
     AlgorithmTable,
@@ -23,7 +22,8 @@ from benchmarks.algorithms.lines import (
     make_joint_formatter,
     make_rules,
 )
-from benchmarks.algorithms.walks import (
+from benchmarks.algorithms.kernel_algorithms import PASSES, PassAlgorithm, find_algorithm, find_chosen_algorithm
+from benchmarks.algorithms.limit_search import (
     LONGEST,
     list_octave_sizes,
     make_multiples,
@@ -76,16 +76,16 @@ def _of_rows(table: AlgorithmTable, draw: random.Random) -> tuple[Any, ...]:
     dtype = (draw.choice((torch.float16, torch.bfloat16)), torch.float32)[place]
     vector = 16 // dtype.itemsize
     size = max(vector, int(2 ** draw.uniform(0, 25)) // vector * vector)
-    if layer_norm.RAGGED in call:
+    if layer_norm_tables.RAGGED in call:
         size += draw.randrange(1, vector)
     others = {"weight": draw.random() < 0.5, "other_dtypes": draw.random() < 0.5, "is_rms": draw.random() < 0.5}
-    if layer_norm.FUSED in call:
+    if layer_norm_tables.FUSED in call:
         fused = ({"residual": "own"}, {"activation": "silu"}, {"dropout": 0.1})
         # Of which statistics know the residual alone.
         others |= {"residual": ""} | draw.choice(fused[: 1 if table.purpose else 3])
     elif table.pass_ != "layer_norm.backward" and not table.purpose:
         others |= {"activation": draw.choice(("none", "gelu")), "dropout": draw.choice((0.0, 0.1))}
-    case = layer_norm.make_call_case(table.pass_, table.purpose, call, dtype, size, **others)
+    case = layer_norm_tables.make_call_case(table.pass_, table.purpose, call, dtype, size, **others)
     return call, place, 0, size, find_chosen_algorithm(case, table.pass_)
 
 
@@ -95,11 +95,11 @@ def _of_samples(table: AlgorithmTable, draw: random.Random) -> tuple[Any, ...]:
     vector = 16 // dtype.itemsize
     last = "channels_last" in table.pass_
     channels = draw.choice(table.channels)
-    of_group = channels or draw.choice(group_norm.CHANNELS)
+    of_group = channels or draw.choice(group_norm_tables.CHANNELS)
     positions = int(2 ** draw.uniform(1, 22))
     if not last:
         positions = max(vector, positions // vector * vector)
-        if group_norm.RAGGED in call:
+        if group_norm_tables.RAGGED in call:
             positions += draw.randrange(1, vector, 2)
     # One channel in all lies in either layout.
     groups = 32 if last else draw.choice((8, 32, 1 if of_group > 1 else 2))
@@ -112,7 +112,7 @@ def _of_samples(table: AlgorithmTable, draw: random.Random) -> tuple[Any, ...]:
         "batch_invariant": draw.random() < 0.5,
     }
     sample = SampleShape(groups, of_group, positions, last)
-    case = group_norm.make_call_case(table.pass_, table.purpose, call, dtype, sample, **others)
+    case = group_norm_tables.make_call_case(table.pass_, table.purpose, call, dtype, sample, **others)
     return call, place, channels, positions * (1 if last else of_group), find_chosen_algorithm(case, table.pass_)
 
 
@@ -225,9 +225,9 @@ def test_an_algorithm_that_no_shape_chooses_is_shown_and_is_an_error(monkeypatch
     lines = {"tile": [AlgorithmRule(("",), ({0: ((1, LONGEST),)}, {0: ((1, 64),)}))]}
     table = AlgorithmTable("layer_norm.chain", "", (("",),), (0,), lines, make_channel_formatter(1))
     monkeypatch.setattr(pages, "list_algorithms", lambda: [PassAlgorithm("layer_norm.chain", "tile"), stray])
-    monkeypatch.setattr(layer_norm, "make_pass_tables", lambda: [table])
-    monkeypatch.setattr(group_norm, "make_pass_tables", lambda: [])
-    monkeypatch.setattr(group_norm, "iterate_benchmark_shapes", lambda: [])
+    monkeypatch.setattr(layer_norm_tables, "make_pass_tables", lambda: [table])
+    monkeypatch.setattr(group_norm_tables, "make_pass_tables", lambda: [])
+    monkeypatch.setattr(group_norm_tables, "iterate_benchmark_shapes", lambda: [])
     monkeypatch.setattr(command, "INTERPRETED", False)
     assert command.main([]) == 1
     printed = capsys.readouterr()
@@ -251,7 +251,7 @@ def test_a_kernel_of_an_unknown_kind_or_folder_is_an_error():
     assert find_algorithm("fusednorm.ops.layer_norm.chain", "a_tile_kernel") == PassAlgorithm(
         "layer_norm.chain", "tile"
     )
-    assert find_algorithm("fusednorm.ops.layer_norm.backward.reduce", "a_reduce_kernel") is None
+    assert find_algorithm("fusednorm.ops.layer_norm.backward.partial_reduction", "a_reduce_kernel") is None
     for module, kernel in (("layer_norm.forward.tile", "a_kernel"), ("layer_norm.sideways", "a_tile_kernel")):
         with pytest.raises(ValueError, match="is unknown"):
             find_algorithm(f"fusednorm.ops.{module}", kernel)

@@ -5,7 +5,14 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks.cpu_pairs import OPTIONS, CpuCallCell, iterate_cells, make_call, measure_cell, run_requested_turns
+from benchmarks.cpu_version_pairs import (
+    OPTIONS,
+    CpuCallCell,
+    iterate_cells,
+    make_call,
+    measure_cell,
+    run_requested_turns,
+)
 
 SMALL = [cell for cell in iterate_cells() if cell.nbytes == 4096 and cell.dtype == "float32"]
 

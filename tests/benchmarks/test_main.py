@@ -8,7 +8,7 @@ import torch
 from benchmarks.__main__ import _parse_providers, _parse_shard, main
 from benchmarks.harness import records
 from benchmarks.harness.timing import TimeQuantiles
-from benchmarks.workload.problem import TensorCache
+from benchmarks.workload.problems import TensorCache
 
 
 def one_millisecond(call, before=None):
@@ -87,7 +87,7 @@ def test_the_host_extension_is_there_before_anything_is_timed_on_a_gpu(is_built,
         if not is_built:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("benchmarks.harness.warm.ensure_extension_built", ensure_built)
+    monkeypatch.setattr("benchmarks.harness.compile_ahead.ensure_extension_built", ensure_built)
     monkeypatch.setattr("benchmarks.kernels.suite.compile_cells", lambda *arguments: order.append("kernels"))
     for on_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from normserve.client import Client, RequestTimeoutError, RetryPolicy
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.integration.harness.local_wire import LocalConnection, request
 from tests.integration.harness.servers import ServerProcess, launch_server

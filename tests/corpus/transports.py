@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import msgspec
 import numpy as np
 import torch
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from torch import Tensor
 
 from tests.corpus.calls import NormCall

@@ -15,9 +15,9 @@ import safetensors
 from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, NormserveError
-from normserve.http.routes.negotiation import AcceptHeader, detect_format, parse_declared_format
+from normserve.http.routes.format_negotiation import AcceptHeader, detect_format, parse_declared_format
 from normserve.jobs.job import Op, PassDirection
-from normserve.requests.parameters import list_operation_parameters, make_spec, parse_query
+from normserve.requests.request_parameters import list_operation_parameters, make_spec, parse_query
 
 from tests.fuzz.local_frames import local_frames
 from tests.fuzz.local_replies import local_replies

@@ -2,10 +2,10 @@
 
 import contextlib
 
-from normserve.codec import local_frames as local_codec
+from normserve.codec import local_messages as local_codec
 from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
-from normserve.local.arena import SegmentTable, check_result_ranges, require_one_memory
+from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
 from normserve.memory.device_segments import DeviceMemoryView, DeviceSegment
 from normserve.memory.device_tensors import DeviceTensor
 

@@ -6,8 +6,8 @@ import struct
 from pathlib import Path
 
 from normserve.client.errors import ClientError
-from normserve.client.local.protocol import LocalClientProtocol, LocalRequest
-from normserve.codec import local_frames as frames
+from normserve.client.local.client_protocol import LocalClientProtocol, LocalRequest
+from normserve.codec import local_messages as frames
 
 from tests.fuzz.streams import cut
 

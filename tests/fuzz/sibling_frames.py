@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from normserve.peers.siblings import FrameStream, SiblingConnection, SiblingRefusedError
+from normserve.peers.sibling_processes import FrameStream, SiblingConnection, SiblingRefusedError
 
 from tests.fuzz.streams import cut, run
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from fusednorm.api import autograd, chain, group_norm, layer_norm
-from fusednorm.host.background import ensure_extension_built
-from fusednorm.host.load import ExtensionFiles
-from fusednorm.launch import replay
-from fusednorm.launch.launch import Launch
-from fusednorm.launch.native import configure_extension
+from fusednorm.host.background_build import ensure_extension_built
+from fusednorm.host.extension_files import ExtensionFiles
+from fusednorm.launch import replay_cache
+from fusednorm.launch.extension_calls import configure_extension
+from fusednorm.launch.launches import Launch
 
 from tests.kernels.launch.replaying import Replaying, drive, note_plans, note_workspaces
 
@@ -38,9 +38,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     No test looks for the host extension unless it says so.
     """
-    replay.clear_replays()
-    monkeypatch.setattr(replay, "_load", None)
-    monkeypatch.setattr(replay, "_KNOWN", {})
+    replay_cache.clear_replays()
+    monkeypatch.setattr(replay_cache, "_load", None)
+    monkeypatch.setattr(replay_cache, "_KNOWN", {})
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def host_extension() -> Any:
 @pytest.fixture
 def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replaying]:
     """The driver that takes the launches of repeated calls, which the host extension makes."""
-    configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, replaying.launch)
+    configure_extension(host_extension, autograd._compute_gradients, replay_cache.MAX_KINDS, replaying.launch)
     host_extension.clear_replays()
-    replaying.workspaces = note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
-    monkeypatch.setattr(replay, "_extension", None)
-    replay.set_extension(host_extension)
+    replaying.workspaces = note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.workspace_of", stream=0)
+    monkeypatch.setattr(replay_cache, "_extension", None)
+    replay_cache.set_extension(host_extension)
     # It is the extension that repeats, or nobody.
-    monkeypatch.setattr(replay.ReplayablePass, "_find_replay", lambda *_: None)
+    monkeypatch.setattr(replay_cache.ReplayablePass, "_find_replay", lambda *_: None)
     yield replaying
     host_extension.clear_replays()
 

@@ -34,7 +34,7 @@ FINGERPRINTS = """
 import json, sys
 from benchmarks.fingerprints.cases import plan_case
 from benchmarks.fingerprints.__main__ import iterate_all_cases
-from benchmarks.fingerprints.launches import summarise_launches
+from benchmarks.fingerprints.launch_text import summarise_launches
 from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
 from fusednorm.launch.inspection import specialise_kernel
 

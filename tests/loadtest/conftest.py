@@ -13,13 +13,13 @@ import pytest
 import torch
 from fusednorm.reference.float8 import quantise_rows
 from normload.adapters.native import join_tensors, split_tensors
-from normload.clients import fleet, oracle
-from normload.load.elements import round_to_tensor
-from normload.load.scenario import LoadPhase
+from normload.clients import client_processes, oracle
+from normload.load.element_types import round_to_tensor
+from normload.load.scenarios import LoadPhase
 from normload.load.workload import Workload
-from normload.measurements import ceilings
-from normload.measurements.result import PhaseResult, RunResult
-from normload.measurements.tally import PhaseTally, RequestOutcome
+from normload.measurements import loopback_echo
+from normload.measurements.results import PhaseResult, RunResult
+from normload.measurements.tallies import PhaseTally, RequestOutcome
 from normserve.client import DType, HostTensor
 from normserve.codec import safetensors
 
@@ -124,7 +124,7 @@ WORKLOAD = Workload(max_bytes=2**12, pool=12)
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are forked with all imports done; tests/integration/clients/test_normload.py spawns them."""
-    for module in (fleet, ceilings):
+    for module in (client_processes, loopback_echo):
         monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda _: forking()))
 
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from normload import cli
-from normload.load import scenario
+from normload.load import scenarios
 
 from tests.loadtest.conftest import made_result, wait_for
 
@@ -252,7 +252,7 @@ def test_folders_of_results_are_compared(tmp_path, capsys):
 def test_scenarios_are_listed(capsys):
     assert cli.main(["scenarios"]) == 0
     listed = capsys.readouterr().out
-    for name, each in scenario.load_built_in_scenarios().items():
+    for name, each in scenarios.load_built_in_scenarios().items():
         assert f"{name} " in listed
         assert each.description in listed
 

@@ -11,20 +11,20 @@ from itertools import product
 from typing import TypeVar
 
 import torch
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm import table as group_tables
-from fusednorm.ops.group_norm.channels_last.stream import MEASURED_RANGE
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.group_norm import config_tables as group_tables
+from fusednorm.ops.group_norm.channels_last.stream_partitions import MEASURED_RANGE
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 
-from benchmarks.algorithms.chosen import PassAlgorithm, find_algorithm
-from benchmarks.fingerprints import group_norm, layer_norm
+from benchmarks.algorithms.kernel_algorithms import PassAlgorithm, find_algorithm
+from benchmarks.fingerprints import group_norm_cases, layer_norm_cases
 from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, plan_case
 
 MOST_ELEMENTS = 1 << 22
 """Elements of the largest tensor of a call; entries of tables for larger ones are left out."""
 
-_GROUP_PASSES: tuple[group_norm.Pass, ...] = ("forward", "backward")
+_GROUP_PASSES: tuple[group_norm_cases.Pass, ...] = ("forward", "backward")
 _VARIANTS = 2
 """Variants of a call for each shape, besides the plain one, of all that the fingerprints have."""
 
@@ -85,33 +85,41 @@ def _algorithm(launch: Launch) -> PassAlgorithm | None:
 def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[FingerprintCase]:
     chosen = random.Random(_SEED)
     for dtype in dtypes:
-        for kind in layer_norm.PASSES:
-            lengths = dict.fromkeys(cols for cols, _ in layer_norm.iterate_table_lengths(kind, dtype.itemsize))
+        for kind in layer_norm_cases.PASSES:
+            lengths = dict.fromkeys(
+                cols for cols, _ in layer_norm_cases.iterate_table_lengths(kind, dtype.itemsize)
+            )
             for cols in (*lengths, SINGLE_ROW_COLS + 1):
                 yield from _rows(kind, dtype, cols, chosen)
         for cols, norms, unaligned in product((16, 1000, 1024, 16384, 20000), (1, 3), (False, True)):
-            yield _named(layer_norm.make_chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
+            yield _named(layer_norm_cases.make_chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
         for last in (False, True):
             for kind in _GROUP_PASSES:
                 for shape in dict.fromkeys(_samples(kind, dtype.itemsize, last)):
                     yield from _groups(kind, dtype, SampleShape(*shape, channels_last=last), chosen)
 
 
-def _rows(kind: layer_norm.Pass, dtype: torch.dtype, cols: int, chosen: random.Random) -> Iterator[FingerprintCase]:
+def _rows(
+    kind: layer_norm_cases.Pass, dtype: torch.dtype, cols: int, chosen: random.Random
+) -> Iterator[FingerprintCase]:
     """Calls of rows of `cols` columns, and of odd ones beside them."""
     for length in (cols, cols - 1 | 1):
-        for variant, unaligned, waits in _options(layer_norm.PLAIN, layer_norm.USUAL + layer_norm.RARE, chosen):
+        for variant, unaligned, waits in _options(
+            layer_norm_cases.PLAIN, layer_norm_cases.USUAL + layer_norm_cases.RARE, chosen
+        ):
             small = replace(variant, rows=min(variant.rows, 3), tokens=2, unaligned=unaligned)
-            yield _named(layer_norm.make_case(kind, dtype, length, small, waits), unaligned)
+            yield _named(layer_norm_cases.make_case(kind, dtype, length, small, waits), unaligned)
 
 
 def _groups(
-    kind: group_norm.Pass, dtype: torch.dtype, sample: SampleShape, chosen: random.Random
+    kind: group_norm_cases.Pass, dtype: torch.dtype, sample: SampleShape, chosen: random.Random
 ) -> Iterator[FingerprintCase]:
     """Calls of such samples."""
-    for variant, unaligned, waits in _options(group_norm.PLAIN, group_norm.USUAL + group_norm.RARE, chosen):
+    for variant, unaligned, waits in _options(
+        group_norm_cases.PLAIN, group_norm_cases.USUAL + group_norm_cases.RARE, chosen
+    ):
         small = replace(variant, samples=min(variant.samples, 2), unaligned=unaligned)
-        yield _named(group_norm.make_case(kind, dtype, sample, small, waits), unaligned)
+        yield _named(group_norm_cases.make_case(kind, dtype, sample, small, waits), unaligned)
 
 
 def _options(
@@ -127,7 +135,7 @@ def _named(case: FingerprintCase, unaligned: bool) -> FingerprintCase:
     return replace(case, name=f"{case.name}, offset") if unaligned else case
 
 
-def _samples(kind: group_norm.Pass, itemsize: int, last: bool) -> Iterator[tuple[int, int, int]]:
+def _samples(kind: group_norm_cases.Pass, itemsize: int, last: bool) -> Iterator[tuple[int, int, int]]:
     """Groups, channels of a group and positions: just above an entry's predecessor, and odd ones."""
     yield from product((1, 32), (1, 3, 8, 10), (1, 49, 1023))
     yield from ((2, 64, 5329), (4, 80, 12 * 12), (32, 160, 9 * 9), (32, 160, 13), (32, 80, 97), (2, 3, 10007))

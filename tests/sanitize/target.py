@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
 from torch import Tensor
 
 from benchmarks.fingerprints.cases import MetaTensors, plan_case

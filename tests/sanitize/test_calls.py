@@ -5,7 +5,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 CALLS = """
 import json, pickle
 import torch
-from benchmarks.algorithms.chosen import list_algorithms
+from benchmarks.algorithms.kernel_algorithms import list_algorithms
 from benchmarks.fingerprints.cases import plan_case
 from tests.sanitize.calls import MOST_ELEMENTS, calls
 

@@ -13,17 +13,17 @@ import normserve
 import numpy as np
 import pytest
 from normserve.client.calls import operations
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.direct import RequestEncoder
+from normserve.client.http.direct_transport import RequestEncoder
+from normserve.client.http.server_address import ServerAddress
 from normserve.client.local.arena import HostArena
-from normserve.client.local.memories import NumpyArrayMemory
-from normserve.client.local.recurring import CallCache
+from normserve.client.local.array_memory import NumpyArrayMemory
+from normserve.client.local.call_cache import CallCache
 from normserve.client.results import ForwardResult, Timing
-from normserve.http.edge.origins import OriginPolicy
-from normserve.http.oip.statistics import InferenceStatistics
+from normserve.http.middleware.origin_policy import OriginPolicy
+from normserve.http.oip.inference_statistics import InferenceStatistics
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
 from tests.service.growth import assert_bounded
@@ -31,18 +31,18 @@ from tests.service.jobs.fake_jobs import layer
 
 UNBOUNDED = {
     "normserve.codec.json_tensors._make_nested_decoder": "one for each rank, which is bounded",
-    "normserve.client.calls.arrays.get_numpy_dtype": "one for each dtype",
-    "normserve.client.local.recurring._get_parameter_name": "one for each argument of each operation of the client",
+    "normserve.client.calls.array_conversion.get_numpy_dtype": "one for each dtype",
+    "normserve.client.local.call_cache._get_parameter_name": "one for each argument of each operation",
     "normserve.jobs.job.list_options": "one for each pass of each operation",
     "normserve.memory.device_segments._import_driver": "one",
-    "normserve.requests.parameters.list_operation_parameters": "one for each pass of each operation",
+    "normserve.requests.request_parameters.list_operation_parameters": "one for each pass of each operation",
     "fusednorm.arguments.inputs.group_names_by_role": "one for each pass of each operation",
     "fusednorm.arguments.options._select_fields": "one for each operation",
     "fusednorm.launch.memories._kept": "one for each stream",
     "fusednorm.tensors.devices.copy_bandwidth": "one for each device",
     "fusednorm.tensors.devices.describe_device": "one for each device",
-    "fusednorm.warm.driver._has_driver": "one",
-    "fusednorm.warm.stamps._describe_versions": "one",
+    "fusednorm.warm.absent_driver._has_driver": "one",
+    "fusednorm.warm.compile_records._describe_versions": "one",
 }
 """Functions with a cache without a bound, and why it needs none."""
 

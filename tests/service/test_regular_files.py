@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from normserve.files import open_regular_file
+from normserve.regular_files import open_regular_file
 
 
 def test_a_file_is_read(tmp_path):

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import uvloop
-from normserve.sockets import add_reader, has_error
+from normserve.socket_readers import add_reader, has_error
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

@@ -15,12 +15,12 @@ import numpy as np
 import uvloop
 
 from benchmarks.serve import command
-from benchmarks.serve.behaviour import scenarios
-from benchmarks.serve.behaviour.scenarios import StressMeasurement
-from benchmarks.serve.clients.posts import CheckedRequest, make_parameters
+from benchmarks.serve.behaviour import stress_scenarios
+from benchmarks.serve.behaviour.stress_scenarios import StressMeasurement
+from benchmarks.serve.clients.checked_requests import CheckedRequest, make_parameters
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = ("scenario", "measure", "value", "wanted")
 
@@ -34,24 +34,27 @@ Play = Callable[[ServerProcess, Callable[[int], CheckedRequest], bool], Awaitabl
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
     "overload": (
         ("--max-inflight-requests", str(_AT_ONCE)),
-        lambda at, post, full: scenarios.run_overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
+        lambda at, post, full: stress_scenarios.run_overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
     ),
     "disturbance": (
         (),
-        lambda at, post, full: scenarios.run_disturbance(
+        lambda at, post, full: stress_scenarios.run_disturbance(
             at, [post(nbytes) for nbytes in (_SMALL, _MEDIUM, _LARGE)], 10_000 if full else 1_000
         ),
     ),
     "mixed load": (
         (),
-        lambda at, post, full: scenarios.run_mixed_load(
+        lambda at, post, full: stress_scenarios.run_mixed_load(
             at, [post(nbytes) for nbytes in (_SMALL, _MEDIUM, _LARGE, _HUGE)], 600 if full else 20
         ),
     ),
-    "single rows": ((), lambda at, post, full: scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3)),
+    "single rows": (
+        (),
+        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
+    ),
     "single rows, no batching": (
         ("--max-batch-requests", "1"),
-        lambda at, post, full: scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
+        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
     ),
 }
 
@@ -76,7 +79,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         own.mkdir()
         with (
             results.run_part(name),
-            launch.run_normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
+            server_processes.run_normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
         ):
             for each in uvloop.run(_run_scenario(play, server, parameters, asked.full)):
                 results.add_row({"scenario": name} | asdict(each))

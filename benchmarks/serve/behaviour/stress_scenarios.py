@@ -10,10 +10,10 @@ from statistics import median
 
 import httpx
 
-from benchmarks.serve.clients.posts import CheckedRequest
-from benchmarks.serve.clients.wire import RawConnection
-from benchmarks.serve.servers import scrape
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.clients.checked_requests import CheckedRequest
+from benchmarks.serve.clients.raw_client import RawConnection
+from benchmarks.serve.servers import server_metrics
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 _RATES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 _REFUSED_WITHIN_S = 0.020
@@ -164,7 +164,7 @@ async def run_single_rows(server: ServerProcess, post: CheckedRequest, seconds: 
     after = await _fetch_samples(port)
     return [
         StressMeasurement("requests/s", answers / seconds, "-"),
-        StressMeasurement("requests a launch", scrape.compute_requests_per_launch(before, after), ">= 8"),
+        StressMeasurement("requests a launch", server_metrics.compute_requests_per_launch(before, after), ">= 8"),
     ]
 
 
@@ -272,7 +272,7 @@ async def _wait_until_unused(port: int) -> dict[str, float]:
 async def _fetch_samples(port: int) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    return scrape.parse_samples(text)
+    return server_metrics.parse_samples(text)
 
 
 def _read_resident_bytes(pid: int) -> int:

@@ -23,10 +23,10 @@ from statistics import median
 import numpy as np
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import callers, posts
-from benchmarks.serve.clients.callers import CALLERS, ServerEndpoint
+from benchmarks.serve.clients import checked_requests, python_callers
+from benchmarks.serve.clients.python_callers import CALLERS, ServerEndpoint
 from benchmarks.serve.report.results import CsvResults, compute_column_median
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.certificates import write_certificates
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16} | command.SIZES
@@ -50,15 +50,15 @@ def main() -> int:
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, size, caller and round."""
     server_cores, caller_cores = asked.cores
-    parameters = posts.make_parameters()
+    parameters = checked_requests.make_parameters()
     transports = asked.transport or TRANSPORTS
-    chosen = [callers.SOCKET, *(name for name in asked.caller or CALLERS if name != callers.SOCKET)]
+    chosen = [python_callers.SOCKET, *(name for name in asked.caller or CALLERS if name != python_callers.SOCKET)]
     with contextlib.ExitStack() as stack:
         endpoints = dict(_start_endpoints(stack, folder, server_cores, asked.backend, transports))
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
-            x = posts.make_x(SIZES[size])
-            right = posts.compute_expected(x, parameters).float().numpy()
+            x = checked_requests.make_x(SIZES[size])
+            right = checked_requests.compute_expected(x, parameters).float().numpy()
             for transport in transports:
                 with results.run_part(f"{transport}, {size}"):
                     peaks = {name: _measure_peak_bytes(name, endpoints[transport], x) for name in chosen}
@@ -66,7 +66,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                     turns = _time_rounds(chosen, endpoints[transport], x, right, asked.rounds, asked.seconds)
                     for number, timed in enumerate(turns):
                         for name, figures in timed.items():
-                            over = figures["p50_ms"] / timed[callers.SOCKET]["p50_ms"]
+                            over = figures["p50_ms"] / timed[python_callers.SOCKET]["p50_ms"]
                             row = {"caller": name, "round": number, **figures, "over_socket": over}
                             row["peak_over_body"] = peaks[name] / x.nbytes
                             shown = {key: f"{value:.4g}" for key, value in row.items() if isinstance(value, float)}
@@ -76,21 +76,26 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
 def _start_endpoints(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, transports: Sequence[str]
 ) -> Iterator[tuple[str, ServerEndpoint]]:
-    parameters = posts.make_parameters()
+    parameters = checked_requests.make_parameters()
     plain = folder / "plain"
     plain.mkdir()
-    tcp, unix = stack.enter_context(launch.run_normserve(cores, plain, parameters, backend))
-    yield "tcp", ServerEndpoint(f"http://127.0.0.1:{tcp.address}", launch.LAYER)
-    yield "unix", ServerEndpoint(f"http+unix://{unix.address}", launch.LAYER)
+    tcp, unix = stack.enter_context(server_processes.run_normserve(cores, plain, parameters, backend))
+    yield "tcp", ServerEndpoint(f"http://127.0.0.1:{tcp.address}", server_processes.LAYER)
+    yield "unix", ServerEndpoint(f"http+unix://{unix.address}", server_processes.LAYER)
     if "tls" in transports:
         secured = folder / "tls"
         secured.mkdir()
         trusted = write_certificates(folder)
         options = ("--tls-cert", str(folder / "server.pem"))
         tls, _ = stack.enter_context(
-            launch.run_normserve(cores, secured, parameters, backend, options, trust=trusted)
+            server_processes.run_normserve(cores, secured, parameters, backend, options, trust=trusted)
         )
-        yield "tls", ServerEndpoint(f"https://127.0.0.1:{tls.address}", launch.LAYER, str(folder / "authority.pem"))
+        yield (
+            "tls",
+            ServerEndpoint(
+                f"https://127.0.0.1:{tls.address}", server_processes.LAYER, str(folder / "authority.pem")
+            ),
+        )
 
 
 def _time_rounds(
@@ -156,7 +161,7 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     names = list(dict.fromkeys(str(row["caller"]) for row in rows))
     lines = []
     for transport in dict.fromkeys(str(row["transport"]) for row in rows):
-        others = [name for name in names if name != callers.SOCKET]
+        others = [name for name in names if name != python_callers.SOCKET]
         lines += [
             f"| {transport} | socket, ms | " + " | ".join(f"{name}, ms | over socket" for name in others) + " |",
             "|" + "---|" * (2 + 2 * len(others)),
@@ -164,7 +169,7 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
         of_transport = [row for row in rows if row["transport"] == transport]
         for size in dict.fromkeys(str(row["size"]) for row in of_transport):
             of = {name: [r for r in of_transport if (r["size"], r["caller"]) == (size, name)] for name in names}
-            cells = [size, f"{compute_column_median(of[callers.SOCKET], 'p50_ms'):.3g}"]
+            cells = [size, f"{compute_column_median(of[python_callers.SOCKET], 'p50_ms'):.3g}"]
             for name in others:
                 cells += [
                     f"{compute_column_median(of[name], 'p50_ms'):.3g}",

@@ -29,11 +29,11 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
-from benchmarks.serve.callers.timing import time_calls_s
-from benchmarks.serve.clients import posts
-from benchmarks.serve.report import system
+from benchmarks.serve.callers.call_timing import time_calls_s
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.report import machine_description
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26, "256 MiB": 2**28}
 COLUMNS = ("what", "caller", "nbytes", "round", "calls", "per_second", "p50_us", "p99_us", "bytes_per_second")
@@ -63,11 +63,13 @@ def main() -> int:
 
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measurement, caller and round."""
-    server_cores, caller_cores = map(system.parse_cores, asked.cores)
+    server_cores, caller_cores = map(machine_description.parse_cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     options = ("--local", str(shared), *quotas)
-    with launch.run_normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+    with server_processes.run_normserve(
+        server_cores, folder, checked_requests.make_parameters(), "triton", options
+    ) as (tcp, _):
         os.sched_setaffinity(0, caller_cores)
         local, http = f"unix://{shared}", f"http://127.0.0.1:{tcp.address}"
         for size, nbytes in SIZES.items():

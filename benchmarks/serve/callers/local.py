@@ -23,11 +23,11 @@ import torch
 from normserve.client import AsyncClient, Client
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.callers import CALLERS, SOCKET, AsyncCaller, BlockingCaller, ServerEndpoint
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.clients.python_callers import CALLERS, SOCKET, AsyncCaller, BlockingCaller, ServerEndpoint
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import CsvResults, compute_column_median
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 SHARED, COPIED, TASK, IN_PROCESS = "shared memory", "shared memory, x copied", "shared memory, async", "in process"
 COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_over_this", "in_process_over_this")
@@ -44,23 +44,25 @@ def main() -> int:
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, caller and round."""
     server_cores, caller_cores = asked.cores
-    parameters = posts.make_parameters()
+    parameters = checked_requests.make_parameters()
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
     torch.set_num_threads(asked.threads)
-    with launch.run_normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
+    with server_processes.run_normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
-            x = posts.make_x(SIZES[size])
+            x = checked_requests.make_x(SIZES[size])
             with results.run_part(size), contextlib.ExitStack() as stack:
                 runner = stack.enter_context(asyncio.Runner())
-                over_http = ServerEndpoint(f"http+unix://{unix.address}", launch.LAYER)
+                over_http = ServerEndpoint(f"http+unix://{unix.address}", server_processes.LAYER)
                 turns = {
                     SOCKET: stack.enter_context(CALLERS[SOCKET](over_http, x, runner)),
                     **stack.enter_context(_open_shared_callers(f"unix://{shared}", x, runner)),
                     IN_PROCESS: BlockingCaller(_make_own_call(x, parameters)),
                 }
-                _time_callers(results, size, x, turns, posts.compute_expected(x, parameters).float().numpy(), asked)
+                _time_callers(
+                    results, size, x, turns, checked_requests.compute_expected(x, parameters).float().numpy(), asked
+                )
 
 
 @contextlib.contextmanager
@@ -75,9 +77,9 @@ def _open_shared_callers(
         theirs[:] = x
         try:
             yield {
-                SHARED: BlockingCaller(lambda: client.layer_norm(there, layer=launch.LAYER).y),
-                COPIED: BlockingCaller(lambda: client.layer_norm(x, layer=launch.LAYER).y),
-                TASK: AsyncCaller(runner, asynchronous, theirs, launch.LAYER),
+                SHARED: BlockingCaller(lambda: client.layer_norm(there, layer=server_processes.LAYER).y),
+                COPIED: BlockingCaller(lambda: client.layer_norm(x, layer=server_processes.LAYER).y),
+                TASK: AsyncCaller(runner, asynchronous, theirs, server_processes.LAYER),
             }
         finally:
             runner.run(asynchronous.close())

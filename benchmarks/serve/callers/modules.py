@@ -23,10 +23,10 @@ from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
 from benchmarks.serve import command
-from benchmarks.serve.callers.timing import time_calls_s
-from benchmarks.serve.clients import posts
+from benchmarks.serve.callers.call_timing import time_calls_s
+from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 SHARED, COPIED, UNIX, TCP = "shared memory", "shared memory, x copied", "HTTP, Unix socket", "HTTP, TCP"
 FUSEDNORM, TORCH = "fusednorm in process", "torch in process"
@@ -57,7 +57,9 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
     torch.set_num_threads(asked.threads)
-    with launch.run_normserve(server_cores, folder, posts.make_parameters(), asked.backend, options) as served:
+    with server_processes.run_normserve(
+        server_cores, folder, checked_requests.make_parameters(), asked.backend, options
+    ) as served:
         tcp, unix = served
         os.sched_setaffinity(0, caller_cores)
         urls = {

@@ -19,10 +19,10 @@ from normserve.client import Client
 from torch import Tensor
 
 from benchmarks.serve.callers.device import COLUMNS, Call, format_table, time_calls
-from benchmarks.serve.clients import posts
-from benchmarks.serve.report import system
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.report import machine_description
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "64 MiB": 2**26}
 _COLS = 4096
@@ -46,11 +46,13 @@ def main() -> int:
 
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measurement, caller and round."""
-    server_cores, caller_cores = map(system.parse_cores, asked.cores)
+    server_cores, caller_cores = map(machine_description.parse_cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     options = ("--local", str(shared), *quotas)
-    with launch.run_normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+    with server_processes.run_normserve(
+        server_cores, folder, checked_requests.make_parameters(), "triton", options
+    ) as (tcp, _):
         os.sched_setaffinity(0, caller_cores)
         urls = {"device memory": f"unix://{shared}", "HTTP": f"http://127.0.0.1:{tcp.address}"}
         for size, nbytes in SIZES.items():

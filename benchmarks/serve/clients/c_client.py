@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.serve.programs.build import compile_program
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 # Longer than a turn and its last responses: a server that does not respond ends the part, not the run.
 _PATIENCE_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from benchmarks.serve.clients.wire import RawConnection, WireResponse
+from benchmarks.serve.clients.raw_client import RawConnection, WireResponse
 
 COLS = 1024
 

@@ -1,4 +1,4 @@
-"""A process that normalises: `python -m benchmarks.serve.clients.normalising WHERE BYTES CORES`.
+"""A process that normalises: `python -m benchmarks.serve.clients.normalising_process WHERE BYTES CORES`.
 
 WHERE is the URL of a server that shares memory, with #device for a GPU's memory, or "own cpu" or "own cuda" to use
 its own kernels.  It prints the time of its first result, by `time.perf_counter`; then, for each line of input with

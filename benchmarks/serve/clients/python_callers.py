@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 from normserve.client import AsyncClient, Client
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 from normserve.codec import safetensors
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 SOCKET = "socket"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.serve.engine.alone import BareEngine, EngineTimes
+from benchmarks.serve.engine.bare_engine import BareEngine, EngineTimes
 from benchmarks.serve.report.results import CsvResults
 
 COLUMNS = (

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from normserve.backends.choose import choose_backend
+from normserve.backends.backend_choice import choose_backend
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import CompilationQueue
+from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
 from normserve.errors import NormserveError
 from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import DType, HostTensor
 from normserve.metrics.metrics import Metrics
 
 COLS = 4096

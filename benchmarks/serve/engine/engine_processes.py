@@ -10,7 +10,7 @@ from typing import Any
 
 from normserve.settings import make_device_environment
 
-from benchmarks.serve.engine.alone import BareEngine
+from benchmarks.serve.engine.bare_engine import BareEngine
 
 _START_S, _TURN_S = 180.0, 60.0
 

@@ -20,13 +20,13 @@ import httpx
 import numpy as np
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import CompiledClient
-from benchmarks.serve.engine.processes import start_engines
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.clients.c_client import CompiledClient
+from benchmarks.serve.engine.engine_processes import start_engines
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
-from benchmarks.serve.servers.processors import read_processor_seconds
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.processor_time import read_processor_seconds
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = (
     *("what", "nbytes", "connections", "devices", "round", "bytes_per_second", "over_one"),
@@ -102,8 +102,8 @@ def _start_server(stack: contextlib.ExitStack, folder: Path, devices: list[str],
     folder.mkdir()
     backend = "torch" if devices[0] == "cpu" else "triton"
     options = ("--devices", ",".join(devices))
-    parameters = posts.make_parameters()
-    served, _ = stack.enter_context(launch.run_normserve(cores, folder, parameters, backend, options))
+    parameters = checked_requests.make_parameters()
+    served, _ = stack.enter_context(server_processes.run_normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {"front": served.pid} | {f"process {each['index']}": each["pid"] for each in told["processes"]}
     return _DeviceServer(served, pids, len(devices))
@@ -119,8 +119,8 @@ def _measure_servers(
     seconds: float,
 ) -> None:
     first = len(results.rows)
-    x = posts.make_x(nbytes)
-    body = posts.encode_npy(x)
+    x = checked_requests.make_x(nbytes)
+    body = checked_requests.encode_npy(x)
     for fleet in fleets:
         _check_responses(fleet, x, body)
         # A first turn, to allocate slabs for this many requests.
@@ -156,7 +156,7 @@ def _check_responses(fleet: _DeviceServer, x: np.ndarray, body: bytes) -> None:
     url = f"http://127.0.0.1:{fleet.server.address}{fleet.server.path}"
     for _ in range(fleet.devices):
         answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)
-        posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)
+        checked_requests.check_response(x, checked_requests.make_parameters(), answer.raise_for_status().content)
 
 
 def _print_medians(title: str, rows: Sequence[Mapping[str, object]]) -> None:

@@ -18,12 +18,12 @@ from statistics import median
 import httpx
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import ServerProcess
-from benchmarks.serve.servers.processors import read_processor_seconds
+from benchmarks.serve.servers import server_metrics, server_processes
+from benchmarks.serve.servers.processor_time import read_processor_seconds
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = (
     *("nbytes", "connections", "front_ends", "round", "per_second", "bytes_per_second", "p50_ms", "p99_ms"),
@@ -93,9 +93,9 @@ def _start_server(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, count: int
 ) -> _ServerProcesses:
     folder.mkdir()
-    parameters = posts.make_parameters()
+    parameters = checked_requests.make_parameters()
     options = ("--frontends", str(count))
-    served, _ = stack.enter_context(launch.run_normserve(cores, folder, parameters, backend, options))
+    served, _ = stack.enter_context(server_processes.run_normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())}
     if count:
@@ -115,21 +115,23 @@ def _measure_requests(
     rounds: int,
     seconds: float,
 ) -> None:
-    x = posts.make_x(nbytes)
-    body = posts.encode_npy(x)
+    x = checked_requests.make_x(nbytes)
+    body = checked_requests.encode_npy(x)
     for server in servers:
         url = f"http://127.0.0.1:{server.server.address}{server.server.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _NPY}, timeout=300)
-        posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)
+        checked_requests.check_response(x, checked_requests.make_parameters(), answer.raise_for_status().content)
         # A first turn, to allocate slabs for this many requests.
         client.run_turn(server.server, _NPY, body, seconds / 3, connections)
     for number in range(rounds):
         turns = {}
         for server in random.Random(number).sample(servers, len(servers)):
             began, used = time.perf_counter(), read_processor_seconds(server.pids)
-            before = scrape.fetch_samples(server.server.address)
+            before = server_metrics.fetch_samples(server.server.address)
             turn = client.run_turn(server.server, _NPY, body, seconds, connections)
-            shared = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.server.address))
+            shared = server_metrics.compute_requests_per_launch(
+                before, server_metrics.fetch_samples(server.server.address)
+            )
             elapsed = time.perf_counter() - began
             busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(server.pids).items()}
             turns[server.front_ends] = turn, shared, busy

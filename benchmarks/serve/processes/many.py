@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
+from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report import memory
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 
 SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"
 COLUMNS = (
@@ -66,8 +66,8 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                 results.add_row(
                     load.measure_row(OWN, number, server_cores | client_cores, f"own {asked.device}", None)
                 )
-    with launch.run_normserve(
-        server_cores, folder, posts.make_parameters(), backend, ("--local", str(shared), *quotas)
+    with server_processes.run_normserve(
+        server_cores, folder, checked_requests.make_parameters(), backend, ("--local", str(shared), *quotas)
     ) as (served, _):
         callers = {SHARED: f"unix://{shared}"}
         if asked.device == "cuda":
@@ -130,7 +130,7 @@ class _NormalisingProcess:
     """One of the processes that normalise."""
 
     def __init__(self, cores: set[int], where: str, nbytes: int) -> None:
-        module = "benchmarks.serve.clients.normalising"
+        module = "benchmarks.serve.clients.normalising_process"
         command = [sys.executable, "-m", module, where, str(nbytes), ",".join(map(str, cores))]
         self._began = time.perf_counter()
         self._running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

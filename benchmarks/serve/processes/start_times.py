@@ -1,4 +1,4 @@
-"""Time of a server's start: `python -m benchmarks.serve.processes.ready --backend triton --out FILE.csv`.
+"""Time of a server's start: `python -m benchmarks.serve.processes.start_times --backend triton --out FILE.csv`.
 
 In each round a server is started with an empty kernel cache, then with the cache of that start.  Times are measured
 from before the process is created: until its first response, until it is ready, and until it has answered a
@@ -21,11 +21,11 @@ from statistics import median
 import httpx
 import numpy as np
 from normserve.codec import safetensors
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
-from benchmarks.serve.report import system
+from benchmarks.serve.report import machine_description
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers.launch import run_process
+from benchmarks.serve.servers.server_processes import run_process
 
 COLUMNS = ("cache", "round", "what", "ms", "kernels_in_cache")
 _LATEST_S = 420.0
@@ -70,14 +70,14 @@ UNFORESEEN = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.processes.ready")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.processes.start_times")
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument("--backend", default="torch", help="torch or triton")
     parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")
     parser.add_argument("--cores", help="of the server, as in 0-15; all if not given")
     asked = parser.parse_args()
     results = CsvResults(asked.out, COLUMNS)
-    cores = system.parse_cores(asked.cores) if asked.cores else system.list_own_cores()
+    cores = machine_description.parse_cores(asked.cores) if asked.cores else machine_description.list_own_cores()
     for number in range(asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "full"):

@@ -1,6 +1,6 @@
-"""The client of one version in `benchmarks.serve.pairs`.
+"""The client of one version in `benchmarks.serve.version_pairs`.
 
-usage: python turns.py URLS COLS
+usage: python version_client.py URLS COLS
 
 URLS is JSON: the servers' addresses by name.  Each line of JSON on standard input asks for a turn by `case`,
 `bytes`, `device` and `seconds`; the response is the number of calls, their median seconds and the process's CPU

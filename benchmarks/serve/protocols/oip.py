@@ -25,15 +25,15 @@ import httpx
 import numpy as np
 import tritonclient.http as triton
 
-from benchmarks.peers.others import OTHERS, RunningServer, run_peer
+from benchmarks.peers.peer_servers import OTHERS, RunningServer, run_peer
 from benchmarks.serve import command
-from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import CompiledClient
-from benchmarks.serve.clients.regions import PREFIX, register_regions
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.clients.c_client import CompiledClient
+from benchmarks.serve.clients.shared_memory_calls import PREFIX, register_regions
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import CsvResults, compute_column_median
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "normserve /v1, C client"
 TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
@@ -79,18 +79,20 @@ def main() -> int:
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, caller and round."""
     server_cores, client_cores = asked.cores
-    parameters = posts.make_parameters()
+    parameters = checked_requests.make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         (ours, _) = stack.enter_context(
-            launch.run_normserve(server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX])
+            server_processes.run_normserve(
+                server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX]
+            )
         )
         theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
             with results.run_part(size), contextlib.ExitStack() as connected:
-                x = posts.make_x(SIZES[size])
-                right = posts.compute_expected(x, parameters).float().numpy()
+                x = checked_requests.make_x(SIZES[size])
+                right = checked_requests.compute_expected(x, parameters).float().numpy()
                 loop = CompiledClient(folder, client_cores)
                 callers = dict(_iterate_callers(connected, loop, ours, theirs, x, right))
                 _time_callers(results, size, x, callers, theirs, asked)
@@ -120,7 +122,7 @@ def _iterate_callers(
     right: np.ndarray,
 ) -> Iterator[tuple[str, TimedCaller]]:
     body, length = triton.InferenceServerClient.generate_request_body([_make_input(x)])
-    places = [(OURS, OURS_IN_C, replace(ours, path=f"/v2/models/{launch.LAYER}/infer"))]
+    places = [(OURS, OURS_IN_C, replace(ours, path=f"/v2/models/{server_processes.LAYER}/infer"))]
     if theirs is not None:
         url = httpx.URL(theirs.target.url)
         places.append(
@@ -144,7 +146,7 @@ def _iterate_callers(
             strict=True,
         ):
             yield name, TimedCaller(turn, is_theirs)
-    yield V1_IN_C, TimedCaller(_make_c_turn(loop, ours, "application/x-npy", posts.encode_npy(x), {}))
+    yield V1_IN_C, TimedCaller(_make_c_turn(loop, ours, "application/x-npy", checked_requests.encode_npy(x), {}))
 
 
 def _make_input(x: np.ndarray) -> triton.InferInput:

@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.posts import check_response, encode_npy, make_parameters, make_x
+from benchmarks.serve.clients.checked_requests import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.servers import launch
+from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.certificates import write_certificates
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 COLUMNS = (
     "size",
@@ -59,7 +59,9 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             own = folder / transport
             own.mkdir()
             options = () if context is None else ("--tls-cert", str(folder / "server.pem"))
-            running = launch.run_normserve(server_cores, own, parameters, asked.backend, options, trust=context)
+            running = server_processes.run_normserve(
+                server_cores, own, parameters, asked.backend, options, trust=context
+            )
             served[transport] = stack.enter_context(running)[0]
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:

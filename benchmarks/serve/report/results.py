@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.serve.report import system
+from benchmarks.serve.report import machine_description
 
 
 class CsvResults:
@@ -21,9 +21,9 @@ class CsvResults:
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.rows: list[Mapping[str, object]] = []
         self.exit_code = 0
-        self._machine = system.describe_machine()
+        self._machine = machine_description.describe_machine()
         self._path = path
-        self._columns = (*system.COLUMNS, *columns)
+        self._columns = (*machine_description.COLUMNS, *columns)
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writeheader()
 

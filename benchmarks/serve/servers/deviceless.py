@@ -7,14 +7,14 @@ Reads its settings from the environment, like `normserve serve`.
 import sys
 from collections.abc import Mapping
 
-from normserve.backends.base import ONE_AT_A_TIME
+from normserve.backends.interface import ONE_AT_A_TIME
 from normserve.errors import NormserveError
 from normserve.http.app import create_app
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, ReplaySlot
-from normserve.logs.configuration import configure_logging
-from normserve.memory.host_tensors import HostTensor
-from normserve.process.serving import run_server
+from normserve.logs.formatting import configure_logging
+from normserve.memory.tensors import HostTensor
+from normserve.process.owner_server import run_server
 from normserve.settings import Settings
 
 

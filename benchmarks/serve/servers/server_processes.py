@@ -146,7 +146,7 @@ def run_plain(
     """The plain FastAPI server, with malloc tuned for it."""
     file = folder / "parameters.npz"
     np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
-    command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]
+    command = [sys.executable, "-m", "benchmarks.peers.fastapi_server", str(file), device]
     with run_process(command, cores, TUNED_MALLOC) as running:
         yield [ServerProcess("plain-fastapi", _read_first_match(running, str.strip), "/layer_norm", running.pid)]
 

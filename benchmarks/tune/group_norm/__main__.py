@@ -11,10 +11,10 @@ import csv
 import time
 from pathlib import Path
 
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.tune.group_norm.passes import GroupNormTuningCell
 from benchmarks.tune.group_norm.trials import COLUMNS, TuningItem, compile_cells, select_distinct_kernels, time_item
-from benchmarks.workload.suites import PASSES
+from benchmarks.workload.cell_suites import PASSES
 
 LAYOUTS = ("nchw", "nhwc")
 

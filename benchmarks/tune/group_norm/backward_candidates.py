@@ -20,10 +20,10 @@ from fusednorm.ops.group_norm.call import GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
+from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 
 Timed = TypeVar("Timed", GroupNormBackwardCooperative, BackwardCooperativeBlock)
 

@@ -11,13 +11,13 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.launch.launch import compute_max_registers
+from fusednorm.launch.launches import compute_max_registers
 from fusednorm.ops.group_norm.call import GroupNormForwardConfig
+from fusednorm.ops.group_norm.channels_last.block_fragments import make_block_tile
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
-from fusednorm.ops.group_norm.channels_last.pieces import make_block_tile
-from fusednorm.ops.group_norm.channels_last.stream import STREAM_WARPS
+from fusednorm.ops.group_norm.channels_last.stream_partitions import STREAM_WARPS
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 from fusednorm.ops.group_norm.forward_choice import (
@@ -26,7 +26,7 @@ from fusednorm.ops.group_norm.forward_choice import (
     find_two_pass_forward,
     list_block_groups,
 )
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 from triton import next_power_of_2
 
 Timed = TypeVar("Timed", GroupNormForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)

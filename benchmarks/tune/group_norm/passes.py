@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import traffic
+from fusednorm import kernel_bytes
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import (
     GroupNormBackwardCall,
@@ -21,13 +21,13 @@ from fusednorm.ops.group_norm.call import (
     GroupNormForwardConfig,
 )
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe
 from torch import Tensor
 
 from benchmarks.tune.group_norm import backward_candidates, forward_candidates
-from benchmarks.workload.problem import EPS
+from benchmarks.workload.problems import EPS
 
 Config = GroupNormForwardConfig | GroupNormBackwardConfig
 
@@ -143,7 +143,7 @@ class GroupNormTuningPass:
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = traffic.compute_forward_bytes if self.dy is None else traffic.compute_backward_bytes
+        fewest = kernel_bytes.compute_forward_bytes if self.dy is None else kernel_bytes.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
     def check_results(self) -> None:

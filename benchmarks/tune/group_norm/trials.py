@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from fusednorm.launch.absent import bind_to_nothing
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.recorded_launches import bind_to_nothing
 
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.tune.group_norm.passes import Config, GroupNormTuningCell, GroupNormTuningPass, format_config
 
 COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.tune.layer_norm.candidates import iterate_candidates
 from benchmarks.tune.layer_norm.passes import LayerNormTuningCell
 from benchmarks.tune.layer_norm.trials import compile_config, select_distinct_kernels, time_cell
-from benchmarks.workload.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
+from benchmarks.workload.cell_suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
 

@@ -10,12 +10,12 @@ from itertools import product
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
+from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
-from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 
 _TILE_REGISTERS = 82_000
 """Registers of a multiprocessor, a little more than exist: the estimate is too high for large tiles."""

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fusednorm import traffic
+from fusednorm import kernel_bytes
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.launch import Launch
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
-from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe
 
-from benchmarks.workload.cells import compute_sweep_rows
-from benchmarks.workload.problem import EPS
+from benchmarks.workload.benchmark_cells import compute_sweep_rows
+from benchmarks.workload.problems import EPS
 
 Config = ForwardConfig | BackwardConfig
 
@@ -76,5 +76,7 @@ class LayerNormTuningPass:
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = traffic.compute_forward_bytes if self._pass == "forward" else traffic.compute_backward_bytes
+        fewest = (
+            kernel_bytes.compute_forward_bytes if self._pass == "forward" else kernel_bytes.compute_backward_bytes
+        )
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())

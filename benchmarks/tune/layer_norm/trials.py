@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from fusednorm.launch.absent import bind_to_nothing
+from fusednorm.launch.recorded_launches import bind_to_nothing
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 
 from benchmarks.harness.timing import DeviceTimer

@@ -17,21 +17,21 @@ from torch.compiler import is_compiling
 from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import register_shardings
-from fusednorm.api.uniform import compute_input_gradients, run_backward, run_backward_operator, run_forward
+from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
 from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
-from fusednorm.cpu import plain
-from fusednorm.devices.device import HAS_TRITON, INTERPRETED, make_missing_triton_error
+from fusednorm.cpu import plain_norms
+from fusednorm.devices.device_properties import HAS_TRITON, INTERPRETED, make_missing_triton_error
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
     from fusednorm.api import layer_norm as layer_norm_passes
-    from fusednorm.launch.native import load_extension
-    from fusednorm.launch.prepared import can_bypass_triton
-    from fusednorm.launch.replay import MAX_KINDS, encode_policy, get_extension, set_extension_loader
+    from fusednorm.launch.extension_calls import load_extension
+    from fusednorm.launch.prepared_kernels import can_bypass_triton
+    from fusednorm.launch.replay_cache import MAX_KINDS, encode_policy, get_extension, set_extension_loader
 
 
 class Added(NamedTuple):
@@ -395,7 +395,9 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     differentiated = not observed and is_differentiated(*tensors)
     if x.is_cpu and not observed and residual is None and values[3:6] == _PLAIN and x.numel():
         norm = (
-            plain.try_torch_norm(values, tensors, differentiated) if select_library(values[0], x) is cpu else None
+            plain_norms.try_torch_norm(values, tensors, differentiated)
+            if select_library(values[0], x) is cpu
+            else None
         )
         if norm is not None:
             return norm, None

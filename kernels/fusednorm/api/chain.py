@@ -8,10 +8,10 @@ from torch import Tensor
 from fusednorm.arguments.checks import check_float, check_out_dtype, check_parameter, validate_eps, view_as_rows
 from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import ReplayablePass
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.replay_cache import ReplayablePass
 from fusednorm.ops.layer_norm.chain import ChainCall
-from fusednorm.ops.layer_norm.choice import plan_chain
+from fusednorm.ops.layer_norm.choices import plan_chain
 from fusednorm.ops.layer_norm.outputs import declare_forward_outputs
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe_each, name_dtype

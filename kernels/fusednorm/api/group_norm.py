@@ -7,9 +7,9 @@ from fusednorm.arguments.checks import ActivationName, check_out_dtype
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import ReplayablePass
-from fusednorm.launch.run import run_launches
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.replay_cache import ReplayablePass
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.checks import check_sample

@@ -10,11 +10,11 @@ from fusednorm.arguments.checks import ActivationName, check_out_dtype
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, list_roles
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import ReplayablePass
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
+from fusednorm.launch.replay_cache import ReplayablePass
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.checks import check_rows
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_inputs, name_dtype

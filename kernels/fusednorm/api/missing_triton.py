@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fusednorm.devices.device import make_missing_triton_error
+from fusednorm.devices.device_properties import make_missing_triton_error
 
 
 def _make_stub(name: str) -> Callable[..., NoReturn]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
-from fusednorm.api.torch_norms import (
+from fusednorm.api.module_norms import (
     compute_group_norm_module,
     compute_layer_norm_over_shape,
     compute_rms_norm_module,

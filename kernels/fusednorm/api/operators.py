@@ -15,7 +15,7 @@ from torch._prims_common import is_contiguous_or_false, suggest_memory_format
 from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.derivatives import differentiate_plain_operator, register_derivatives
-from fusednorm.api.uniform import (
+from fusednorm.api.uniform_passes import (
     compute_input_gradients,
     has_own_gradient,
     run_backward,

@@ -8,19 +8,19 @@ import torch
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.arguments.checks import ActivationName
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.call import GroupNormBackwardConfig, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
-from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, make_stream_partition
+from fusednorm.ops.group_norm.channels_last.stream_partitions import StreamPartition, make_stream_partition
 from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 from fusednorm.tensors.devices import describe_device
 
 _OPERATIONS = ("layer_norm", "rms_norm")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from fusednorm.devices.device import GpuModel
+from fusednorm.devices.device_properties import GpuModel
 
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8}
 """Bytes of an element of each dtype; dtypes have the names that numpy, JAX and torch give them."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fusednorm.cpu.dropout import DropoutMask
-from fusednorm.cpu.pieces import split_range
+from fusednorm.cpu.chunks import split_range
+from fusednorm.cpu.dropout_mask import DropoutMask
 
 _VECTOR_ELEMENTS = 32
 """float32 elements in two AVX-512 registers; a multiple of the number in smaller registers, and of float64."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusednorm import reference
 from fusednorm.arguments.checks import ACTIVATIONS, check_dropout, has_heads
 from fusednorm.cpu import batch_invariant
-from fusednorm.cpu.taken import has_float_tensors, is_valid_eps, is_valid_offset
+from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, is_valid_offset
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out

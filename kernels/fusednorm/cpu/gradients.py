@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.pieces import compute_chunk_rows, split_rows
-from fusednorm.cpu.taken import add_residual, cast_gradient
+from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
+from fusednorm.cpu.supported_arguments import add_residual, cast_gradient
 from fusednorm.results import Backward
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.options import OptionValues
-from fusednorm.cpu import groups, rows
-from fusednorm.cpu.taken import has_float_tensors, is_valid_eps, to_float32
+from fusednorm.cpu import torch_group_norm, torch_row_norms
+from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, to_float32
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 from fusednorm.tensors.layouts import laid_out
 
@@ -57,7 +57,7 @@ def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> 
 
     The result is None if it will be differentiated: torch has no derivative of its own.
     """
-    return None if trains else rows.rms_norm_forward(x, weight, eps=eps).y
+    return None if trains else torch_row_norms.rms_norm_forward(x, weight, eps=eps).y
 
 
 def try_group_norm(
@@ -75,7 +75,7 @@ def try_group_norm(
     """
     if trains and weight is None and (bias is not None or x.dtype != torch.float32):
         return None
-    if not groups.can_compute(x, num_groups, weight, bias, None, eps, "none", 0.0):
+    if not torch_group_norm.can_compute(x, num_groups, weight, bias, None, eps, "none", 0.0):
         return None
     weight, bias = to_float32(weight), to_float32(bias)
     if x.is_contiguous():
@@ -86,4 +86,4 @@ def try_group_norm(
     n, c = x.shape[:2]
     h = laid_out(x, True)
     y, mean, rstd = torch.native_group_norm(h, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
-    return None if groups.has_distant_mean(mean, rstd) else y
+    return None if torch_group_norm.has_distant_mean(mean, rstd) else y

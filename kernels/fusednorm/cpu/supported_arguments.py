@@ -1,4 +1,4 @@
-"""The conditions under which torch's norms can compute a call; `fusednorm.cpu.fallback` handles other calls."""
+"""Conditions under which torch's norms compute a call; `fusednorm.cpu.fallback_passes` computes the others."""
 
 import math
 

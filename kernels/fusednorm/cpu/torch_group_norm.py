@@ -6,9 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.cpu import fallback
+from fusednorm.cpu import fallback_passes
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
-from fusednorm.cpu.taken import add_residual, has_float_tensors, has_torch_options, make_ones, to_float32
+from fusednorm.cpu.supported_arguments import (
+    add_residual,
+    has_float_tensors,
+    has_torch_options,
+    make_ones,
+    to_float32,
+)
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
@@ -80,7 +86,7 @@ def group_norm_forward(
     if computed is None:
         more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
         more |= {"x": x, "num_groups": num_groups, "weight": weight, "bias": bias}
-        return fallback.compute_forward("group_norm", **options, **more)
+        return fallback_passes.compute_forward("group_norm", **options, **more)
     z, mean, rstd = computed
     return Forward(
         activate_(z, activation).to(x.dtype),
@@ -128,7 +134,7 @@ def group_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"dy": dy, "x": x, "num_groups": num_groups, "weight": weight, "bias": bias, "mean": mean}
-        return fallback.compute_backward("group_norm", rstd=rstd, **options, **sums)
+        return fallback_passes.compute_backward("group_norm", rstd=rstd, **options, **sums)
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
     h, gradient = _convert_layout_like(x, x), _convert_layout_like(x, dy)
     if is_wide:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.cpu import fallback
+from fusednorm.cpu import fallback_passes
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
 from fusednorm.cpu.gradients import ChunkedRowGradients
-from fusednorm.cpu.taken import (
+from fusednorm.cpu.supported_arguments import (
     add_residual,
     has_float_tensors,
     has_torch_options,
@@ -67,7 +67,7 @@ def layer_norm_forward(
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback.compute_forward("layer_norm", x=x, weight=weight, bias=bias, **options, **more)
+        return fallback_passes.compute_forward("layer_norm", x=x, weight=weight, bias=bias, **options, **more)
     cols, factor, shift = x.shape[-1:], _compute_weight_factor(weight, weight_offset), to_float32(bias)
     if x.dtype == torch.float32 or activation != "none" or residual is not None:
         h = add_residual(x, residual)
@@ -105,7 +105,7 @@ def rms_norm_forward(
         or not can_compute(x, weight, None, residual, dropout=dropout, **options)
     ):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback.compute_forward("rms_norm", x=x, weight=weight, **options, **more)
+        return fallback_passes.compute_forward("rms_norm", x=x, weight=weight, **options, **more)
     h = add_residual(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
@@ -151,7 +151,7 @@ def layer_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-        return fallback.compute_backward("layer_norm", dy=dy, **options, **sums)
+        return fallback_passes.compute_backward("layer_norm", dy=dy, **options, **sums)
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
     gradients = ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
@@ -195,7 +195,7 @@ def rms_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "rstd": rstd}
-        return fallback.compute_backward("rms_norm", dy=dy, **options, **sums)
+        return fallback_passes.compute_backward("rms_norm", dy=dy, **options, **sums)
     of_weight = weight if parameter_gradients else None
     gradients = ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
     factor = _compute_weight_factor(weight, weight_offset)

@@ -1,6 +1,6 @@
 """GPU models for which kernels can be compiled in advance."""
 
-from fusednorm.devices.device import H200, GpuModel
+from fusednorm.devices.device_properties import H200, GpuModel
 
 GPUS = (
     GpuModel("A100", (8, 0), 108),

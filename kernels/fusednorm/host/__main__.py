@@ -2,8 +2,8 @@
 
 import argparse
 
-from fusednorm.host.background import ensure_extension_built
-from fusednorm.launch.status import describe_repeated_calls
+from fusednorm.host.background_build import ensure_extension_built
+from fusednorm.launch.call_status import describe_repeated_calls
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from fusednorm.host import compiler
+from fusednorm.host import compile_program
 from fusednorm.host.build import make_compiler_command
-from fusednorm.host.load import ExtensionFiles, check_owner, is_accessible
+from fusednorm.host.extension_files import ExtensionFiles, check_owner, is_accessible
 
 SWITCH = "FUSEDNORM_BUILD_EXTENSION"
 """The environment variable that disables builds in the background if it is 0."""
@@ -83,7 +83,7 @@ class BackgroundBuild:
                 return None
             if self._files.find_compiled() is not None or self._files.read_failure():
                 return None
-            program = [sys.executable or "python3", "-I", compiler.__file__, str(self._files.compiled)]
+            program = [sys.executable or "python3", "-I", compile_program.__file__, str(self._files.compiled)]
             # The process inherits the lock and holds it to its end.
             return subprocess.Popen(
                 [*program, *self._command()],
@@ -112,7 +112,7 @@ def ensure_extension_built(
             fcntl.flock(lock, fcntl.LOCK_EX)
             found = files.find_compiled()
             if found is None:
-                compiler.compile_library(files.compiled, compile_by())
+                compile_program.compile_library(files.compiled, compile_by())
                 found = files.compiled
     return found
 

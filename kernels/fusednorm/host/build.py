@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).with_name("extension")
+SOURCE_FOLDER = Path(__file__).with_name("extension")
 """The folder of the sources, one translation unit: `extension.cpp` and the headers that are its parts."""
 
 MODULE = "fusednorm_host"
@@ -16,7 +16,7 @@ MODULE = "fusednorm_host"
 
 def compute_build_key() -> str:
     """Compute the key of a build: a hash of the sources and of the versions against which it is compiled."""
-    sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
+    sources = (f"{path.name}\n{path.read_text()}" for path in sorted(SOURCE_FOLDER.iterdir()) if path.is_file())
     # SOABI distinguishes versions of Python, builds with and without its lock, and C libraries.
     facts = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), platform.machine())
     return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
@@ -47,7 +47,7 @@ def make_compiler_command() -> list[str]:
     return [
         "g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *options,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{path}" for path in includes), str(FOLDER / "extension.cpp"),
+        *(f"-I{path}" for path in includes), str(SOURCE_FOLDER / "extension.cpp"),
         f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries),
     ]  # fmt: skip
 

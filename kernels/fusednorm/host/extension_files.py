@@ -11,7 +11,7 @@ from typing import Any
 from triton import knobs
 
 from fusednorm.host.build import MODULE, compute_build_key
-from fusednorm.host.compiler import FAILED
+from fusednorm.host.compile_program import FAILED
 
 FOLDER = "fusednorm-host"
 """The folder of compiled extensions in Triton's cache."""

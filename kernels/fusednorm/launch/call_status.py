@@ -1,9 +1,9 @@
 """A description of how this process makes repeated calls."""
 
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch.native import explain_extension
-from fusednorm.launch.prepared import can_bypass_triton
-from fusednorm.launch.replay import get_extension, is_extension_pending
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch.extension_calls import explain_extension
+from fusednorm.launch.prepared_kernels import can_bypass_triton
+from fusednorm.launch.replay_cache import get_extension, is_extension_pending
 
 
 def describe_repeated_calls() -> str:

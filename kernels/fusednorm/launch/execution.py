@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fusednorm.launch import absent, prepared
-from fusednorm.launch.launch import Launch
+from fusednorm.launch import prepared_kernels, recorded_launches
+from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
 
 
@@ -17,7 +17,7 @@ def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapp
         tensors: the call's inputs and results by name.
     """
     if device.type == "meta":
-        absent.record_launches(launches)
+        recorded_launches.record_launches(launches)
         return
     memories = PlanTensors(device, tensors)
     index = device.index if device.type == "cuda" else -1
@@ -30,4 +30,4 @@ def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapp
 
 def _launch_in_order(launches: Iterable[Launch], memories: PlanTensors, index: int) -> None:
     for launch in launches:
-        prepared.launch_kernel(launch, memories, index)
+        prepared_kernels.launch_kernel(launch, memories, index)

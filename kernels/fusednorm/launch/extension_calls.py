@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.outputs import Outputs, OutputSpec
-from fusednorm.host.background import BackgroundBuild, explain_absence
-from fusednorm.host.load import ExtensionFiles
+from fusednorm.host.background_build import BackgroundBuild, explain_absence
+from fusednorm.host.extension_files import ExtensionFiles
+from fusednorm.launch.launch_template import LaunchTemplate, PreparedLaunch
 from fusednorm.launch.memories import workspace_of
-from fusednorm.launch.recipe import LaunchTemplate, PreparedLaunch
 from fusednorm.tensors.arrays import TORCH_DTYPES
 
 Parameter = tuple[bool, int]

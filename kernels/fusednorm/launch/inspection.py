@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 
 SM_90 = GPUTarget("cuda", 90, 32)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.policy.batch_invariance import is_batch_invariant
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 
 Inputs = tuple[Tensor | None, ...]
 Options = tuple[Hashable, ...]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.arrays import ITEMSIZES, Array, Workspace
-from fusednorm.launch import prepared
-from fusednorm.launch.launch import Launch
+from fusednorm.launch import prepared_kernels
+from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import workspace_of
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
@@ -37,7 +37,7 @@ class PreparedLaunch(NamedTuple):
         select: selects these parameters from the list.
     """
 
-    kernel: prepared.PreparedKernel
+    kernel: prepared_kernels.PreparedKernel
     grid: tuple[int, int, int]
     grid_slot: int | None
     slots: tuple[int, ...]
@@ -92,7 +92,7 @@ class LaunchTemplate:
             return None
         x = next(iter(tensors.values()))
         device, index = x.device, x.get_device()
-        kernels = [prepared.find_prepared(launch, index) for launch in launches]
+        kernels = [prepared_kernels.find_prepared(launch, index) for launch in launches]
         own = _ScratchMemory.from_launches(launches)
         table = _SlotTable(tensors, own, launches)
         starts = []

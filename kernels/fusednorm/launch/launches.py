@@ -7,7 +7,7 @@ from operator import gt
 from typing import Any, Protocol
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import is_hopper_or_newer
+from fusednorm.devices.device_properties import is_hopper_or_newer
 from fusednorm.errors import UnsupportedShapeError
 
 MAX_GRID = (2**31 - 1, 65535, 65535)

@@ -15,10 +15,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from fusednorm.arguments.arrays import ITEMSIZES, Array
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.launch.driver import DriverLauncher, find_launcher
 from fusednorm.launch.keys import compute_stable_key
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
 
 Key = tuple[Any, ...]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import GpuModel
-from fusednorm.launch.launch import Launch
+from fusednorm.devices.device_properties import GpuModel
+from fusednorm.launch.launches import Launch
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from fusednorm.tensors.devices import stand_in
 

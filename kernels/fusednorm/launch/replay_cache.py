@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.arguments.outputs import Outputs, OutputSpec
-from fusednorm.launch import prepared
+from fusednorm.launch import prepared_kernels
+from fusednorm.launch.extension_calls import describe_call
 from fusednorm.launch.kinds import Inputs, Options, make_call_key, make_row_free_key
-from fusednorm.launch.launch import Launch
-from fusednorm.launch.native import describe_call
-from fusednorm.launch.recipe import LaunchTemplate
+from fusednorm.launch.launch_template import LaunchTemplate
+from fusednorm.launch.launches import Launch
 from fusednorm.policy.batch_invariance import is_batch_invariant
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from fusednorm.tensors.outputs import Result, fits
@@ -182,7 +182,7 @@ class ReplayablePass(Generic[Result]):
 
     def replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """Replay a call without dropout; None unless its kind has been recorded and `out` fits."""
-        if not prepared.can_bypass_triton():
+        if not prepared_kernels.can_bypass_triton():
             return None
         if _extension is not None and out is None:
             made: Result | None = _extension.replay(

@@ -1,7 +1,7 @@
 """Memory that consecutive launches of a stream share; each launch leaves it ready for the next."""
 
 from fusednorm.arguments.arrays import Array, Workspace
-from fusednorm.devices.device import GpuModel
+from fusednorm.devices.device_properties import GpuModel
 
 EXCHANGE_BUFFER, COUNTERS = "exchange_buffer", "counters"
 

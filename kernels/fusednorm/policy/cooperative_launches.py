@@ -6,7 +6,7 @@ reports an error.  If waiting is not allowed, such rows and groups are read twic
 wait.
 """
 
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 
 _allowed = True
 

@@ -1,6 +1,6 @@
 """The operations in plain torch, for any device; the tests compare the kernels with them."""
 
-from fusednorm.reference.plain import (
+from fusednorm.reference.reference_passes import (
     group_norm_backward,
     group_norm_forward,
     layer_norm_backward,

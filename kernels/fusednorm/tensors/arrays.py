@@ -9,7 +9,7 @@ from torch import Tensor
 from fusednorm.arguments import arrays
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.devices.device import INTERPRETED, GpuModel
+from fusednorm.devices.device_properties import INTERPRETED, GpuModel
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.devices import describe_device, stands_in
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from fusednorm.devices.device import CPU, H200, GpuModel
+from fusednorm.devices.device_properties import CPU, H200, GpuModel
 
 _stand_in: GpuModel | None = None
 

@@ -19,13 +19,13 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager, triton_key
 
-from fusednorm.devices.device import INTERPRETED, GpuModel
-from fusednorm.devices.gpus import GPUS, select_gpu_models
-from fusednorm.launch.launch import Launch
-from fusednorm.warm.calls import compile_kernel, list_warm_launches
-from fusednorm.warm.driver import AbsentDriver, build_launcher
-from fusednorm.warm.stamps import get_lock_path, is_compiled, record_compiled
-from fusednorm.warm.workers import TicketResult, run_tickets
+from fusednorm.devices.device_properties import INTERPRETED, GpuModel
+from fusednorm.devices.gpu_models import GPUS, select_gpu_models
+from fusednorm.launch.launches import Launch
+from fusednorm.warm.absent_driver import AbsentDriver, build_launcher
+from fusednorm.warm.compile_records import get_lock_path, is_compiled, record_compiled
+from fusednorm.warm.compile_workers import TicketResult, run_tickets
+from fusednorm.warm.warm_calls import compile_kernel, list_warm_launches
 
 DEFAULT_LENGTHS = "1024"
 """The row lengths that a server uses by default."""

@@ -9,7 +9,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from fusednorm.devices.device import GpuModel
+from fusednorm.devices.device_properties import GpuModel
 
 _THREADS_OF_A_WARP = 32
 

@@ -7,10 +7,10 @@ while it processes a kernel's source, for a fifth to a half of its time, but not
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fusednorm.devices.device import GpuModel
-from fusednorm.launch.absent import recording_launches
-from fusednorm.warm.calls import compile_kernel, iterate_distinct_launches
-from fusednorm.warm.driver import build_launcher
+from fusednorm.devices.device_properties import GpuModel
+from fusednorm.launch.recorded_launches import recording_launches
+from fusednorm.warm.absent_driver import build_launcher
+from fusednorm.warm.warm_calls import compile_kernel, iterate_distinct_launches
 
 
 def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm.devices.device import GpuModel
-from fusednorm.launch.absent import bind_to_nothing, recording_launches
+from fusednorm.devices.device_properties import GpuModel
 from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.keys import compute_stable_key
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
+from fusednorm.launch.recorded_launches import bind_to_nothing, recording_launches
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from normserve.client import HostTensor
-from normserve.client.answers.answer import ApiResponse
+from normserve.client.responses.api_response import ApiResponse
 
-from normload.load.cases import RequestCase
+from normload.load.request_cases import RequestCase
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from normserve.client import BackwardResult, ForwardResult, HostTensor
-from normserve.client.answers.answer import ApiResponse
 from normserve.client.calls import operations
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
+from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.media_types import SAFETENSORS
 from normserve.codec.tensor_names import PARAMETER_GRADIENTS, PARAMETERS
 
 from normload.adapters import AdapterRequest
-from normload.load.cases import RequestCase
+from normload.load.request_cases import RequestCase
 
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 

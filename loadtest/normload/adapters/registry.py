@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from normload.adapters import ProtocolAdapter
 from normload.adapters.native import NativeAdapter
-from normload.adapters.rows import KServeAdapter, NpyAdapter
+from normload.adapters.row_adapters import KServeAdapter, NpyAdapter
 
 #: The first is the default.
 ADAPTERS: Mapping[str, Callable[[], ProtocolAdapter]] = {

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.documents import parse_strict_json
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.documents import parse_strict_json
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 from numpy.typing import NDArray
 
 from normload.adapters import AdapterRequest
-from normload.load.cases import RequestCase
-from normload.load.elements import to_float64
+from normload.load.element_types import to_float64
+from normload.load.request_cases import RequestCase
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self
 
-from normload.clients import worker
-from normload.clients.worker import (
+from normload.clients import client_worker
+from normload.clients.client_worker import (
     CommandResult,
     LoadCommand,
     LoadProgress,
@@ -19,8 +19,8 @@ from normload.clients.worker import (
     WorkerFailure,
     WorkerSetup,
 )
-from normload.load.scenario import LoadPhase
-from normload.measurements.tally import PhaseTally
+from normload.load.scenarios import LoadPhase
+from normload.measurements.tallies import PhaseTally
 
 # Time until every process has read its command and started its threads.
 _HEAD_START_S = 0.15
@@ -59,7 +59,7 @@ class ClientProcesses:
         for index in range(setup.processes):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=worker.main,
+                target=client_worker.main,
                 args=(replace(setup, index=index), theirs),
                 daemon=True,
                 name=f"normload-{index}",

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import make_request
-from normload.clients.sender import RequestSender
-from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule, RequestSchedule
-from normload.load.cases import RequestCase
-from normload.load.scenario import LoadPhase
-from normload.measurements.tally import OK, PhaseTally, RequestOutcome
+from normload.clients.prepared_requests import make_request
+from normload.clients.request_sender import RequestSender
+from normload.clients.response_checker import ResponseChecker
+from normload.load.request_cases import RequestCase
+from normload.load.scenarios import LoadPhase
+from normload.load.schedules import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule, RequestSchedule
+from normload.measurements.tallies import OK, PhaseTally, RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.http.steps import Steps
+from normserve.client.http.socket_steps import Steps
+from normserve.client.responses.api_response import ApiResponse
 
-from normload.clients.connection import HttpLoadConnection
+from normload.clients.http_connection import HttpLoadConnection
 from normload.clients.local_connection import LocalLoadConnection
-from normload.load.arrivals import ScheduledRequest
+from normload.load.schedules import ScheduledRequest
 
 AnyConnection = HttpLoadConnection | LocalLoadConnection
 

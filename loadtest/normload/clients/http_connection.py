@@ -9,13 +9,13 @@ from socket import AF_UNIX, SOCK_STREAM, getaddrinfo
 
 import httpx
 from normserve.client import ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.answers.answer import ApiResponse
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.http import connection as http
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.blocking import run_steps
-from normserve.client.http.opening import (
+from normserve.client.http.connection_pool import run_steps
+from normserve.client.http.receiving import IncompleteResponseError
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import (
     Place,
     TlsSettings,
     connect,
@@ -24,10 +24,10 @@ from normserve.client.http.opening import (
     make_socket,
     wrap_tls,
 )
-from normserve.client.http.receiving import IncompleteResponseError
-from normserve.client.http.steps import Steps
+from normserve.client.http.socket_steps import Steps
+from normserve.client.responses.api_response import ApiResponse
 
-from normload.clients.pool import PreparedRequest
+from normload.clients.prepared_requests import PreparedRequest
 
 # Shared, because reading the trusted certificates takes longer than a handshake.
 _TRUST = TlsSettings(verify=True)

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-from normserve.client.answers.answer import ApiResponse
 from normserve.client.errors import ApiError
-from normserve.client.http.opening import connect
-from normserve.client.http.steps import READ, WRITE, Steps
+from normserve.client.http.socket_opening import connect
+from normserve.client.http.socket_steps import READ, WRITE, Steps
 from normserve.client.local.arena import ArenaBlock
-from normserve.client.local.messages import make_arena_response, prepare_host_call
-from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
+from normserve.client.local.call_messages import make_arena_response, prepare_host_call
+from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest
 from normserve.client.local.sockets import RECEIVED_AT_ONCE
+from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import LazyLocalResponse
+from normserve.codec.local_messages import LazyLocalResponse
 
-from normload.clients.connection import SteppedConnection
-from normload.clients.pool import PreparedRequest
+from normload.clients.http_connection import SteppedConnection
+from normload.clients.prepared_requests import PreparedRequest
 
 _R = TypeVar("_R")
 

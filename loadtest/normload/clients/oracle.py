@@ -10,8 +10,8 @@ from normserve.client import DType, HostTensor
 from normserve.client.quoting import quote_text
 from torch.nn import functional
 
-from normload.load.cases import RequestCase
-from normload.load.elements import to_float64
+from normload.load.element_types import to_float64
+from normload.load.request_cases import RequestCase
 
 Tensor = torch.Tensor
 

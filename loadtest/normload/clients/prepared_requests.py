@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from normserve.client import HostTensor
-from normserve.client.calls.call import ApiCall
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.heads import encode_request_head
+from normserve.client.calls.api_call import ApiCall
+from normserve.client.http.message_heads import encode_request_head
+from normserve.client.http.server_address import ServerAddress
 
 from normload.adapters import ProtocolAdapter
 from normload.adapters.native import NativeAdapter
-from normload.load.cases import RequestCase
-from normload.load.tables import ScenarioError
+from normload.load.request_cases import RequestCase
+from normload.load.toml_tables import ScenarioError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,21 @@ import re
 from collections.abc import Sequence
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.documents import parse_strict_json
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.documents import parse_strict_json
 
 from normload.clients.exchange import SentRequest
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import PreparedRequest
-from normload.load.arrivals import ScheduledRequest
-from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, RequestOutcome
+from normload.clients.prepared_requests import PreparedRequest
+from normload.clients.response_checker import ResponseChecker
+from normload.load.schedules import ScheduledRequest
+from normload.measurements.tallies import (
+    CONNECTION_FAILED,
+    NOT_SENT,
+    OK,
+    TIMEOUT,
+    UNEXPECTED_ANSWER,
+    RequestOutcome,
+)
 
 # The API has some twenty codes; a server with invented ones must not fill the report.
 _CODE = re.compile("[a-z][a-z0-9_]{0,63}")

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from normserve.client import ClientError
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
-from normload.clients.connection import FAILURES, HttpLoadConnection, translate_failure
 from normload.clients.exchange import AnyConnection, SentRequest
-from normload.clients.judge import ResponseChecker
+from normload.clients.http_connection import FAILURES, HttpLoadConnection, translate_failure
 from normload.clients.local_connection import LocalLoadConnection
-from normload.clients.pool import PreparedRequest
-from normload.clients.recorder import Records, RequestRecorder, get_error_code
-from normload.load.arrivals import RequestSchedule, ScheduledRequest
-from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, RequestOutcome
+from normload.clients.prepared_requests import PreparedRequest
+from normload.clients.request_recorder import Records, RequestRecorder, get_error_code
+from normload.clients.response_checker import ResponseChecker
+from normload.load.schedules import RequestSchedule, ScheduledRequest
+from normload.measurements.tallies import CONNECTION_FAILED, TIMEOUT, RequestOutcome
 
 # Pause after a failed connection, so that connections to a stopped server are not tried in a busy loop.
 _PAUSE_S = 0.02

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from normserve.client import ClientError
-from normserve.client.answers.answer import ApiResponse
+from normserve.client.responses.api_response import ApiResponse
 from numpy.typing import NDArray
 
 from normload.adapters import ProtocolAdapter
-from normload.clients.pool import PreparedRequest
+from normload.clients.prepared_requests import PreparedRequest
 
 
 class ResponseChecker:

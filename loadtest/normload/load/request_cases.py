@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 from normserve.client import DType, HostTensor
-from normserve.memory.host_tensors import FLOATS
+from normserve.memory.tensors import FLOATS
 
-from normload.load.elements import round_to_tensor
-from normload.load.tables import TomlTable
+from normload.load.element_types import round_to_tensor
+from normload.load.toml_tables import TomlTable
 
 OPERATIONS = (
     "layer_norm",

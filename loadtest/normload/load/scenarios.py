@@ -29,7 +29,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from normload.load.tables import MOST, ScenarioError, TomlTable, format_value, is_number
+from normload.load.toml_tables import MOST, ScenarioError, TomlTable, format_value, is_number
 from normload.load.workload import Workload, read_workload
 
 Arrivals = Literal["poisson", "constant", "closed"]

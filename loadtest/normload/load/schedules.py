@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from normload.load.scenario import LoadPhase
+from normload.load.scenarios import LoadPhase
 
 _CHUNK = 4096
 

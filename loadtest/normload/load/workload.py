@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normserve.client import DType
-from normserve.memory.host_tensors import FLOATS
+from normserve.memory.tensors import FLOATS
 
-from normload.load.cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, RequestCase
-from normload.load.tables import MOST, ScenarioError, TomlTable, format_value, is_number
+from normload.load.request_cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, RequestCase
+from normload.load.toml_tables import MOST, ScenarioError, TomlTable, format_value, is_number
 
 #: The default relative frequency of each operation.
 DEFAULT_MIX: Mapping[str, float] = {

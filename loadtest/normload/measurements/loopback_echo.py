@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from normload.measurements.histogram import LatencyHistogram
+from normload.measurements.latency_histogram import LatencyHistogram
 
 _SECONDS = 0.5
 _WAIT_S = 20.0

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from normload.measurements.tally import RequestTotals
+from normload.measurements.tallies import RequestTotals
 
 _OBJECTIVE = re.compile(
     r"(?P<metric>p\d{1,2}(?:\.\d+)?|max|errors|rate)\s*(?P<relation><=|>=|<|>)\s*(?P<number>\d+(?:\.\d+)?)\s*"

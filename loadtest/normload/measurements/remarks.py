@@ -1,8 +1,8 @@
 """Warnings for readers of a run's numbers, above all whether the client limited them."""
 
-from normload.measurements.histogram import LatencyHistogram
-from normload.measurements.result import RunResult
-from normload.measurements.tally import NOT_SENT
+from normload.measurements.latency_histogram import LatencyHistogram
+from normload.measurements.results import RunResult
+from normload.measurements.tallies import NOT_SENT
 
 _BUSY = 0.8
 _NOTICEABLE = 0.2

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from normserve.client.quoting import quote_text
 
-from normload.load.scenario import LoadPhase
-from normload.load.tables import is_number
-from normload.measurements.ceilings import LoopbackEcho
-from normload.measurements.knee import LoadSweep, SweepPoint, find_knee
-from normload.measurements.machine import PeakMachineUse
-from normload.measurements.tally import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
+from normload.load.scenarios import LoadPhase
+from normload.load.toml_tables import is_number
+from normload.measurements.load_sweep import LoadSweep, SweepPoint, find_knee
+from normload.measurements.loopback_echo import LoopbackEcho
+from normload.measurements.machine_use import PeakMachineUse
+from normload.measurements.tallies import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
 
 FORMAT = "normload/1"
 

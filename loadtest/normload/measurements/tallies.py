@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from normload.measurements.histogram import LatencyHistogram
+from normload.measurements.latency_histogram import LatencyHistogram
 
 #: Number of parts of a phase's time with separate sums, for plots and to measure the variation.
 INTERVALS = 60

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from normload.measurements.histogram import compute_upper_bounds_s
-from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
-from normload.measurements.tally import INTERVALS, RequestTotals
+from normload.measurements.latency_histogram import compute_upper_bounds_s
+from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.tallies import INTERVALS, RequestTotals
 from normload.report import spread
 
 Floats = NDArray[np.float64]

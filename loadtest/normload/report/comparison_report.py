@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from normload.report.compare import ERRORS, MetricChange
-from normload.report.tables import escape_formula, escape_markdown, make_markdown_table
+from normload.report.comparison import ERRORS, MetricChange
+from normload.report.report_tables import escape_formula, escape_markdown, make_markdown_table
 
 HEADINGS = ("phase", "metric", "before", "after", "change", "interval")
 SPREAD_HEADINGS = ("spread before", "spread after")

@@ -4,9 +4,9 @@ import csv
 import io
 import math
 
-from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
-from normload.measurements.tally import RequestTotals, compute_rate
-from normload.report.tables import escape_formula
+from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.tallies import RequestTotals, compute_rate
+from normload.report.report_tables import escape_formula
 
 COLUMNS = (
     "scenario",

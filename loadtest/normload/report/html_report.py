@@ -10,9 +10,9 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from normload.measurements.result import PERCENTILES, PhaseResult, RunResult
-from normload.measurements.tally import OK, RequestTotals, compute_rate
-from normload.report import tables
+from normload.measurements.results import PERCENTILES, PhaseResult, RunResult
+from normload.measurements.tallies import OK, RequestTotals, compute_rate
+from normload.report import report_tables
 
 # The smallest distance between points of a plot over time.
 _POINT_S = 0.25
@@ -21,7 +21,7 @@ _WHOLE = 999
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
-def render_html(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> str:
+def render_html(result: RunResult, outcomes: Sequence[report_tables.Outcome] = ()) -> str:
     """Render the page; `outcomes` are the run's objectives."""
     assets = resources.files("normload.report") / "assets"
 
@@ -33,12 +33,12 @@ def render_html(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> s
         style=read_asset("uPlot.min.css") + read_asset("page.css"),
         script=read_asset("uPlot.iife.min.js") + read_asset("page.js"),
         description=escape(result.description),
-        facts=_render_facts(tables.list_facts(result)),
-        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in tables.list_sentences(result)),
+        facts=_render_facts(report_tables.list_facts(result)),
+        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in report_tables.list_sentences(result)),
         remarks="".join(f"<p>{escape(remark)}</p>" for remark in (*result.faults, *result.remarks)),
-        objectives=_render_table(tables.OBJECTIVE_HEADINGS, tables.make_objective_rows(outcomes)),
-        phases=_render_table(tables.PART_HEADINGS, tables.make_phase_rows(result)),
-        operations=_render_table(tables.OPERATION_HEADINGS, tables.make_operation_rows(result)),
+        objectives=_render_table(report_tables.OBJECTIVE_HEADINGS, report_tables.make_objective_rows(outcomes)),
+        phases=_render_table(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)),
+        operations=_render_table(report_tables.OPERATION_HEADINGS, report_tables.make_operation_rows(result)),
         data=_encode_script_json(make_plot_data(result)),
     )
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
-from normload.measurements.slo import LoadObjective
-from normload.measurements.tally import OK, RequestTotals, compute_rate
+from normload.measurements.objectives import LoadObjective
+from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.tallies import OK, RequestTotals, compute_rate
 
 PART_HEADINGS = (
     "phase",

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from normload import run
-from normload.clients import worker
-from normload.measurements.result import RunResult
-from normload.report import tables
+from normload import load_run
+from normload.clients import client_worker
+from normload.measurements.results import RunResult
+from normload.report import report_tables
 
 # Width for output to a pipe or a file.
 _UNATTENDED_WIDTH = 120
@@ -24,7 +24,7 @@ def make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH, highlight=False)
 
 
-class ProgressBar(run.RunObserver):
+class ProgressBar(load_run.RunObserver):
     """A bar that shows the progress of a run."""
 
     def __init__(self, progress: Progress, on_control: Callable[[Callable[[], None]], None]) -> None:
@@ -43,7 +43,7 @@ class ProgressBar(run.RunObserver):
         self._duration_s, self._began = duration_s, time.perf_counter()
         self._requests = self._errors = self._moved = 0
 
-    def add_progress(self, progress: worker.LoadProgress) -> None:
+    def add_progress(self, progress: client_worker.LoadProgress) -> None:
         """Show that requests have ended."""
         if self._task is None:
             return
@@ -61,7 +61,9 @@ class ProgressBar(run.RunObserver):
 
 
 @contextmanager
-def show_progress(console: Console, on_control: Callable[[Callable[[], None]], None]) -> Iterator[run.RunObserver]:
+def show_progress(
+    console: Console, on_control: Callable[[Callable[[], None]], None]
+) -> Iterator[load_run.RunObserver]:
     """Show a bar while the block runs."""
     columns = (
         TextColumn("{task.description}"),
@@ -77,11 +79,11 @@ def print_result(console: Console, result: RunResult) -> None:
     """Print the results of a run."""
     _print_line(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
     _print_line(console, _format_server(result))
-    console.print(_make_table(tables.PART_HEADINGS, tables.make_phase_rows(result)))
-    console.print(_make_table(tables.OPERATION_HEADINGS, tables.make_operation_rows(result)))
-    for sentence in tables.list_sentences(result):
+    console.print(_make_table(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)))
+    console.print(_make_table(report_tables.OPERATION_HEADINGS, report_tables.make_operation_rows(result)))
+    for sentence in report_tables.list_sentences(result):
         _print_line(console, sentence)
-    if errors := tables.format_errors(result):
+    if errors := report_tables.format_errors(result):
         _print_line(console, f"Errors: {errors}.", "yellow")
     for fault in result.faults:
         _print_line(console, f"Wrong response: {fault}", "red")
@@ -89,9 +91,9 @@ def print_result(console: Console, result: RunResult) -> None:
         _print_line(console, remark, "yellow")
 
 
-def print_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> None:
+def print_objectives(console: Console, outcomes: Sequence[report_tables.Outcome]) -> None:
     """Print each objective with its measured value."""
-    for text, measured, verdict in tables.make_objective_rows(outcomes):
+    for text, measured, verdict in report_tables.make_objective_rows(outcomes):
         _print_line(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")
 
 

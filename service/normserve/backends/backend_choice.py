@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from normserve.backends.base import Backend
+from normserve.backends.interface import Backend
 from normserve.errors import ConfigurationError
 from normserve.memory.slabs import SlabPool
 
@@ -18,7 +18,7 @@ def choose_backend(
         ConfigurationError: the name is triton and there is no CUDA device.
     """
     if name != "torch":
-        from normserve.backends.cuda.ahead import BackgroundCompiler
+        from normserve.backends.cuda.background_compile import BackgroundCompiler
 
         ahead = BackgroundCompiler(warm_sizes)
         ahead.start()

@@ -5,12 +5,12 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
+from normserve.backends.replay_interface import CapturedLaunch, LaunchReplayer
 from normserve.errors import NormserveError
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, QueueLane, ReplaySlot
 from normserve.memory.device_segments import ShareableDevice
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import torch
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.tensors import TORCH_DTYPES, move_channels_first
+from normserve.backends.tensor_conversion import TORCH_DTYPES, move_channels_first
 from normserve.codec.tensor_names import PARAMETERS, count_norms
-from normserve.jobs.chain import ChainParameters
+from normserve.jobs.chain_layers import ChainParameters
 from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

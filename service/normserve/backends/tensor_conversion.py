@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-from fusednorm.traffic import compute_backward_bytes, compute_forward_bytes
+from fusednorm.kernel_bytes import compute_backward_bytes, compute_forward_bytes
 from torch import Tensor
 
 from normserve.codec.tensor_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
-from normserve.jobs import results
+from normserve.jobs import result_specs
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -69,7 +69,7 @@ def infer_batch_result_specs(job: NormJob, rows: int) -> dict[str, tuple[DType, 
     payload order.
     """
     given = {name: (tensor.dtype, compute_launch_shape(job, name, rows)) for name, tensor in job.tensors.items()}
-    return results.infer_result_specs(job.spec, given, job.layer)
+    return result_specs.infer_result_specs(job.spec, given, job.layer)
 
 
 def move_channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:

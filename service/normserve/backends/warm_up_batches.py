@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 from normserve.jobs.job import LAYER_OPS, Batch, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import FLOATS, DType, HostTensor
+from normserve.memory.tensors import FLOATS, DType, HostTensor
 
 _ROWS = 8
 _MOST_GROUPS = 32

@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from normserve import __version__
 from normserve.admission.keys import KeysFileError, KeysFileReader
 from normserve.admission.keys.generate import format_key_table, generate_key
-from normserve.logs.configuration import configure_logging
+from normserve.logs.formatting import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
 from normserve.settings import REMOVED, Settings, find_unknown_variables
-from normserve.traces import extra
+from normserve.traces import otel_extra
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TlsFileError as error:
         _print_setting_error(error.setting, error.detail)
         return 2
-    if settings.trace_endpoint is not None and not extra.is_otel_installed():
+    if settings.trace_endpoint is not None and not otel_extra.is_otel_installed():
         _print_setting_error("trace_endpoint", "traces need OpenTelemetry's SDK: pip install 'normserve[otel]'")
         return 2
     configure_logging(settings.log_level, settings.log_format)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.devices or settings.frontend_count:
         return serve_fleet(settings)
     # A late import: it takes a second, and `version` and `--help` do not need it.
-    from normserve.process.serving import run_server
+    from normserve.process.owner_server import run_server
 
     return run_server(settings)
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ that are made from the code: `python -m normserve.cli.documentation docs` writes them."""
+"""The pages of docs/ that are made from the code: `python -m normserve.cli.reference_pages docs` writes them."""
 
 import sys
 from collections.abc import Sequence

@@ -39,11 +39,11 @@ from normserve.client.errors import (
     UnexpectedAnswerError,
     UnknownLayerError,
 )
-from normserve.client.http.through_httpx import AsyncSocketTransport, SocketTransport
-from normserve.client.methods import DEFAULT_URL
+from normserve.client.http.httpx_transport import AsyncSocketTransport, SocketTransport
+from normserve.client.method_signatures import DEFAULT_URL
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 __all__ = [
     "DEFAULT_URL",

@@ -10,16 +10,16 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 import numpy as np
 
-from normserve.client.calls import administration, arrays, operations
-from normserve.client.calls.call import ApiCall
-from normserve.client.calls.several import SEVERAL, TensorListCall, get_first_argument
-from normserve.client.connecting import ClientOptions, choose_async_transport
+from normserve.client.calls import administration, array_conversion, operations
+from normserve.client.calls.api_call import ApiCall
+from normserve.client.calls.concatenation import SEVERAL, TensorListCall, get_first_argument
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.local.awaiting import AsyncLocalTransport
-from normserve.client.methods import DEFAULT_URL, copy_signature
+from normserve.client.method_signatures import DEFAULT_URL, copy_signature
 from normserve.client.retries import RetryPolicy, RetrySchedule
-from normserve.memory.host_tensors import DType
+from normserve.client.transport_choice import ClientOptions, choose_async_transport
+from normserve.memory.tensors import DType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,7 +140,7 @@ class AsyncClient:
             >>> asyncio.run(normalise()).shape
             (8, 1024)
         """
-        of, as_torch = arrays.parse_dtype(dtype)
+        of, as_torch = array_conversion.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
             return await self._make_empty_on_device(device, of, sizes)
@@ -150,14 +150,14 @@ class AsyncClient:
             data = await transport.allocate_memory(nbytes, Deadline(self._options.timeout_s))
         else:
             data = np.empty(nbytes, np.uint8).data
-        return arrays.make_array(data, of, sizes, as_torch=as_torch)
+        return array_conversion.make_array(data, of, sizes, as_torch=as_torch)
 
     async def _make_empty_on_device(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
-        transport, index = self._transport, arrays.get_cuda_index(device)
+        transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, AsyncLocalTransport):
             made = await transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
-        return arrays.make_device_tensor(device, dtype, shape) if made is None else made
+        return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:
         """Close all connections; the end of an `async with` does it, too."""

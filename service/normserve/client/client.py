@@ -10,16 +10,16 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 import numpy as np
 
-from normserve.client.calls import administration, arrays, operations
-from normserve.client.calls.call import ApiCall
-from normserve.client.calls.several import SEVERAL, TensorListCall, get_first_argument
-from normserve.client.connecting import ClientOptions, choose_transport
+from normserve.client.calls import administration, array_conversion, operations
+from normserve.client.calls.api_call import ApiCall
+from normserve.client.calls.concatenation import SEVERAL, TensorListCall, get_first_argument
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.local.blocking import LocalTransport
-from normserve.client.methods import DEFAULT_URL, copy_signature
+from normserve.client.method_signatures import DEFAULT_URL, copy_signature
 from normserve.client.retries import RetryPolicy, RetrySchedule
-from normserve.memory.host_tensors import DType
+from normserve.client.transport_choice import ClientOptions, choose_transport
+from normserve.memory.tensors import DType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,7 +133,7 @@ class Client:
             ...     x[:] = 1.0
             ...     y = client.layer_norm(x).y
         """
-        of, as_torch = arrays.parse_dtype(dtype)
+        of, as_torch = array_conversion.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
             return self._make_empty_on_device(device, of, sizes)
@@ -143,14 +143,14 @@ class Client:
             data = self._run_with_retries(lambda deadline: transport.allocate_memory(nbytes, deadline))
         else:
             data = np.empty(nbytes, np.uint8).data
-        return arrays.make_array(data, of, sizes, as_torch=as_torch)
+        return array_conversion.make_array(data, of, sizes, as_torch=as_torch)
 
     def _make_empty_on_device(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
-        transport, index = self._transport, arrays.get_cuda_index(device)
+        transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
             made = transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
-        return arrays.make_device_tensor(device, dtype, shape) if made is None else made
+        return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
         """Close all connections; the end of a `with` does it, too."""

@@ -7,9 +7,9 @@ pause.  It raises no errors but `ClientError`, and none of its waits goes beyond
 
 from typing import Any, Protocol
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
+from normserve.client.responses.api_response import ApiResponse
 
 
 class CallTransport(Protocol):

@@ -10,13 +10,13 @@ import httpx
 
 from normserve.client.argument_checks import check_count, check_type
 from normserve.client.deadlines import check_timeout
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.awaiting import AsyncConnectionPool
-from normserve.client.http.blocking import ConnectionPool
+from normserve.client.http.async_connection_pool import AsyncConnectionPool
+from normserve.client.http.connection_pool import ConnectionPool
 from normserve.client.http.credentials import make_verify_argument, validate_api_key
-from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, RequestEncoder
-from normserve.client.http.opening import TlsSettings
-from normserve.client.http.through_httpx import AsyncHttpxTransport, HttpxTransport
+from normserve.client.http.direct_transport import AsyncDirectTransport, DirectTransport, RequestEncoder
+from normserve.client.http.httpx_transport import AsyncHttpxTransport, HttpxTransport
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import TlsSettings
 from normserve.client.local.awaiting import AsyncLocalTransport
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.transport import AsyncCallTransport, CallTransport

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLargeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 MAX_ELEMENTS = 2**18
 """The most elements of one tensor."""

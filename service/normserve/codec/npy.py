@@ -14,7 +14,7 @@ from typing import NamedTuple
 from normserve.codec.media_types import NPY_MAGIC
 from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedDtypeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 _DTYPES = {"f4": DType.FLOAT32, "f2": DType.FLOAT16}
 _DESCRS = {dtype: f"<{element}" for element, dtype in _DTYPES.items()}

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from normserve.codec import strict_json
 from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDtypeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 _DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _RESULT_DTYPES = _DTYPES | {"F8_E4M3": DType.FLOAT8_E4M3FN}

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Hashable
 from enum import Enum
 
-from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
+from normserve.backends.replay_interface import CapturedLaunch, LaunchReplayer
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import CompilationQueue
+from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
-from normserve.engine.launches import LaunchDispatcher, describe_batch
-from normserve.engine.waiters import OnEnd, PendingJobs
+from normserve.engine.launch_dispatcher import LaunchDispatcher, describe_batch
+from normserve.engine.pending_jobs import OnEnd, PendingJobs
 from normserve.errors import (
     ClientLeftError,
     DeviceFailureError,
@@ -25,10 +25,10 @@ from normserve.errors import (
     NormserveError,
     NotReadyError,
 )
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, ReplaySlot
 from normserve.memory.device_segments import ShareableDevice
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 from normserve.metrics.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from normserve.backends.base import Backend, PendingLaunch
+from normserve.backends.interface import Backend, PendingLaunch
 from normserve.engine.places import fill_result_buffers
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, NormserveError
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, QueueLane
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 log = logging.getLogger(__name__)
 

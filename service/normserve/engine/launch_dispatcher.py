@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from normserve.backends.base import PendingLaunch
+from normserve.backends.interface import PendingLaunch
 from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
 from normserve.engine.progress import CompletionTracker
 from normserve.jobs.job import Batch, QueueLane

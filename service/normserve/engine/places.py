@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from normserve.backends.base import PendingLaunch
+from normserve.backends.interface import PendingLaunch
 from normserve.jobs.job import Batch, BatchResult
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 # Below this size, a copy takes less time than to find out that the result is already in its buffer.
 _SHORT_BYTES = 32 * 1024

@@ -9,37 +9,37 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from normserve import __version__
-from normserve.backends.base import Backend
-from normserve.codec.local_frames import VERSION
-from normserve.engine.polling import make_busy_poller
+from normserve.backends.interface import Backend
+from normserve.codec.local_messages import VERSION
+from normserve.engine.busy_polling import make_busy_poller
 from normserve.errors import (
     NormserveError,
 )
-from normserve.http.body import BodyReader
-from normserve.http.direct import DirectRouter
-from normserve.http.edge import error_handlers
-from normserve.http.edge.middleware import RequestMiddleware
-from normserve.http.edge.origins import OriginPolicy, list_allowed_hosts
+from normserve.http.application_services import ApplicationServices
+from normserve.http.body_reader import BodyReader
+from normserve.http.direct_routes import DirectRouter
+from normserve.http.middleware import error_handlers
+from normserve.http.middleware.middleware import RequestMiddleware
+from normserve.http.middleware.origin_policy import OriginPolicy, list_allowed_hosts
 from normserve.http.oip.catalogue import ModelRoutes
 from normserve.http.oip.infer import InferenceRoutes
+from normserve.http.oip.inference_statistics import InferenceStatistics
 from normserve.http.oip.models import ModelCatalogue
-from normserve.http.oip.regions.device import DeviceRegionOpener
-from normserve.http.oip.regions.transfer import RegionTransfer
-from normserve.http.oip.repository import RepositoryRoutes
-from normserve.http.oip.shared_memory import SharedMemoryRoutes
+from normserve.http.oip.region_tensors import RegionTransfer
+from normserve.http.oip.regions.device_regions import DeviceRegionOpener
+from normserve.http.oip.repository_routes import RepositoryRoutes
+from normserve.http.oip.shared_memory_routes import SharedMemoryRoutes
 from normserve.http.oip.shared_tensors import RegionTensorAccess
-from normserve.http.oip.statistics import InferenceStatistics
-from normserve.http.relay.direct import OperationDispatcher, OperationServices
-from normserve.http.relay.owner import RelayServer
-from normserve.http.routes.docs import make_openapi_getter
-from normserve.http.routes.layers import LayerRoutes
+from normserve.http.relay.relay_server import RelayServer
+from normserve.http.relay.relayed_operations import OperationDispatcher, OperationServices
+from normserve.http.routes.layer_routes import LayerRoutes
+from normserve.http.routes.openapi import make_openapi_getter
 from normserve.http.routes.operations import OperationRoutes
-from normserve.http.routes.page import PageRoutes
-from normserve.http.routes.scopes import RouteScopes
-from normserve.http.routes.status import StatusRoutes
-from normserve.http.service import ApplicationServices
-from normserve.peers.siblings import SiblingProcesses
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.http.routes.page_routes import PageRoutes
+from normserve.http.routes.route_scopes import RouteScopes
+from normserve.http.routes.status_routes import StatusRoutes
+from normserve.peers.sibling_processes import SiblingProcesses
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.settings import Settings
 

@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING
 from normserve import __version__
 from normserve.admission.keys import ApiKey, Keyring, KeysFileReader
 from normserve.admission.permits import AdmissionBudget
-from normserve.backends.base import Backend
-from normserve.backends.choose import choose_backend
+from normserve.backends.backend_choice import choose_backend
+from normserve.backends.interface import Backend
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import CompilationQueue
+from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
 from normserve.engine.progress import StallDetector
 from normserve.http.oip.regions.folder import SharedMemoryFolder
-from normserve.http.oip.regions.registry import RegionRegistry
-from normserve.layers.changes import FleetLayerChanges, LayerChanges
+from normserve.http.oip.regions.region_registry import RegionRegistry
 from normserve.layers.checkpoint import register_checkpoint
+from normserve.layers.layer_changes import FleetLayerChanges, LayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.logs import audit, crash
 from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
-from normserve.peers.siblings import SiblingProcesses
-from normserve.requests.admission import MemoryAdmission
-from normserve.requests.layers import load_layer
+from normserve.peers.sibling_processes import SiblingProcesses
+from normserve.requests.layer_requests import load_layer
 from normserve.requests.lifecycle import RequestServices
+from normserve.requests.memory_admission import MemoryAdmission
 from normserve.settings import Settings
 
 if TYPE_CHECKING:
-    from normserve.traces.traces import RequestTracer
+    from normserve.traces.request_tracer import RequestTracer
 
 
 class ApplicationServices:

@@ -7,9 +7,9 @@ import numpy as np
 
 from normserve.admission.permits import Permit
 from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 from normserve.memory.slabs import SlabPool, allocate_plain
-from normserve.memory.threads import make_on_thread
+from normserve.memory.thread_allocation import make_on_thread
 from normserve.requests.lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.

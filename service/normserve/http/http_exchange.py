@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import NormserveError
 from normserve.http.spans import describe_request_span
 from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
 from normserve.jobs.job import NormJob, NormResult
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.lifecycle import RequestLifecycle, RequestServices
 
 if TYPE_CHECKING:
-    from normserve.traces.traces import Attributes
+    from normserve.traces.request_tracer import Attributes
 
 
 class HttpExchange(RequestLifecycle):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from normserve.http.transport import Headers
 from normserve.jobs.job import NormResult
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 
 _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 

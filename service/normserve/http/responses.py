@@ -3,7 +3,7 @@
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 from normserve.http.transport import Buffers, Headers
 
 

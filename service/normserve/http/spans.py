@@ -8,7 +8,7 @@ from normserve.requests.lifecycle import RequestLifecycle
 
 if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
-    from normserve.traces.traces import Attributes
+    from normserve.traces.request_tracer import Attributes
 
 UNMATCHED = "(unmatched)"
 """The route of a request that no route handles."""

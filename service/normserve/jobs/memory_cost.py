@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
-from normserve.jobs.results import Described, LayerParameterSpec, infer_result_specs
-from normserve.memory.host_tensors import DType
+from normserve.jobs.result_specs import Described, LayerParameterSpec, infer_result_specs
+from normserve.memory.tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024
-"""Elements that the CPU backend computes at once; a test checks that `fusednorm.cpu.pieces.PIECE_ELEMENTS` is
+"""Elements that the CPU backend computes at once; a test checks that `fusednorm.cpu.chunks.PIECE_ELEMENTS` is
 equal.
 """
 

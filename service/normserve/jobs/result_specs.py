@@ -5,7 +5,7 @@ from typing import Protocol
 
 from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.jobs.job import NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 Described = Mapping[str, tuple[DType, tuple[int, ...]]]
 """Dtypes and shapes of tensors, by the tensors' names in the API."""

@@ -21,8 +21,8 @@ from normserve.errors import (
 )
 from normserve.jobs.job import LAYER_OPTIONS, ChannelLayout, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost, estimate_memory_cost
-from normserve.jobs.results import Described
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.jobs.result_specs import Described
+from normserve.memory.tensors import DType, HostTensor
 
 MAX_HEADS = 65535
 """The largest number of heads with parameters of their own that the kernels take."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from normserve.codec.safetensors import CHECKPOINT_LIMITS, SafetensorsEntry, read_entries
 from normserve.engine.engine import Engine
 from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
-from normserve.files import open_regular_file
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.layers.registry import LayerRegistry, is_layer_name
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
+from normserve.regular_files import open_regular_file
 
 log = logging.getLogger(__name__)
 

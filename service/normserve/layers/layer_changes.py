@@ -14,7 +14,7 @@ from normserve.jobs.job import RegisteredLayer
 from normserve.layers.journal import LayerJournal
 from normserve.layers.process_lock import ProcessLock
 from normserve.layers.registry import LayerRegistry
-from normserve.peers.siblings import Question, SiblingConnection, SiblingProcesses, SiblingRefusedError
+from normserve.peers.sibling_processes import Question, SiblingConnection, SiblingProcesses, SiblingRefusedError
 
 log = logging.getLogger(__name__)
 

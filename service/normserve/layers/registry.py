@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from normserve.errors import NotReadyError, TooLargeError, UnknownLayerError
-from normserve.jobs.chain import make_chain_layer
+from normserve.jobs.chain_layers import make_chain_layer
 from normserve.jobs.job import Op, RegisteredLayer
 
 # In a URL, `.` and `..` name other resources.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.memory.segments import HostSegment, make_segment, round_up_to_pages
-from normserve.memory.threads import make_on_thread
+from normserve.memory.host_segments import HostSegment, make_segment, round_up_to_pages
+from normserve.memory.thread_allocation import make_on_thread
 
 #: A segment has at least so many bytes: each takes a descriptor.
 LEAST_BYTES = 2**20

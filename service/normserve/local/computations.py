@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 
 from normserve.admission.keys import KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.errors import DeviceFailureError, DrainingError, NormserveError
 from normserve.jobs.job import NormJob, NormResult
-from normserve.local.answers import LocalExchange, LocalResponder
-from normserve.local.arena import SegmentTable
-from normserve.local.operations import ComputeRequest, RequestPlan, make_response
-from normserve.local.service import LocalServices
-from normserve.metrics.requests import RequestRecord
+from normserve.local.local_responder import LocalExchange, LocalResponder
+from normserve.local.local_services import LocalServices
+from normserve.local.operation_planner import ComputeRequest, RequestPlan, make_response
+from normserve.local.segment_table import SegmentTable
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
 _INFER = frozenset([KeyScope.INFER])

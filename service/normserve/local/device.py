@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from normserve.errors import InvalidParameterError
-from normserve.local.memory import OrphanedSegments, SegmentAccounts
+from normserve.local.client_segments import OrphanedSegments, SegmentAccounts
 from normserve.local.peer import PeerProcess
 from normserve.memory.device_segments import (
     DeviceMemoryError,
@@ -18,7 +18,7 @@ from normserve.memory.device_segments import (
     DeviceSegment,
     ShareableDevice,
 )
-from normserve.memory.threads import make_on_thread
+from normserve.memory.thread_allocation import make_on_thread
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from normserve.backends.replayer import LaunchReplayer
+from normserve.backends.replay_interface import LaunchReplayer
 from normserve.codec.framing import FrameReader, SendQueue, close_descriptors
-from normserve.codec.local_frames import MAX_FRAME_BYTES
+from normserve.codec.local_messages import MAX_FRAME_BYTES
 from normserve.errors import NormserveError
-from normserve.sockets import add_reader, has_error
+from normserve.socket_readers import add_reader, has_error
 
 _READ_BYTES = 64 * 1024
 

@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.keys import KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec import safetensors
-from normserve.codec.local_frames import Message, TensorReference
+from normserve.codec.local_messages import Message, TensorReference
 from normserve.errors import InvalidParameterError, NormserveError
-from normserve.layers.changes import LayerChanges
+from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
-from normserve.local.answers import LocalExchange
-from normserve.local.arena import SegmentTable
-from normserve.local.operations import copy_tensors
-from normserve.local.session import LocalSession
+from normserve.local.local_responder import LocalExchange
+from normserve.local.local_session import LocalSession
+from normserve.local.operation_planner import copy_tensors
+from normserve.local.segment_table import SegmentTable
 from normserve.logs import audit
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import HostTensor
-from normserve.requests.layers import describe_layer, require_layer_query
+from normserve.memory.tensors import HostTensor
+from normserve.requests.layer_requests import describe_layer, require_layer_query
 from normserve.requests.lifecycle import RequestServices
 
 _CHANGES = frozenset([KeyScope.LAYERS])

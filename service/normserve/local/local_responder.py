@@ -4,18 +4,18 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import LocalResponse
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import LocalResponse
 from normserve.errors import ClientLeftError, NormserveError, RetryLaterError
 from normserve.errors.problems import compute_retry_after_s, make_problem_document
 from normserve.jobs.job import NormJob, NormResult
-from normserve.local.session import LocalSession
-from normserve.local.wire import FrameSocket
-from normserve.metrics.requests import NONE, RequestRecord
+from normserve.local.frame_socket import FrameSocket
+from normserve.local.local_session import LocalSession
+from normserve.metrics.request_metrics import NONE, RequestRecord
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
-    from normserve.traces.traces import Attributes
+    from normserve.traces.request_tracer import Attributes
 
 _names = random.Random()
 _NO_HEADERS: Mapping[bytes, bytes] = {}

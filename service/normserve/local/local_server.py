@@ -6,15 +6,15 @@ import logging
 import socket
 from collections.abc import Callable
 
-from normserve.codec.local_frames import LocalResponse, encode_frame
+from normserve.codec.local_messages import LocalResponse, encode_frame
 from normserve.errors import ForbiddenError, NormserveError
 from normserve.errors.problems import get_status, make_problem_document
-from normserve.local.connection import LocalServerConnection
-from normserve.local.memory import ClientSegment
+from normserve.local.client_segments import ClientSegment
+from normserve.local.frame_socket import FrameSocket
+from normserve.local.local_services import LocalServices
 from normserve.local.peer import LocalUsers, PeerProcess
-from normserve.local.service import LocalServices
-from normserve.local.wire import FrameSocket
-from normserve.sockets import has_ended
+from normserve.local.server_connection import LocalServerConnection
+from normserve.socket_readers import has_ended
 
 log = logging.getLogger(__name__)
 

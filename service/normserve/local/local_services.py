@@ -4,17 +4,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from normserve.engine.polling import BusyPoller
+from normserve.engine.busy_polling import BusyPoller
+from normserve.local.client_segments import HostSegmentAllocator, OrphanedSegments
 from normserve.local.device import DeviceSegmentAllocator
-from normserve.local.layers import LayerMessageDispatcher
-from normserve.local.memory import HostSegmentAllocator, OrphanedSegments
-from normserve.local.operations import OperationPlanner
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.local.layer_messages import LayerMessageDispatcher
+from normserve.local.operation_planner import OperationPlanner
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestServices
 
 if TYPE_CHECKING:
     # Imports only for types, because the import would be circular.
-    from normserve.local.replaying import RequestReplays
+    from normserve.local.request_replays import RequestReplays
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Set
 from typing import Any
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.keys import KeyScope
-from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
+from normserve.codec.local_messages import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
 from normserve.errors import InvalidParameterError, MalformedPayloadError
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestLifecycle
 
 

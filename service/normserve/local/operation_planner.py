@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UnsetType
 
-from normserve.codec.local_frames import ComputeMessage, ComputeResponse, StageMilliseconds, TensorReference
+from normserve.codec.local_messages import ComputeMessage, ComputeResponse, StageMilliseconds, TensorReference
 from normserve.codec.tensor_names import is_parameter
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
@@ -21,14 +21,14 @@ from normserve.jobs.job import (
     ReplaySlot,
 )
 from normserve.jobs.memory_cost import MemoryCost
-from normserve.jobs.results import infer_result_specs
+from normserve.jobs.result_specs import infer_result_specs
 from normserve.layers.registry import LayerRegistry
-from normserve.local.arena import SegmentTable, check_result_ranges, require_one_memory
-from normserve.memory.host_tensors import HostTensor
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.parameters import find_layer_name, list_operation_parameters, make_spec, parse_query
+from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
+from normserve.memory.tensors import HostTensor
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.requests.prepared_jobs import prepare_job
+from normserve.requests.request_parameters import find_layer_name, list_operation_parameters, make_spec, parse_query
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
 # Upper bounds of a cached `ParsedOperation`'s memory: a constant, and a factor for each byte of its parameters.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from msgspec import Raw
 
 from normserve.admission.keys import Keyring, KeyScope
-from normserve.backends.replayer import (
+from normserve.backends.replay_interface import (
     FAILED,
     LEFT,
     RECEIVED,
@@ -26,9 +26,9 @@ from normserve.backends.replayer import (
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.jobs.job import NormJob
 from normserve.layers.registry import LayerRegistry
-from normserve.local.answers import LocalResponder
-from normserve.local.operations import ComputeRequest
-from normserve.metrics.requests import CLIENT_LEFT, RequestRecord, RequestTimes
+from normserve.local.local_responder import LocalResponder
+from normserve.local.operation_planner import ComputeRequest
+from normserve.metrics.request_metrics import CLIENT_LEFT, RequestRecord, RequestTimes
 from normserve.requests.lifecycle import RequestServices
 
 # The event loop's other callbacks wait so long for a replayer that has something to do all the time.

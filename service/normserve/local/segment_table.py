@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from normserve.codec.local_frames import ALIGNMENT, SegmentRange, TensorReference
+from normserve.codec.local_messages import ALIGNMENT, SegmentRange, TensorReference
 from normserve.codec.shapes import count_bits
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
-from normserve.jobs.results import Described
+from normserve.jobs.result_specs import Described
 from normserve.memory.device_segments import DeviceMemoryView
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import FLOATS, HostTensor
+from normserve.memory.tensors import FLOATS, HostTensor
 
 _DTYPES = {dtype.value: dtype for dtype in FLOATS}
 _LONGEST_NAME = 64

@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from normserve.admission.keys import KeyScope
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import LocalResponse, Message
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import LocalResponse, Message
 from normserve.errors import MalformedPayloadError, NormserveError
-from normserve.local.answers import LocalExchange, LocalResponder
-from normserve.local.arena import SegmentTable
+from normserve.local.client_segments import ChargedSegment, ClientSegment
 from normserve.local.computations import ConnectionComputations
 from normserve.local.device import ChargedDeviceSegment
-from normserve.local.layers import MessageOrigin
-from normserve.local.memory import ChargedSegment, ClientSegment
-from normserve.local.operations import ComputeRequest
+from normserve.local.frame_socket import FrameSocket
+from normserve.local.layer_messages import MessageOrigin
+from normserve.local.local_responder import LocalExchange, LocalResponder
+from normserve.local.local_services import LocalServices
+from normserve.local.local_session import LocalSession
+from normserve.local.operation_planner import ComputeRequest
 from normserve.local.peer import PeerProcess
-from normserve.local.service import LocalServices
-from normserve.local.session import LocalSession
-from normserve.local.wire import FrameSocket
-from normserve.metrics.requests import RequestRecord
+from normserve.local.segment_table import SegmentTable
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
 #: Requests of one connection that are handled at the same time; further frames stay in the kernel's buffers.

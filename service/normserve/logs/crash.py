@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from normserve.logs.configuration import make_block_fields
+from normserve.logs.formatting import make_block_fields
 
 _log = logging.getLogger("normserve.crash")
 

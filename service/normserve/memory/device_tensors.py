@@ -1,6 +1,6 @@
 """Tensors in device memory."""
 
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 
 class DeviceTensor(HostTensor):

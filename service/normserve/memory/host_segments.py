@@ -11,7 +11,7 @@ import mmap
 import os
 from typing import TypeVar
 
-from normserve.memory.limits import read_available_bytes
+from normserve.memory.available_memory import read_available_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 

@@ -17,7 +17,7 @@ from normserve.memory.device_segments import (
     call_driver,
     call_driver_for_all,
 )
-from normserve.memory.threads import make_on_thread
+from normserve.memory.thread_allocation import make_on_thread
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 from normserve.memory.slabs import Bytes, SlabAllocator
 
 

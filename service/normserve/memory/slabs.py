@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from normserve.memory.segments import HostSegment
+from normserve.memory.host_segments import HostSegment
 
 Bytes = NDArray[np.uint8]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client import ProcessCollector
 
-from normserve.metrics.registrar import MetricRegistry
+from normserve.metrics.registry import MetricRegistry
 
 
 class FrontEndMetrics:

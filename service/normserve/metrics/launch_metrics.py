@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, PassDirection
-from normserve.memory.host_tensors import DType
-from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
+from normserve.memory.tensors import DType
+from normserve.metrics.registry import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
 _BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
 _BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))

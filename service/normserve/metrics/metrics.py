@@ -7,14 +7,14 @@ that a client chooses.
 from collections.abc import Callable, Iterable, Mapping
 
 from normserve import __version__
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob
 from normserve.metrics.exposition import TextExposition
-from normserve.metrics.launches import LaunchMetrics
-from normserve.metrics.prepared_calls import PreparedCallCounters, PreparedCallMetrics
-from normserve.metrics.registrar import MetricRegistry
-from normserve.metrics.requests import RequestMetrics, RequestRecord, RequestTimes
-from normserve.metrics.state import StateGauges
+from normserve.metrics.launch_metrics import LaunchMetrics
+from normserve.metrics.prepared_call_metrics import PreparedCallCounters, PreparedCallMetrics
+from normserve.metrics.registry import MetricRegistry
+from normserve.metrics.request_metrics import RequestMetrics, RequestRecord, RequestTimes
+from normserve.metrics.state_gauges import StateGauges
 
 SPANS_DROPPED = ("queue_full", "export_failed")
 

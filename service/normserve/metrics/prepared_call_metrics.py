@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from normserve.metrics.instruments import Counter
-from normserve.metrics.registrar import MetricRegistry
+from normserve.metrics.registry import MetricRegistry
 
 #: The kinds of owners of prepared calls.
 OWNERS = ("process", "connection")

@@ -9,7 +9,7 @@ from normserve.admission import revocation
 from normserve.errors import NormserveError
 from normserve.jobs.job import NormResult
 from normserve.metrics.instruments import Exemplar
-from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
+from normserve.metrics.registry import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
 UNMATCHED = "__unmatched__"
 NONE = "none"

@@ -6,7 +6,7 @@ from prometheus_client import ProcessCollector
 
 from normserve.metrics.front_ends import FrontEndMetrics
 from normserve.metrics.instruments import Gauge
-from normserve.metrics.registrar import MetricRegistry
+from normserve.metrics.registry import MetricRegistry
 
 
 class StateGauges:

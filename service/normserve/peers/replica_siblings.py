@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from normserve.errors import MethodNotAllowedError
 from normserve.metrics.exposition import merge_expositions
-from normserve.peers.siblings import SiblingProcesses
+from normserve.peers.sibling_processes import SiblingProcesses
 from normserve.settings import Settings
 
 # Interval at which replicas publish metrics, so the largest age of another's metrics in a scrape.

@@ -6,8 +6,8 @@ import logging
 import socket
 from collections.abc import Callable
 
-from normserve.logs.configuration import ThrottledLogger
-from normserve.process.handover import (
+from normserve.logs.formatting import ThrottledLogger
+from normserve.process.supervisor_channel import (
     BEAT_S,
     LINK,
     NOT_READY,
@@ -17,7 +17,7 @@ from normserve.process.handover import (
     decode_connection,
     receive_message,
 )
-from normserve.sockets import add_reader
+from normserve.socket_readers import add_reader
 
 log = logging.getLogger(__name__)
 

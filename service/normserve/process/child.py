@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from normserve.process.handover import (
+from normserve.process.supervisor_channel import (
     LINK,
     NOT_READY,
     READY,
@@ -24,7 +24,7 @@ from normserve.settings import make_device_environment
 
 log = logging.getLogger(__name__)
 
-OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
+OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end_server"
 
 # A process that has sent nothing for this long gets no new connections.
 _QUIET_S = 3.0

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple
 
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.http.problems import render_problem_response
-from normserve.logs.configuration import ThrottledLogger
+from normserve.http.problem_responses import render_problem_response
+from normserve.logs.formatting import ThrottledLogger
 
 log = logging.getLogger(__name__)
 

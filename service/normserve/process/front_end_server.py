@@ -1,4 +1,4 @@
-"""A front end: `python -m normserve.process.front_end CHANNEL`, started by `supervisor` only.
+"""A front end: `python -m normserve.process.front_end_server CHANNEL`, started by `supervisor` only.
 
 It serves HTTP and owns no device: it relays every request to a process that owns a device and runs the
 application.  It reads its settings, pickled, from standard input; connections, and links to those processes,
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import uvicorn
 
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.http.problems import render_problem_response
+from normserve.http.problem_responses import render_problem_response
 from normserve.http.relay.front_end import RelayApplication
-from normserve.logs.configuration import configure_logging
+from normserve.logs.formatting import configure_logging
 from normserve.process.channel import SupervisorChannel
 from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
 from normserve.process.tls import TlsContext, TlsFiles

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from normserve.errors import NormserveError
-from normserve.http.problems import NO_SNIFFING
+from normserve.http.problem_responses import NO_SNIFFING
 from normserve.http.transport import (
     ConnectionPolicy,
     ConnectionTimeouts,
@@ -21,7 +21,7 @@ from normserve.http.transport import (
     HttpConnection,
     make_connection_factory,
 )
-from normserve.process.connections import identify_client
+from normserve.process.connection_limits import identify_client
 from normserve.process.exit_codes import ExitCode
 from normserve.process.tls import TlsContext, TlsFileError
 from normserve.settings import Settings

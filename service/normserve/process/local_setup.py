@@ -3,18 +3,18 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from normserve.engine.polling import SOON_S, make_busy_poller
-from normserve.http.service import ApplicationServices
+from normserve.engine.busy_polling import SOON_S, make_busy_poller
+from normserve.http.application_services import ApplicationServices
+from normserve.local.client_segments import HostSegmentAllocator, OrphanedSegments
 from normserve.local.device import DeviceSegmentAllocator
-from normserve.local.layers import LayerMessageDispatcher
-from normserve.local.memory import HostSegmentAllocator, OrphanedSegments
-from normserve.local.operations import OperationPlanner
+from normserve.local.layer_messages import LayerMessageDispatcher
+from normserve.local.local_server import LocalServer, make_refusal_frame
+from normserve.local.local_services import LocalServices
+from normserve.local.operation_planner import OperationPlanner
 from normserve.local.peer import LocalUsers
-from normserve.local.replaying import RequestReplays
-from normserve.local.server import LocalServer, make_refusal_frame
-from normserve.local.service import LocalServices
-from normserve.process.connections import ConnectionLimits
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.local.request_replays import RequestReplays
+from normserve.process.connection_limits import ConnectionLimits
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.settings import Settings
 
 

@@ -13,10 +13,10 @@ from normserve import __version__
 from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.errors.problems import get_status
 from normserve.http.app import create_app
-from normserve.http.problems import render_problem_response
-from normserve.http.service import ApplicationServices
+from normserve.http.application_services import ApplicationServices
+from normserve.http.problem_responses import render_problem_response
 from normserve.logs import audit
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import make_uvicorn_config
 from normserve.process.listeners import ListenError, open_listeners, open_local_listener

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from normserve.engine.engine import EngineState
 from normserve.errors import NormserveError
 from normserve.http.app import create_app
-from normserve.http.service import ApplicationServices
+from normserve.http.application_services import ApplicationServices
 from normserve.http.transport import AsgiAdapter
-from normserve.peers.replicas import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
+from normserve.peers.replica_siblings import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
 from normserve.settings import Settings
 
 # One line per request costs more than a small request.

@@ -12,13 +12,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve.errors import ConfigurationError, NormserveError
-from normserve.http.relay.owner import RelayServer
-from normserve.http.service import ApplicationServices
-from normserve.local.server import LocalServer
+from normserve.http.application_services import ApplicationServices
+from normserve.http.relay.relay_server import RelayServer
+from normserve.local.local_server import LocalServer
 from normserve.logs import audit
 from normserve.process.announcement import print_announcement
 from normserve.process.channel import SupervisorChannel
-from normserve.process.connections import (
+from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
     raise_descriptor_limit_for_connections,
@@ -26,7 +26,7 @@ from normserve.process.connections import (
 from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import CLOSE_S, HttpServer
 from normserve.process.listeners import is_local_connection, make_url
-from normserve.process.local_clients import make_local_limits, make_local_server
+from normserve.process.local_setup import make_local_limits, make_local_server
 from normserve.process.tls import TlsContext
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from normserve.files import open_regular_file
+from normserve.regular_files import open_regular_file
 from normserve.settings import Settings
 
 

@@ -9,9 +9,9 @@ import socket
 import sys
 
 from normserve.http.app import create_app
-from normserve.logs.configuration import configure_logging
-from normserve.peers.siblings import SiblingProcesses
-from normserve.process.serving import run_server
+from normserve.logs.formatting import configure_logging
+from normserve.peers.sibling_processes import SiblingProcesses
+from normserve.process.owner_server import run_server
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.validation import check_group_count, check_layer_parameters
 from normserve.layers.registry import LayerRegistry
-from normserve.requests.parameters import LAYER_PARAMETERS, make_spec, parse_query
+from normserve.requests.request_parameters import LAYER_PARAMETERS, make_spec, parse_query
 
 
 def require_layer_query(query: bytes) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.permits import AdmissionBudget, Permit
 from normserve.engine.engine import Engine
 from normserve.engine.progress import CompletionTracker
@@ -18,14 +18,14 @@ from normserve.jobs.job import NormJob, NormResult
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.requests.access_log import log_request
-from normserve.requests.admission import MemoryAdmission
-from normserve.traces.parent import make_log_fields
+from normserve.metrics.request_metrics import CLIENT_LEFT, RequestRecord
+from normserve.requests.memory_admission import MemoryAdmission
+from normserve.requests.request_lifecycle import log_request
+from normserve.traces.parent_span import make_log_fields
 
 if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
-    from normserve.traces.traces import Attributes, RequestTracer
+    from normserve.traces.request_tracer import Attributes, RequestTracer
 
 log = logging.getLogger(__name__)
 

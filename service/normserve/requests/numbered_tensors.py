@@ -12,7 +12,7 @@ import numpy as np
 
 from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS, is_parameter
 from normserve.errors import InvalidShapeError, MissingTensorError, UnexpectedTensorError, UnsupportedDtypeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 T = TypeVar("T")
 

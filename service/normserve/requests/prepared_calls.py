@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from normserve.metrics.prepared_calls import PreparedCallCounters
+from normserve.metrics.prepared_call_metrics import PreparedCallCounters
 
 # An entry of more than this fraction of all bytes is not kept: it would evict too many others.
 _LARGEST_FRACTION = 8

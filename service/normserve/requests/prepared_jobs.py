@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from normserve.jobs.job import NormJob, NormSpec, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import make_validated_job
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 from normserve.requests.prepared_calls import PreparedCallCache
 
 # Bounds of a kept check's memory: in all, for each tensor, and for each axis.

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from normserve.admission.callers import ClientIdentity
-from normserve.metrics.requests import RequestRecord
+from normserve.admission.client_identity import ClientIdentity
+from normserve.metrics.request_metrics import RequestRecord
 
 _log = logging.getLogger("normserve.access")
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
 
 from normserve import __version__
-from normserve.traces.traces import RequestTracer
+from normserve.traces.request_tracer import RequestTracer
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from normserve.metrics.requests import RequestRecord
-from normserve.traces.parent import ParentSpan, parse_parent
+from normserve.metrics.request_metrics import RequestRecord
+from normserve.traces.parent_span import ParentSpan, parse_parent
 from normserve.traces.stages import compute_stage_intervals
 
 Attributes = dict[str, str | int | float | bool]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from normserve.metrics.requests import NONE, RequestRecord
+from normserve.metrics.request_metrics import NONE, RequestRecord
 
 # A span costs the server about as much time as such a stage takes.
 SHORTEST_S = 20e-6

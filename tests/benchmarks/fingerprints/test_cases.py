@@ -5,21 +5,21 @@ from pathlib import Path
 
 import fusednorm
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.policy import batch_invariance, waiting
+from fusednorm.policy import batch_invariance, cooperative_launches
 
 from benchmarks.fingerprints.cases import FingerprintCase, plan_case
-from benchmarks.fingerprints.launches import format_case
+from benchmarks.fingerprints.launch_text import format_case
 from tests.kernels.harness.compiled import compile_elsewhere
 
 REACH = """
 import json, sys
-from benchmarks.fingerprints import group_norm, layer_norm
+from benchmarks.fingerprints import group_norm_cases, layer_norm_cases
 from benchmarks.fingerprints.cases import plan_case
-from fusednorm.ops.group_norm import table as group_norm_tables
-from fusednorm.ops.layer_norm import choice as layer_norm_choice
-from fusednorm.ops.layer_norm import table as layer_norm_tables
+from fusednorm.ops.group_norm import config_tables as group_norm_tables
+from fusednorm.ops.layer_norm import choices as layer_norm_choice
+from fusednorm.ops.layer_norm import config_tables as layer_norm_tables
 
-cases = [*layer_norm.iterate_cases(), *group_norm.iterate_cases()]
+cases = [*layer_norm_cases.iterate_cases(), *group_norm_cases.iterate_cases()]
 entries, reached = set(), set()
 
 def tagged(table, value):
@@ -86,7 +86,7 @@ def test_the_policy_of_a_case_holds_for_it_alone():
     seen = []
 
     def plan(_):
-        seen.append((waiting._allowed, batch_invariance.is_batch_invariant()))
+        seen.append((cooperative_launches._allowed, batch_invariance.is_batch_invariant()))
         return []
 
     plan_case(FingerprintCase("a case", plan, may_wait=False, batch_invariant=True))

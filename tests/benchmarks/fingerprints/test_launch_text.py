@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import torch
 from fusednorm.arguments.arrays import new_workspace
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 
 from benchmarks.fingerprints.cases import FingerprintCase, MetaTensors, PlannedCase
-from benchmarks.fingerprints.launches import format_case, summarise_launches
+from benchmarks.fingerprints.launch_text import format_case, summarise_launches
 
 
 def launch_of(name, parameter, block=128, rows=3, swapped=False, case="a case"):

@@ -41,7 +41,7 @@ import importlib.util, json, sys
 import torch
 from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
 from fusednorm.launch.inspection import specialise_kernel
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.tensors.arrays import describe
 
 specialisations = []

@@ -1,5 +1,5 @@
 import pytest
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 
 from benchmarks.fingerprints.__main__ import main
 

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from benchmarks.harness import warm
-from benchmarks.workload.suites import list_cells
+from benchmarks.harness import compile_ahead
+from benchmarks.workload.cell_suites import list_cells
 
 
 @pytest.fixture
@@ -12,28 +12,28 @@ def taken_on(monkeypatch):
     items = []
 
     def record(task, work, workers, seconds):
-        assert task is warm.run_provider_once
+        assert task is compile_ahead.run_provider_once
         items.extend(work)
         return len(work)
 
-    monkeypatch.setattr(warm, "run_in_workers", record)
+    monkeypatch.setattr(compile_ahead, "run_in_workers", record)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/restored/afterwards")
     return items
 
 
 def test_all_but_eager_torch_is_compiled(taken_on, capsys):
     cells = list_cells(["small"])
-    warm.compile_cells(cells, ["fusednorm", "torch", "compile"], seconds=1)
+    compile_ahead.compile_cells(cells, ["fusednorm", "torch", "compile"], seconds=1)
     assert taken_on == [(cell, provider) for cell in cells for provider in ("fusednorm", "compile")]
     assert "20 of 20 begun" in capsys.readouterr().err
 
 
 def test_the_place_of_the_cache_is_settled_before_workers_start(taken_on, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    warm.compile_cells([], ["fusednorm"], seconds=1)
+    compile_ahead.compile_cells([], ["fusednorm"], seconds=1)
     assert os.environ["TRITON_CACHE_DIR"]
 
 
 def test_a_chosen_place_stays(taken_on):
-    warm.compile_cells([], ["fusednorm"], seconds=1)
+    compile_ahead.compile_cells([], ["fusednorm"], seconds=1)
     assert os.environ["TRITON_CACHE_DIR"] == "/restored/afterwards"

@@ -3,9 +3,9 @@ import torch
 from fusednorm.reference.dropout import compute_dropout_mask
 
 from benchmarks.harness.oracle import ResultOracle, WrongResultError, compute_exact_results, compute_keep_mask
-from benchmarks.providers.own import make_own_run
-from benchmarks.providers.plain import make_eager_run
-from benchmarks.workload.problem import SEED, ProviderRun
+from benchmarks.providers.own_provider import make_own_run
+from benchmarks.providers.torch_provider import make_eager_run
+from benchmarks.workload.problems import SEED, ProviderRun
 
 
 @pytest.mark.parametrize("provider", [make_own_run, make_eager_run])

@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks.harness import records
 from benchmarks.harness.timing import TimeQuantiles
-from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.benchmark_cells import KernelCell
 
 CELL = KernelCell("layer_norm", "forward", "plain", (4096, 8192), 0, "bfloat16", "rows")
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.harness.workers import run_in_workers
+from benchmarks.harness.worker_pool import run_in_workers
 
 
 def test_every_item_is_done_though_some_raise(tmp_path, capfd):

@@ -3,12 +3,12 @@ from dataclasses import replace
 import fusednorm
 import pytest
 import torch
-from fusednorm.launch import replay
+from fusednorm.launch import replay_cache
 
 from benchmarks.harness.oracle import ResultOracle
 from benchmarks.host.calls import PROVIDERS, MissingExtensionError, make_call, select_settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
-from benchmarks.workload.problem import EPS, BenchmarkProblem, ProviderRun, TensorCache
+from benchmarks.workload.problems import EPS, BenchmarkProblem, ProviderRun, TensorCache
 
 NEEDS_GPU = {("torch", "rms_norm", "backward")}
 """torch has no operator for it elsewhere."""
@@ -43,21 +43,21 @@ def test_liger_is_left_out_of_groups_that_lie_channels_last(problem):
 
 
 def test_the_extension_is_put_aside_and_put_back(monkeypatch):
-    monkeypatch.setattr(replay, "_load", None)
+    monkeypatch.setattr(replay_cache, "_load", None)
     extension = type("Extension", (), {"define_pass": lambda self, *follows: 0})()
-    for each in replay._PASSES:
+    for each in replay_cache._PASSES:
         monkeypatch.setattr(each, "extension_number", each.extension_number)
-    monkeypatch.setattr(replay, "_extension", extension)
+    monkeypatch.setattr(replay_cache, "_extension", extension)
     with select_settings("fusednorm_python"):
-        assert replay.get_extension() is None
-    assert replay.get_extension() is extension
+        assert replay_cache.get_extension() is None
+    assert replay_cache.get_extension() is extension
     with select_settings("fusednorm"):
-        assert replay.get_extension() is extension
+        assert replay_cache.get_extension() is extension
 
 
 def test_without_replays_no_call_is_looked_up(monkeypatch, device):
     looked_up = []
-    monkeypatch.setattr(replay.ReplayablePass, "_find_replay", lambda *call: looked_up.append(call))
+    monkeypatch.setattr(replay_cache.ReplayablePass, "_find_replay", lambda *call: looked_up.append(call))
     x = torch.randn(6, 64, device=device)
     with select_settings("fusednorm_planned"):
         fusednorm.layer_norm_forward(x, eps=EPS)

@@ -7,7 +7,7 @@ from benchmarks.host import suite
 from benchmarks.host.calls import HostCall, make_call
 from benchmarks.host.cells import CELLS
 from benchmarks.host.suite import HostSuite
-from benchmarks.workload.problem import TensorCache
+from benchmarks.workload.problems import TensorCache
 
 GROUPS = {"shape": (2, 8, 3, 5), "groups": 4}
 

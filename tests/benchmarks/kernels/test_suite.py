@@ -2,9 +2,9 @@ import pytest
 
 from benchmarks.harness.timing import TimeQuantiles
 from benchmarks.kernels.suite import measure_cell
-from benchmarks.providers.own import make_own_run
+from benchmarks.providers.own_provider import make_own_run
 from benchmarks.providers.registry import PROVIDERS
-from benchmarks.workload.problem import ProviderRun
+from benchmarks.workload.problems import ProviderRun
 
 
 def timer(call, before=None):

@@ -53,5 +53,5 @@ def tiny(monkeypatch):
             clear()
             self.replay = call
 
-    monkeypatch.setattr("benchmarks.models.passes.PassGraph", FakeGraph)
+    monkeypatch.setattr("benchmarks.models.model_passes.PassGraph", FakeGraph)
     return suite.ModelSuite(device="cpu")

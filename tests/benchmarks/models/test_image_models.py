@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from benchmarks.models.images import make_residual_blocks, make_vae_decoder
+from benchmarks.models.image_models import make_residual_blocks, make_vae_decoder
 
 
 def test_blocks_keep_shape_and_memory_format():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models.providers import NothingReplacedError, replace_with_liger
+from benchmarks.models.norm_providers import NothingReplacedError, replace_with_liger
 
 
 class FakeNorm(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from benchmarks.harness import records
 from benchmarks.models import suite
 from benchmarks.models.cells import ModelCell
-from benchmarks.models.passes import StepOutcome
+from benchmarks.models.model_passes import StepOutcome
 from benchmarks.models.suite import is_within_tolerance
 
 from .conftest import patch
@@ -16,7 +16,7 @@ CELL = ModelCell("blocks", (2, 8, 2, 2))
 @pytest.fixture(autouse=True)
 def extension(monkeypatch):
     """There is a host extension, as far as anybody asks."""
-    monkeypatch.setattr(suite.replay, "get_extension", object)
+    monkeypatch.setattr(suite.replay_cache, "get_extension", object)
 
 
 def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
@@ -73,7 +73,7 @@ def test_a_model_that_is_not_installed_is_a_line(tiny, monkeypatch):
 
 def test_a_graph_that_computes_something_else_has_no_time(tiny, patching, monkeypatch):
     monkeypatch.setattr(
-        "benchmarks.models.passes.ModelPasses.replay_step", lambda self, graph: StepOutcome(1e6, float("nan"))
+        "benchmarks.models.model_passes.ModelPasses.replay_step", lambda self, graph: StepOutcome(1e6, float("nan"))
     )
     notes = []
     rows = list(tiny.measure_rows(CELL, ("torch",), notes.append))
@@ -87,7 +87,7 @@ def test_a_pass_that_fails_leaves_the_other(tiny, patching, monkeypatch):
     def forward(self):
         raise torch.OutOfMemoryError("too much")
 
-    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._run_forward", forward)
+    monkeypatch.setattr("benchmarks.models.model_passes.ModelPasses._run_forward", forward)
     notes = []
     rows = list(tiny.measure_rows(ModelCell("blocks", (2, 8, 2, 2), ("eager",)), ("torch",), notes.append))
     assert [row["pass"] for row in rows] == ["step"]
@@ -115,14 +115,16 @@ def test_only_torch_and_fusednorm_are_compiled_after_compiling_ahead_once(tiny, 
 def test_what_is_compiled_ahead_is_what_the_cell_times(tiny, patching, monkeypatch):
     compiled, called = [], []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
-    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._train_step", lambda self: called.append("step"))
+    monkeypatch.setattr(
+        "benchmarks.models.model_passes.ModelPasses._train_step", lambda self: called.append("step")
+    )
     monkeypatch.setattr(suite, "limit_inductor", lambda: None)
     suite.compile_once((ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",)), "fusednorm"))
     assert (len(compiled), called) == (1, ["step"])
 
 
 def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
-    monkeypatch.setattr(suite.replay, "get_extension", lambda: None)
+    monkeypatch.setattr(suite.replay_cache, "get_extension", lambda: None)
     notes = []
     cell = ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("forward",))
     for _ in range(2):

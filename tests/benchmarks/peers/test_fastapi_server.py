@@ -3,12 +3,12 @@ import asyncio
 import httpx
 import torch
 from normload.adapters.registry import ADAPTERS
-from normload.adapters.rows import make_parameters
+from normload.adapters.row_adapters import make_parameters
 from normload.clients import oracle
-from normserve.client.answers.answer import ApiResponse
+from normserve.client.responses.api_response import ApiResponse
 
 from benchmarks.peers.__main__ import SIZES, make_scenario
-from benchmarks.peers.plain import make_app
+from benchmarks.peers.fastapi_server import make_app
 
 
 def test_the_plain_server_answers_right():

@@ -1,5 +1,5 @@
 import numpy as np
-from normload.adapters.rows import make_parameters
+from normload.adapters.row_adapters import make_parameters
 
 from benchmarks.peers.__main__ import SIZES, make_scenario
 

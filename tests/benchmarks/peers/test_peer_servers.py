@@ -1,6 +1,6 @@
 from normload.adapters.registry import ADAPTERS
 
-from benchmarks.peers.others import OTHERS
+from benchmarks.peers.peer_servers import OTHERS
 
 
 def test_every_server_speaks_something_known():

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.benchmark_cells import KernelCell
 
 SHAPES = ((2, 320, 64, 64), (8, 512, 64, 64), (1, 128, 20, 256, 256))
 

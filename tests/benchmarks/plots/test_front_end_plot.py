@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.plots.__main__ import main
-from benchmarks.plots.front_ends import draw_front_ends, is_front_end_csv, iterate_plots
+from benchmarks.plots.front_end_plot import draw_front_ends, is_front_end_csv, iterate_plots
 from benchmarks.serve.processes.frontends import COLUMNS
 
 

@@ -1,5 +1,5 @@
 from benchmarks.harness import records
-from benchmarks.plots.charts import draw_chart, iterate_charts
+from benchmarks.plots.group_charts import draw_chart, iterate_charts
 
 
 def test_a_chart_for_each_variant_of_enough_shapes(path):

@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
-from benchmarks.plots.models import draw_curve, iterate_curves
+from benchmarks.plots.model_plots import draw_curve, iterate_curves
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 
 from benchmarks.harness import records
-from benchmarks.plots.series import draw_series, iterate_series
-from benchmarks.workload.cells import KernelCell
+from benchmarks.plots.row_plots import draw_series, iterate_series
+from benchmarks.workload.benchmark_cells import KernelCell
 
 
 @pytest.fixture

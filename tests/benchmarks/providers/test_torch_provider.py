@@ -1,6 +1,6 @@
 import torch
 
-from benchmarks.providers.plain import make_copy_run, make_eager_run
+from benchmarks.providers.torch_provider import make_copy_run, make_eager_run
 
 
 def test_the_backward_pass_of_torch_can_be_repeated(problem):

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.report import figures
 from benchmarks.report.documents import DOCUMENTS, PART, ROOT, TEMPLATES, DocumentRenderer, wrap_markdown
-from benchmarks.report.literal import FIGURE, find_exempt_passages, find_figures, find_literal_figures
+from benchmarks.report.literal_figures import FIGURE, find_exempt_passages, find_figures, find_literal_figures
 
 WITHOUT_A_CSV = {
     # Python's version.

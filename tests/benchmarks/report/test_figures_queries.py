@@ -14,7 +14,7 @@ from benchmarks.report.figures import (
     format_single,
     load_rows,
 )
-from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.benchmark_cells import KernelCell
 
 
 @pytest.fixture(autouse=True)

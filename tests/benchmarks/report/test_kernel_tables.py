@@ -1,7 +1,7 @@
 from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
-from benchmarks.report.table import format_ratios, format_tables
-from benchmarks.workload.cells import KernelCell
+from benchmarks.report.kernel_tables import format_ratios, format_tables
+from benchmarks.workload.benchmark_cells import KernelCell
 
 
 def lines(*paths, long=False):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import torch
 
-from benchmarks.serve.clients.posts import COLS, encode_npy, make_parameters
+from benchmarks.serve.clients.checked_requests import COLS, encode_npy, make_parameters
 
 PARAMETERS = make_parameters()
 

@@ -1,4 +1,4 @@
-from benchmarks.serve.load import format_table
+from benchmarks.serve.load_overhead import format_table
 
 
 def row(client, per_second, **ratios):

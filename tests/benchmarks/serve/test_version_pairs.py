@@ -1,4 +1,4 @@
-from benchmarks.serve.pairs import compute_median_interval
+from benchmarks.serve.version_pairs import compute_median_interval
 
 
 def test_interval_of_fifteen_values_leaves_out_three_at_each_end():

@@ -1,4 +1,4 @@
-from benchmarks.workload.cells import KernelCell, compute_sweep_rows
+from benchmarks.workload.benchmark_cells import KernelCell, compute_sweep_rows
 
 
 def test_a_cell_is_named_by_what_it_times():

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from benchmarks.workload.suites import GROUP_SHAPES, SUITES, list_cells, select_shard
+from benchmarks.workload.cell_suites import GROUP_SHAPES, SUITES, list_cells, select_shard
 from benchmarks.workload.variants import VARIANTS
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.workload.problem import BenchmarkProblem
+from benchmarks.workload.problems import BenchmarkProblem
 
 
 def test_cells_over_the_same_tensors_share_them(problem):

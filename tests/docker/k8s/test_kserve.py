@@ -81,7 +81,7 @@ def test_its_port_is_the_one_the_server_listens_on(container):
 
 
 def test_its_probes_are_those_of_the_protocol_and_need_no_key(container):
-    from normserve.http.routes.scopes import DECLARED, PUBLIC
+    from normserve.http.routes.route_scopes import DECLARED, PUBLIC
 
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         path = container[probe]["httpGet"]["path"]

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 from normserve.settings import Settings
 
 from tests.docker.k8s.conftest import K8S, run

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from normload.adapters.native import NativeAdapter
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import make_request
-from normload.clients.sender import RequestSender
-from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule
-from normload.load.scenario import LoadPhase
+from normload.clients.prepared_requests import make_request
+from normload.clients.request_sender import RequestSender
+from normload.clients.response_checker import ResponseChecker
+from normload.load.scenarios import LoadPhase
+from normload.load.schedules import ArrivalGenerator, ClosedLoopSchedule
 from normload.load.workload import Workload
 from normserve.client import (
     AsyncClient,
@@ -24,7 +24,7 @@ from normserve.client import (
     UnauthorizedError,
     UnknownLayerError,
 )
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
 CASES = {
     "layer_norm": ((5, 7, 33), 33, {}, lambda h, w, b: F.layer_norm(h, (33,), w, b, 1e-5)),

@@ -4,10 +4,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from normload.load import scenario
-from normload.run import TargetServer, run_scenario
+from normload.load import scenarios
+from normload.load_run import TargetServer, run_scenario
 
-SCENARIOS = scenario.load_built_in_scenarios()
+SCENARIOS = scenarios.load_built_in_scenarios()
 MOST_CONNECTIONS = 8
 
 
@@ -21,10 +21,10 @@ def urls(launched, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def without_ceilings(monkeypatch, load_test_forks):
     """Seven runs need not find out what the loopback could do."""
-    monkeypatch.setattr("normload.run.measure_echo", lambda *amount, is_unix: None)
+    monkeypatch.setattr("normload.load_run.measure_echo", lambda *amount, is_unix: None)
 
 
-def shortened(long: scenario.LoadScenario) -> scenario.LoadScenario:
+def shortened(long: scenarios.LoadScenario) -> scenarios.LoadScenario:
     """The same phases, for as short as will do, with a few small requests."""
     phases = [replace(phase, connections=min(phase.connections, MOST_CONNECTIONS)) for phase in long.phases]
     cases = tuple(

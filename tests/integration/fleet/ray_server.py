@@ -5,7 +5,7 @@ import signal
 import sys
 
 import ray
-from normserve.peers.replicas import ReplicaScaling
+from normserve.peers.replica_siblings import ReplicaScaling
 from normserve.process.ray import build
 from ray import serve
 

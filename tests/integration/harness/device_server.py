@@ -4,15 +4,15 @@ import sys
 import weakref
 from math import prod
 
-import normserve.http.service
+import normserve.http.application_services
 import torch
 from normserve.backends.cpu.backend import CpuBackend
-from normserve.backends.cuda import recurring, replays
-from normserve.backends.cuda.places import BatchBufferAllocator
+from normserve.backends.cuda import client_memory_launches, graph_cache
+from normserve.backends.cuda.batch_buffers import BatchBufferAllocator
+from normserve.backends.cuda.pipeline import StreamPipeline
 from normserve.backends.cuda.replayer import build
-from normserve.backends.cuda.streams import StreamPipeline
-from normserve.backends.replayer import CapturedLaunch
-from normserve.backends.tensors import TORCH_DTYPES
+from normserve.backends.replay_interface import CapturedLaunch
+from normserve.backends.tensor_conversion import TORCH_DTYPES
 from normserve.cli.commands import main
 from normserve.memory.device_segments import ShareableDevice
 
@@ -58,7 +58,7 @@ class DeviceBackend(CpuBackend):
     def start(self):
         self.shareable_device = ShareableDevice(0, FakeDriver())
         self._driver = Driver()
-        self._replays = replays.GraphCache(self._driver)
+        self._replays = graph_cache.GraphCache(self._driver)
         self._places = BatchBufferAllocator(self._slabs)
         self._pipeline = StreamPipeline(HostStreams(urgent=True))
         return super().start()
@@ -70,7 +70,7 @@ class DeviceBackend(CpuBackend):
             return super().run(batch)
         prepared = None if job.replay_slot is None else job.replay_slot.prepared
         if prepared is None:
-            prepared = recurring.prepare_client_memory_launch(
+            prepared = client_memory_launches.prepare_client_memory_launch(
                 self._places.own(job), Writing(), self._pipeline, self._replays, iter(())
             )
             if job.replay_slot is not None:
@@ -79,7 +79,7 @@ class DeviceBackend(CpuBackend):
 
     def get_captured_launch(self, recurrence):
         prepared = recurrence.prepared
-        if not isinstance(prepared, recurring.ClientMemoryLaunch) or prepared.captured_graph is None:
+        if not isinstance(prepared, client_memory_launches.ClientMemoryLaunch) or prepared.captured_graph is None:
             return None
         return CapturedLaunch(id(prepared.captured_graph), 1, (), (prepared, prepared.captured_graph))
 
@@ -89,7 +89,9 @@ class DeviceBackend(CpuBackend):
 
 if __name__ == "__main__":
     # What comes again is soon answered without Python code.
-    replays._CALLS_BEFORE_CAPTURE = 2
-    recurring._view_as_device_tensor = seen
-    normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)
+    graph_cache._CALLS_BEFORE_CAPTURE = 2
+    client_memory_launches._view_as_device_tensor = seen
+    normserve.http.application_services.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(
+        threads, slabs
+    )
     sys.exit(main())

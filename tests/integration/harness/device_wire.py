@@ -3,7 +3,7 @@
 import os
 
 import numpy as np
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 
 from tests.integration.harness.local_wire import LocalConnection

@@ -7,9 +7,9 @@ import struct
 
 import msgspec
 import numpy as np
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import HostSegment, map_segment
+from normserve.memory.host_segments import HostSegment, map_segment
 
 _RIGHTS_BYTES = socket.CMSG_SPACE(8 * struct.calcsize("i"))
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import normserve.http.service
+import normserve.http.application_services
 import torch
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.cli.commands import main
@@ -75,5 +75,7 @@ def wait_for_gate() -> None:
 
 
 if __name__ == "__main__":
-    normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(threads, slabs)
+    normserve.http.application_services.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(
+        threads, slabs
+    )
     sys.exit(main())

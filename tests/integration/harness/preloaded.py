@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
+import normload.clients.client_worker  # noqa: F401
+
 # Imported for the processes that are forked.
 import normload.clients.oracle
-import normload.clients.worker  # noqa: F401
 import normserve.backends.cpu.backend
 import normserve.cli.commands
 import normserve.http.app
-import normserve.process.front_end
-import normserve.process.serving
+import normserve.process.front_end_server
+import normserve.process.owner_server
 import normserve.process.supervisor
 import normserve.process.worker  # noqa: F401
 

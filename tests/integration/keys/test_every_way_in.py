@@ -12,7 +12,7 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 import pytest
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.integration.harness.fleets import WEIGHT, put
 from tests.integration.harness.local_wire import LocalConnection, request

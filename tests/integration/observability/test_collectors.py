@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.traces.export import make_exporting_tracer
 
 from tests.integration.harness.collector import SOON, collecting

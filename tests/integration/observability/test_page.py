@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from normserve.http.routes.page import list_example_commands
+from normserve.http.routes.page_routes import list_example_commands
 
 from tests.integration.harness.wire import assert_problem
 

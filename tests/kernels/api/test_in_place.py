@@ -6,7 +6,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import autograd
-from fusednorm.devices.device import HAS_TRITON
+from fusednorm.devices.device_properties import HAS_TRITON
 from torch import nn
 
 from tests.kernels.api.norm_calls import CALLS, Dispatched, inputs

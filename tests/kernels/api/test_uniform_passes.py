@@ -6,7 +6,7 @@ import itertools
 import fusednorm
 import pytest
 import torch
-from fusednorm.api.uniform import copy_unsupported_strides
+from fusednorm.api.uniform_passes import copy_unsupported_strides
 from torch import nn
 from torch._prims_common import check_significant_strides
 from torch._subclasses.fake_tensor import FakeTensorMode

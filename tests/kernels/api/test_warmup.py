@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.arguments.arrays import Array
-from fusednorm.launch import prepared, replay
+from fusednorm.launch import prepared_kernels, replay_cache
 
 DTYPE = torch.bfloat16
 
@@ -14,7 +14,7 @@ class Notes:
 
     def __init__(self, monkeypatch):
         self.kinds = set()
-        start = prepared.launch_kernel
+        start = prepared_kernels.launch_kernel
 
         def note(launch, memories, device):
             kinds = tuple(a.dtype if isinstance(a, Array) else type(a) for a in launch.arguments)
@@ -24,7 +24,7 @@ class Notes:
                 self.kinds.add(kind)
                 start(launch, memories, device)
 
-        monkeypatch.setattr(prepared, "launch_kernel", note)
+        monkeypatch.setattr(prepared_kernels, "launch_kernel", note)
 
     def new(self, call, *arguments, **options):
         """Whether the call launched anything unseen."""
@@ -36,7 +36,7 @@ class Notes:
 @pytest.fixture
 def notes(monkeypatch, device):
     # What is known is launched without a note.
-    monkeypatch.setattr(replay.ReplayablePass, "record", lambda *_: None)
+    monkeypatch.setattr(replay_cache.ReplayablePass, "record", lambda *_: None)
     return Notes(monkeypatch)
 
 

@@ -15,7 +15,7 @@ from fusednorm import (
 )
 from fusednorm.api import autograd
 from fusednorm.arguments.checks import ACTIVATIONS
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.reference import chain as reference_chain
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from fusednorm.cpu import batch_invariant, dropout, pieces
+from fusednorm.cpu import batch_invariant, chunks, dropout_mask
 from fusednorm.cpu.batch_invariant import outputs
 from fusednorm.reference.dropout import compute_dropout_mask, compute_philox_words
 
@@ -27,7 +27,7 @@ SUMS = ("dweight", "dbias")
 def seeded(monkeypatch):
     torch.manual_seed(11)
     monkeypatch.setattr(outputs, "WHOLE_ELEMENTS", 0)
-    monkeypatch.setattr(dropout, "_QUADS", 7)
+    monkeypatch.setattr(dropout_mask, "_QUADS", 7)
     # With weights torch's backward of GroupNorm rounds otherwise on another number of threads.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def test_bits_are_those_of_the_whole(cut, dtype, p, activation, monkeypatch):
     for call in calls:
         results = {}
         for elements in (48, 2**30):
-            monkeypatch.setattr(pieces, "PIECE_ELEMENTS", elements)
+            monkeypatch.setattr(chunks, "PIECE_ELEMENTS", elements)
             results[elements] = call()
         for name, whole in results[2**30]._asdict().items():
             cut = getattr(results[48], name)
@@ -84,9 +84,9 @@ def test_mask_of_any_piece_is_that_of_the_whole():
             whole = compute_dropout_mask(seed, count, positions, 0.3, "cpu")
             for row in range(count):
                 for start in range(positions):
-                    kept = dropout.DropoutMask(0.3, seed).compute(range(row, count), range(start, positions))
+                    kept = dropout_mask.DropoutMask(0.3, seed).compute(range(row, count), range(start, positions))
                     assert torch.equal(kept, whole[row:, start:])
-                    kept = dropout.DropoutMask(0.3, seed).compute(range(row, row + 1), range(start, start + 1))
+                    kept = dropout_mask.DropoutMask(0.3, seed).compute(range(row, row + 1), range(start, start + 1))
                     assert torch.equal(kept, whole[row : row + 1, start : start + 1])
 
 
@@ -94,7 +94,7 @@ def test_mask_of_rows_beyond_32_bits():
     quad = torch.arange(2)[None, :]
     row = torch.tensor([[2**32 + 5]])
     words = torch.stack(compute_philox_words(9, row, quad), dim=-1).view(1, -1)
-    kept = dropout.DropoutMask(0.5, 9).compute(range(2**32 + 5, 2**32 + 6), range(7))
+    kept = dropout_mask.DropoutMask(0.5, 9).compute(range(2**32 + 5, 2**32 + 6), range(7))
     assert torch.equal(kept, words[:, :7] >= 2**31)
 
 
@@ -102,9 +102,9 @@ def test_mask_of_rows_beyond_32_bits():
     ("samples", "groups", "elements"), [(5, 4, 3), (3, 4, 48), (2, 3, 100), (1, 1, 1), (50, 2, 1)]
 )
 def test_every_group_is_in_one_piece(samples, groups, elements, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+    monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 48)
     seen = []
-    for of_samples, of_groups in pieces.split_groups(samples, groups, elements):
+    for of_samples, of_groups in chunks.split_groups(samples, groups, elements):
         count = (of_samples.stop - of_samples.start) * (of_groups.stop - of_groups.start)
         assert count == 1 or count * elements <= 48
         seen += [(s, g) for s in range(samples)[of_samples] for g in range(groups)[of_groups]]

@@ -6,7 +6,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import cpu, reference
-from fusednorm.cpu import fallback
+from fusednorm.cpu import fallback_passes
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 from tests.kernels.cpu.calls import OPS, of_rows
@@ -24,7 +24,7 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def without_small_calls(monkeypatch):
-    monkeypatch.setattr(fallback, "_SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(fallback_passes, "_SMALL_ELEMENTS", 0)
 
 
 def refuse(*arguments, **named):
@@ -54,7 +54,7 @@ REFERENCE = {
 @pytest.mark.parametrize("name", REFERENCE)
 def test_what_the_reference_computes(name, monkeypatch):
     x, options = REFERENCE[name]
-    monkeypatch.setattr(fallback, "_SMALL_ELEMENTS", 48)
+    monkeypatch.setattr(fallback_passes, "_SMALL_ELEMENTS", 48)
     monkeypatch.setattr(reference, "layer_norm_forward", refuse)
     with pytest.raises(AssertionError, match="the reference"):
         fusednorm.layer_norm(x, activation="silu", **options)
@@ -124,11 +124,11 @@ def test_strides_of_rows_do_not_matter(op):
     x = x.movedim(1, 0)
     dy = dy.movedim(1, 0)
     options = {"eps": 1e-5, "weight_offset": 0.0, "activation": "silu", **DROPOUT, "weight": torch.randn(6)}
-    forward = fallback.compute_forward(op, x=x, **options, stats=True)
+    forward = fallback_passes.compute_forward(op, x=x, **options, stats=True)
     wanted = getattr(reference, f"{op}_forward")(x, **options, stats=True)
     assert forward.y.is_contiguous()
     torch.testing.assert_close(forward.y, wanted.y, rtol=1e-5, atol=1e-5)
-    backward = fallback.compute_backward(op, x=x, dy=dy, **options, parameter_gradients=False)
+    backward = fallback_passes.compute_backward(op, x=x, dy=dy, **options, parameter_gradients=False)
     torch.testing.assert_close(backward.dx, getattr(reference, f"{op}_backward")(dy, x, **options).dx)
     assert backward.dweight is None
 

@@ -115,7 +115,7 @@ def test_many_rows_are_added_up_in_float32(op, dtype):
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_pieces_of_rows_are_one_result(op, monkeypatch):
-    monkeypatch.setattr("fusednorm.cpu.pieces.PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr("fusednorm.cpu.chunks.PIECE_ELEMENTS", 1000)
     x, weight, bias, _, dy = tensors(op, torch.bfloat16, torch.float32)
     check(op, x, weight, bias, torch.randn(x.shape), dy, activation="gelu")
     check(op, x, weight, bias, None, dy)

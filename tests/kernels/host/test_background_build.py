@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from fusednorm.host import background
-from fusednorm.host.background import BackgroundBuild, ensure_extension_built, explain_absence
-from fusednorm.host.load import ExtensionFiles
+from fusednorm.host import background_build
+from fusednorm.host.background_build import BackgroundBuild, ensure_extension_built, explain_absence
+from fusednorm.host.extension_files import ExtensionFiles
 
-from tests.kernels.host.test_load import give_away
+from tests.kernels.host.test_extension_files import give_away
 
 # Compilers: the last two arguments are -o and the file to write.
 WRITING = [sys.executable, "-ISc", "import sys; open(sys.argv[-1], 'w').write('compiled')"]
@@ -32,14 +32,14 @@ FACTS = [
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.delenv(background.SWITCH, raising=False)
+    monkeypatch.delenv(background_build.SWITCH, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     return ExtensionFiles()
 
 
 @pytest.fixture
 def said(caplog):
-    caplog.set_level(logging.INFO, logger=background.__name__)
+    caplog.set_level(logging.INFO, logger=background_build.__name__)
     return caplog
 
 
@@ -126,8 +126,8 @@ def test_one_process_builds_and_the_others_find_its_result(files, gate):
 def test_a_process_ends_without_its_builder(files, gate):
     """Neither waits for the other's end: not by the processes, and not by what both have open."""
     script = (
-        "from fusednorm.host.background import BackgroundBuild\n"
-        "from fusednorm.host.load import ExtensionFiles\n"
+        "from fusednorm.host.background_build import BackgroundBuild\n"
+        "from fusednorm.host.extension_files import ExtensionFiles\n"
         f"build = BackgroundBuild(ExtensionFiles(), lambda: {gate.command()!r})\n"
         "build.start_if_needed()\n"
         "print(build.is_running())"
@@ -162,7 +162,7 @@ def test_a_failure_is_said_once_and_tried_again_by_hand_alone(command, error, fi
 
 def test_a_failure_of_other_versions_says_nothing_of_these(files, monkeypatch):
     build(files, FAILING)
-    monkeypatch.setattr("fusednorm.host.load.compute_build_key", lambda: "another")
+    monkeypatch.setattr("fusednorm.host.extension_files.compute_build_key", lambda: "another")
     others = ExtensionFiles()
     build(others, WRITING)
     assert others.find_compiled() is not None
@@ -181,7 +181,7 @@ def test_a_builder_that_is_killed_is_replaced_by_the_next_process(files, said):
 
 
 def test_in_a_cache_that_cannot_be_written_to_nothing_is_tried_twice(monkeypatch, said):
-    monkeypatch.delenv(background.SWITCH, raising=False)
+    monkeypatch.delenv(background_build.SWITCH, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-folder-can-be-made-here")
     commands = []
     made = BackgroundBuild(ExtensionFiles(), lambda: commands.append(WRITING) or WRITING)
@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_written_to_is_named(files, monkeypatch):
 
 @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
 def test_the_switch_turns_builds_off_and_not_their_results(value, files, monkeypatch, said):
-    monkeypatch.setenv(background.SWITCH, value)
+    monkeypatch.setenv(background_build.SWITCH, value)
     assert BackgroundBuild(files, lambda: WRITING).start_if_needed() is None
     assert not files.folder.exists()
     assert not said.records
@@ -211,7 +211,7 @@ def test_the_switch_turns_builds_off_and_not_their_results(value, files, monkeyp
 
 @pytest.mark.parametrize("value", ["", "1", "true"])
 def test_otherwise_builds_are_on(value, files, monkeypatch):
-    monkeypatch.setenv(background.SWITCH, value)
+    monkeypatch.setenv(background_build.SWITCH, value)
     build(files, WRITING)
     assert files.find_compiled() == files.compiled
 
@@ -232,7 +232,7 @@ def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate):
     made = BackgroundBuild(files, gate.command)
     made.start_if_needed()
     script = (
-        "from fusednorm.host.background import ensure_extension_built\n"
+        "from fusednorm.host.background_build import ensure_extension_built\n"
         "print('waits', flush=True)\n"
         f"print(ensure_extension_built(compile_by=lambda: {ABSENT!r}))"
     )

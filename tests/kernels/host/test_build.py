@@ -9,12 +9,12 @@ import torch
 from fusednorm.host import build
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(build.FOLDER.iterdir())])
+@pytest.mark.parametrize("name", [path.name for path in sorted(build.SOURCE_FOLDER.iterdir())])
 def test_a_change_to_any_source_is_another_extension(name, tmp_path, monkeypatch):
     before = build.compute_build_key()
     copied = tmp_path / "extension"
-    shutil.copytree(build.FOLDER, copied)
-    monkeypatch.setattr(build, "FOLDER", copied)
+    shutil.copytree(build.SOURCE_FOLDER, copied)
+    monkeypatch.setattr(build, "SOURCE_FOLDER", copied)
     assert build.compute_build_key() == before
     (copied / name).write_text((copied / name).read_text() + "// changed\n")
     assert build.compute_build_key() != before
@@ -37,7 +37,7 @@ def test_other_versions_have_another_extension(change, monkeypatch):
 def test_sources_moved_between_files_are_another_extension(tmp_path, monkeypatch):
     before = build.compute_build_key()
     copied = tmp_path / "extension"
-    shutil.copytree(build.FOLDER, copied)
+    shutil.copytree(build.SOURCE_FOLDER, copied)
     (copied / "replay_call.h").rename(copied / "another.h")
-    monkeypatch.setattr(build, "FOLDER", copied)
+    monkeypatch.setattr(build, "SOURCE_FOLDER", copied)
     assert build.compute_build_key() != before

@@ -5,8 +5,8 @@ import gc
 import fusednorm
 import pytest
 import torch
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import replay
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import replay_cache
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -228,7 +228,7 @@ def test_a_differentiated_copy_does_not_outlive_its_graph(natively, poisoned):
     del y
     norm.x = norm.leaves = None
     natively.compiled.clear()
-    replay.clear_replays()
+    replay_cache.clear_replays()
     gc.collect()
     assert not len(reference)
 

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from fusednorm.host import load
-from fusednorm.host.load import ExtensionFiles
+from fusednorm.host import extension_files
+from fusednorm.host.extension_files import ExtensionFiles
 
 OTHER_USER = 4321
 
@@ -35,7 +35,7 @@ def test_a_cache_that_is_moved_later_is_not_followed(files, tmp_path, monkeypatc
 def test_the_extension_of_an_installation_needs_no_cache(files, tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
-    monkeypatch.setattr(load, "__file__", str(package / "load.py"))
+    monkeypatch.setattr(extension_files, "__file__", str(package / "extension_files.py"))
     installed = package / files.compiled.name
     installed.touch()
     for folder in (files.folder, package):

@@ -6,8 +6,8 @@ import fusednorm
 import fusednorm.api.autograd as functions
 import pytest
 import torch
-from fusednorm.launch import replay
-from fusednorm.launch.native import load_extension
+from fusednorm.launch import replay_cache
+from fusednorm.launch.extension_calls import load_extension
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own, watched
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def extension(host_extension):
     """The extension in use, whatever was before."""
-    before = replay.get_extension()
-    replay.set_extension(load_extension(functions._compute_gradients, replay.MAX_KINDS))
-    yield replay.get_extension()
-    replay.clear_replays()
-    replay.set_extension(before)
+    before = replay_cache.get_extension()
+    replay_cache.set_extension(load_extension(functions._compute_gradients, replay_cache.MAX_KINDS))
+    yield replay_cache.get_extension()
+    replay_cache.clear_replays()
+    replay_cache.set_extension(before)
 
 
 class Model:
@@ -143,7 +143,7 @@ def test_rows_of_any_number_are_known_after_the_first(extension, device):
         results = made.step()
         assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
         assert extension.count_replays() == known
-        replay.clear_replays()
+        replay_cache.clear_replays()
         assert_same(made.step(), results)
         learnt(made)
 
@@ -161,25 +161,25 @@ def test_each_tensor_is_computed_where_it_is(name, extension):
 @pytest.fixture
 def looks(host_extension, monkeypatch):
     """What there is to be found by a process that does without the extension so far."""
-    before, found = replay.get_extension(), []
-    replay.set_extension(None)
-    replay.clear_replays()
-    monkeypatch.setattr(replay, "_LOOK_EVERY", 4)
+    before, found = replay_cache.get_extension(), []
+    replay_cache.set_extension(None)
+    replay_cache.clear_replays()
+    monkeypatch.setattr(replay_cache, "_LOOK_EVERY", 4)
     yield found
-    replay.clear_replays()
-    replay.set_extension(before)
+    replay_cache.clear_replays()
+    replay_cache.set_extension(before)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, device, poisoned):
-    replay.set_extension_loader(lambda may_build: looks[0] if looks else None)
+    replay_cache.set_extension_loader(lambda may_build: looks[0] if looks else None)
     made = model(name, device)
     wanted = made.step()
     for _ in range(5):
         assert_same(made.step(), wanted)
     y = made.module(made.x)
     assert y.grad_fn.name() != "FusedNormBackward"
-    looks.append(load_extension(functions._compute_gradients, replay.MAX_KINDS))
+    looks.append(load_extension(functions._compute_gradients, replay_cache.MAX_KINDS))
     assert looks[0] is not None
     for _ in range(10):
         assert_same(made.step(), wanted)
@@ -189,7 +189,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, devi
 
 
 def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device):
-    replay.set_extension_loader(looks.append)
+    replay_cache.set_extension_loader(looks.append)
     made = model("rows", device)
     for _ in range(3):
         made.step()

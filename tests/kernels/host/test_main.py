@@ -2,8 +2,8 @@
 
 import pytest
 from fusednorm.host import __main__ as program
-from fusednorm.host.background import ensure_extension_built
-from fusednorm.launch.status import describe_repeated_calls
+from fusednorm.host.background_build import ensure_extension_built
+from fusednorm.launch.call_status import describe_repeated_calls
 
 
 def test_it_prints_where_the_extension_is(host_extension, capsys):

@@ -4,10 +4,10 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import autograd
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import native
-from fusednorm.launch.native import configure_extension
-from fusednorm.policy import batch_invariance, waiting
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import extension_calls
+from fusednorm.launch.extension_calls import configure_extension
+from fusednorm.policy import batch_invariance, cooperative_launches
 from fusednorm.results import Backward, Forward
 
 from tests.kernels.launch.replaying import addresses, compare
@@ -43,7 +43,7 @@ def equal(results, wanted):
 @pytest.mark.parametrize("cols", [48, 1030, 20000])
 @pytest.mark.parametrize("waits", [False, True])
 def test_launches_over_rows_are_the_planned_ones(waits, cols, pass_, natively, plans, monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", not waits)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", not waits)
     of_rows(2, cols, **EVERYTHING).call(pass_)
     for count in (1, 5, 40):
         operands = of_rows(count, cols, **EVERYTHING)
@@ -60,17 +60,17 @@ def test_launches_over_rows_are_the_planned_ones(waits, cols, pass_, natively, p
 
 def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monkeypatch):
     # As a finaliser may make, which Python runs whenever it likes.
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
     pass_, operands, others = "layer_norm_forward", of_rows(1, 40000), of_rows(5, 48)
     for each in (operands, others):
         each.call(pass_)
-    made = native.workspace_of
+    made = extension_calls.workspace_of
 
     def made_beside_a_call(*arguments):
         others.call(pass_)
         return made(*arguments)
 
-    monkeypatch.setattr(native, "workspace_of", made_beside_a_call)
+    monkeypatch.setattr(extension_calls, "workspace_of", made_beside_a_call)
     plans.clear()
     natively.launched.clear()
     result = operands.call(pass_)
@@ -124,9 +124,9 @@ def test_whatever_decides_a_launch_tells_calls_apart(pass_, changed, natively, p
 
 
 def test_policies_tell_calls_apart(natively, host_extension, plans, monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
     for module, name, values in (
-        (waiting, "_allowed", (True, False)),
+        (cooperative_launches, "_allowed", (True, False)),
         (batch_invariance, "_required", (False, True)),
     ):
         host_extension.clear_replays()

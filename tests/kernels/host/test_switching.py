@@ -4,9 +4,9 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import autograd
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import native, replay
-from fusednorm.launch.native import configure_extension
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import extension_calls, replay_cache
+from fusednorm.launch.extension_calls import configure_extension
 
 from tests.kernels.launch.replaying import note_workspaces
 from tests.kernels.ops.layer_norm.replays.operands import Operands
@@ -32,11 +32,11 @@ class Looks:
 def looks(replaying, monkeypatch):
     looks = Looks()
     replaying.runs = True
-    monkeypatch.setattr(replay, "is_capturing", lambda: looks.captures)
-    monkeypatch.setattr(replay, "_extension", None)
-    monkeypatch.setattr(replay, "_replays", 0)
-    monkeypatch.setattr(replay, "_LOOK_EVERY", 3)
-    replay.set_extension_loader(looks.load)
+    monkeypatch.setattr(replay_cache, "is_capturing", lambda: looks.captures)
+    monkeypatch.setattr(replay_cache, "_extension", None)
+    monkeypatch.setattr(replay_cache, "_replays", 0)
+    monkeypatch.setattr(replay_cache, "_LOOK_EVERY", 3)
+    replay_cache.set_extension_loader(looks.load)
     return looks
 
 
@@ -70,15 +70,15 @@ def test_nothing_is_looked_for_or_built_while_a_graph_is_captured(looks):
 
 
 def test_who_does_without_the_extension_looks_for_none(looks):
-    replay.set_extension(None)
+    replay_cache.set_extension(None)
     for _ in range(10):
         forward()
     assert not looks.may_build
-    assert not replay.is_extension_pending()
+    assert not replay_cache.is_extension_pending()
 
 
 def test_one_thread_looks_at_a_time(looks, monkeypatch):
-    monkeypatch.setattr(replay, "_load", lambda may_build: looks.load(may_build) or forward(2.0))
+    monkeypatch.setattr(replay_cache, "_load", lambda may_build: looks.load(may_build) or forward(2.0))
     forward()
     assert looks.may_build == [False]
 
@@ -94,17 +94,17 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
         by_extension.append(arguments)
         replaying.launch(*arguments)
 
-    configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, launch)
+    configure_extension(host_extension, autograd._compute_gradients, replay_cache.MAX_KINDS, launch)
     host_extension.clear_replays()
     note_workspaces(monkeypatch)
-    note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
+    note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.workspace_of", stream=0)
     operands = Operands(5, 48)
     planned = operands.call(pass_)
     assert equal(operands.call(pass_), planned)
     looks.extension = host_extension
     if at == "a plan":
         forward(7.0)
-    while replay.get_extension() is None:
+    while replay_cache.get_extension() is None:
         assert equal(operands.call(pass_), planned)
     assert not by_extension
     looked = len(looks.may_build)
@@ -136,9 +136,9 @@ def files(monkeypatch):
         def find_compiled(self):
             return self.found
 
-    monkeypatch.setattr(native, "_files", Files())
-    monkeypatch.setattr(native, "_load_error", "")
-    return native._files
+    monkeypatch.setattr(extension_calls, "_files", Files())
+    monkeypatch.setattr(extension_calls, "_load_error", "")
+    return extension_calls._files
 
 
 class Build:
@@ -154,35 +154,35 @@ class Build:
 
 @pytest.fixture
 def build(monkeypatch):
-    monkeypatch.setattr(native, "_build", Build())
-    return native._build
+    monkeypatch.setattr(extension_calls, "_build", Build())
+    return extension_calls._build
 
 
 def test_an_extension_is_built_only_where_that_is_allowed_and_it_is_not_there(files, build, monkeypatch):
-    assert native.load_extension(None, 1) is None
+    assert extension_calls.load_extension(None, 1) is None
     assert build.advanced == 0
-    assert native.load_extension(None, 1, True) is None
+    assert extension_calls.load_extension(None, 1, True) is None
     assert build.advanced == 1
-    monkeypatch.setattr(native, "configure_extension", lambda *_: None)
+    monkeypatch.setattr(extension_calls, "configure_extension", lambda *_: None)
     files.found = "the extension"
-    assert native.load_extension(None, 1, True) == "the extension"
+    assert extension_calls.load_extension(None, 1, True) == "the extension"
     assert build.advanced == 1
 
 
 def test_an_extension_is_loaded_after_the_end_of_its_builder(files, build, monkeypatch):
     """So that its builder is not left unreaped."""
-    monkeypatch.setattr(native, "configure_extension", lambda *_: None)
+    monkeypatch.setattr(extension_calls, "configure_extension", lambda *_: None)
     files.found, build.runs = "the extension", True
-    assert native.load_extension(None, 1, True) is None
+    assert extension_calls.load_extension(None, 1, True) is None
     build.runs = False
-    assert native.load_extension(None, 1, True) == "the extension"
+    assert extension_calls.load_extension(None, 1, True) == "the extension"
 
 
 @pytest.mark.parametrize("failure", [ImportError("other libraries"), PermissionError("of another user")])
 def test_an_extension_that_does_not_load_is_named_once(failure, files, build):
     files.failure = failure
     with pytest.warns(UserWarning, match=f"does not load, so calls cost more host time: {failure}"):
-        assert native.load_extension(None, 1, True) is None
-    assert native.load_extension(None, 1, True) is None
+        assert extension_calls.load_extension(None, 1, True) is None
+    assert extension_calls.load_extension(None, 1, True) is None
     assert build.advanced == 0
-    assert native.explain_extension() == (False, f"the host extension does not load: {failure}")
+    assert extension_calls.explain_extension() == (False, f"the host extension does not load: {failure}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm import layer_norm_forward
-from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm import choices
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
@@ -25,8 +25,8 @@ def share(monkeypatch):
             chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1
         )
         backward = LayerNormBackwardCooperative(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
-        monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
+        monkeypatch.setattr(choices, "choose_forward", lambda *_: forward)
+        monkeypatch.setattr(choices, "choose_backward", lambda *_: backward)
 
     return choose
 

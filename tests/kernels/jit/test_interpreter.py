@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from fusednorm.jit.epilogue import _approximate_reciprocal as reciprocal_of
 from fusednorm.jit.epilogue import approximate_tanh
-from fusednorm.jit.exchange import collect_slots, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.loads import widen
-from fusednorm.jit.pieces import _standardise as standardised
-from fusednorm.jit.pieces import reduce_lane_moments
+from fusednorm.jit.program_exchange import collect_slots, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.reductions import multiply_rounded, reduce_maximum, sum_pair, sum_pair_to_scalars
+from fusednorm.jit.register_fragments import _standardise as standardised
+from fusednorm.jit.register_fragments import reduce_lane_moments
 
 from tests import inline_assembly
 

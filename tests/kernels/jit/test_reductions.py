@@ -10,10 +10,10 @@ ADDENDS = """
 import json, re, sys
 import torch, triton
 from dataclasses import replace
-from benchmarks.fingerprints import group_norm, layer_norm
+from benchmarks.fingerprints import group_norm_cases, layer_norm_cases
 from benchmarks.fingerprints.cases import plan_case
 from fusednorm.launch.inspection import SM_90, specialise_kernel
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 SHUFFLE = re.compile(r"shfl\\.sync\\S* *\\t*(%\\w+)")
 MOVE = re.compile(r"mov\\.b32 *\\t*(%\\w+), (%\\w+);")
@@ -32,7 +32,7 @@ def shuffled_addends(ptx):
     return count
 
 def case(operation, kind, dtype, shape, unaligned, waits):
-    module = {"layer_norm": layer_norm, "group_norm": group_norm}[operation]
+    module = {"layer_norm": layer_norm_cases, "group_norm": group_norm_cases}[operation]
     size = shape if operation == "layer_norm" else SampleShape(*shape)
     return module.make_case(kind, getattr(torch, dtype), size, replace(module.PLAIN, unaligned=unaligned), waits)
 

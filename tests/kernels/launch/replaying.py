@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from fusednorm.arguments.arrays import Array, Workspace
-from fusednorm.launch import prepared, replay
+from fusednorm.launch import prepared_kernels, replay_cache
 from fusednorm.launch.driver import DriverLauncher
 from fusednorm.launch.memories import PlanTensors
 from fusednorm.tensors.arrays import TORCH_DTYPES
@@ -47,7 +47,7 @@ class Replaying:
         self.compiled.append((call, arguments, constants))
         compiled = compiled_of(len(self.compiled), arguments, constants)
         launcher = DriverLauncher(call, HEAD, self.packed)
-        return prepared.PreparedKernel(launcher, constants, lambda device: 70 + device, compiled)
+        return prepared_kernels.PreparedKernel(launcher, constants, lambda device: 70 + device, compiled)
 
     def launch(self, function, grid, threads, shared, early, cooperative, values):
         """A launch of the host extension, as the driver would take it, noted as one of Python's is."""
@@ -126,9 +126,9 @@ def flat(values):
 def drive(monkeypatch):
     """Have calls repeated by a `Replaying`, where they are."""
     driver = Replaying()
-    monkeypatch.setattr(prepared, "find_prepared", driver.find)
+    monkeypatch.setattr(prepared_kernels, "find_prepared", driver.find)
     # The index of a CPU tensor's device.
-    monkeypatch.setattr(replay, "current_device", lambda: -1)
+    monkeypatch.setattr(replay_cache, "current_device", lambda: -1)
     return driver
 
 
@@ -156,7 +156,7 @@ def purpose_of(tensor):
     return _PURPOSES.get(tensor)
 
 
-def note_workspaces(monkeypatch, asked="fusednorm.launch.recipe.workspace_of", stream=69):
+def note_workspaces(monkeypatch, asked="fusednorm.launch.launch_template.workspace_of", stream=69):
     """The workspaces that are asked for again, with their purposes."""
     given = []
 

@@ -8,9 +8,9 @@ KEYS = """
 import json, sys
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
-from fusednorm.devices.device import H200
+from fusednorm.devices.device_properties import H200
 from fusednorm.launch.keys import compute_stable_key
-from fusednorm.warm.calls import list_warm_launches
+from fusednorm.warm.warm_calls import list_warm_launches
 
 kernels = {launch.kernel.__name__: launch.kernel for launch in list_warm_launches(H200, 1024, False)}
 for name in sorted(kernels, reverse=json.loads(sys.argv[1])):

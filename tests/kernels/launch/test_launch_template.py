@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusednorm.arguments.arrays import new_workspace, workspace_like
-from fusednorm.launch import prepared, workspace
+from fusednorm.launch import prepared_kernels, workspaces
 from fusednorm.launch.driver import DriverLauncher
-from fusednorm.launch.launch import Launch, RowDependence
-from fusednorm.launch.recipe import LaunchTemplate
+from fusednorm.launch.launch_template import LaunchTemplate
+from fusednorm.launch.launches import Launch, RowDependence
 from fusednorm.tensors.arrays import describe
 
 KERNEL = SimpleNamespace(name="kernel")
@@ -21,8 +21,8 @@ def launched(monkeypatch):
     """What the driver is given."""
     calls = []
     launcher = DriverLauncher(lambda *everything: calls.append(everything), ("head",), packs_parameters=True)
-    kernel = prepared.PreparedKernel(launcher, CONSTANTS, lambda device: 70 + device, None)
-    monkeypatch.setattr(prepared, "find_prepared", lambda *_: kernel)
+    kernel = prepared_kernels.PreparedKernel(launcher, CONSTANTS, lambda device: 70 + device, None)
+    monkeypatch.setattr(prepared_kernels, "find_prepared", lambda *_: kernel)
     return calls
 
 
@@ -81,7 +81,7 @@ def test_a_misaligned_tensor_teaches_nothing(launched):
 
 
 def test_kernels_that_are_not_there_teach_nothing(monkeypatch):
-    monkeypatch.setattr(prepared, "find_prepared", lambda *_: None)
+    monkeypatch.setattr(prepared_kernels, "find_prepared", lambda *_: None)
     assert recipe_of(ARRAYS["x"]) is None
 
 
@@ -108,7 +108,7 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
 @pytest.mark.parametrize("purpose", ["exchange_buffer", "counters"])
 def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, launched, monkeypatch):
     x = ARRAYS["x"]
-    planned = getattr(workspace, f"get_{purpose}")(x.device, 5)
+    planned = getattr(workspaces, f"get_{purpose}")(x.device, 5)
     recipe = recipe_of(x, planned, tensors={"x": X})
     asked, given = [], torch.zeros(4)
 
@@ -116,7 +116,7 @@ def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, la
         asked.append(what)
         return given
 
-    monkeypatch.setattr("fusednorm.launch.recipe.workspace_of", workspace_of)
+    monkeypatch.setattr("fusednorm.launch.launch_template.workspace_of", workspace_of)
     recipe.launch([16])
     assert asked == [(X.device, 69, planned.numel(), purpose)]
     assert launched[0][-1][:2] == (16, given.data_ptr())

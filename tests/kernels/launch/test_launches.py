@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 
 from tests.kernels.harness.compiled import compile_elsewhere
 
@@ -16,8 +16,8 @@ import json, sys
 from itertools import product
 import torch
 import fusednorm
-from fusednorm.devices.device import H200
-from fusednorm.launch.absent import recording_launches
+from fusednorm.devices.device_properties import H200
+from fusednorm.launch.recorded_launches import recording_launches
 
 def new(*shape, last=False):
     if last:
@@ -85,9 +85,9 @@ def test_a_grid_beyond_the_limits_is_refused(grid):
 def test_a_call_that_needs_too_many_programs_is_refused_before_it_launches():
     script = """
 import json, torch, fusednorm
-from fusednorm.devices.device import H200
+from fusednorm.devices.device_properties import H200
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch.absent import recording_launches
+from fusednorm.launch.recorded_launches import recording_launches
 x = torch.empty(1 << 26, 2, 32, dtype=torch.bfloat16, device="meta").movedim(-1, 1)
 with recording_launches(H200) as launches:
     try:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.launch import replay
+from fusednorm.launch import replay_cache
 from triton import knobs
 
 from tests.kernels.harness.on_gpu import watched
@@ -87,7 +87,7 @@ def test_repeated_calls_give_the_bits_of_the_first(op, residual, dtype, cols, de
 
     planned = []
     for case in cases:
-        replay.clear_replays()
+        replay_cache.clear_replays()
         case.dy = torch.randn_like(case.x)
         planned.append(results(case))
     for case in cases:
@@ -112,9 +112,9 @@ def test_any_number_of_rows_repeats_the_first(dtype, cols, device, poisoned, mon
 
     wanted = {}
     for rows in ROWS:
-        replay.clear_replays()
+        replay_cache.clear_replays()
         wanted[rows] = results(rows)
-    replay.clear_replays()
+    replay_cache.clear_replays()
     results(2)
     forbid_plans(monkeypatch)
     for rows in ROWS:
@@ -171,7 +171,7 @@ def test_a_call_is_captured_into_a_graph(cols, device):
 
 def test_a_known_call_goes_straight_to_the_driver(device):
     make_case("layer_norm", torch.bfloat16, 1, 4096, device).forward(fusednorm)
-    (known,) = replay._KNOWN.values()
+    (known,) = replay_cache._KNOWN.values()
     (start,) = known.template.launches
     assert start.kernel.launcher.function is start.kernel.compiled_kernel.run.launch
 

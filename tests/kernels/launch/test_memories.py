@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusednorm.arguments.arrays import new_workspace
-from fusednorm.devices.device import H200
+from fusednorm.devices.device_properties import H200
 from fusednorm.launch import memories
 from fusednorm.launch.memories import PlanTensors
-from fusednorm.launch.workspace import get_counters, get_exchange_buffer
+from fusednorm.launch.workspaces import get_counters, get_exchange_buffer
 from fusednorm.tensors.arrays import describe
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fusednorm.launch import prepared
-from fusednorm.launch.launch import Launch
+from fusednorm.launch import prepared_kernels
+from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
 from fusednorm.tensors.arrays import describe
 from triton import knobs
@@ -66,7 +66,7 @@ class Kernel:
 
     def start(self, device=2, **changed):
         launch, tensors = self.launch(**changed)
-        prepared.launch_kernel(launch, PlanTensors(FLOATS.device, tensors), device)
+        prepared_kernels.launch_kernel(launch, PlanTensors(FLOATS.device, tensors), device)
 
 
 def described(value, tensors):
@@ -81,10 +81,10 @@ def described(value, tensors):
 
 @pytest.fixture(autouse=True)
 def compiling(monkeypatch):
-    monkeypatch.setattr(prepared, "INTERPRETED", False)
-    monkeypatch.setattr(prepared, "_PREPARED", {})
+    monkeypatch.setattr(prepared_kernels, "INTERPRETED", False)
+    monkeypatch.setattr(prepared_kernels, "_PREPARED", {})
     active = SimpleNamespace(get_current_stream=lambda device: 70 + device)
-    monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(prepared_kernels, "driver", SimpleNamespace(active=active))
 
 
 def test_the_second_launch_hands_every_parameter_to_the_driver_in_order():
@@ -184,18 +184,18 @@ def test_what_is_still_being_compiled_is_not_kept():
 
 
 def test_the_interpreter_launches_everything_itself(monkeypatch):
-    monkeypatch.setattr(prepared, "INTERPRETED", True)
+    monkeypatch.setattr(prepared_kernels, "INTERPRETED", True)
     kernel = Kernel()
     kernel.start()
     kernel.start()
     assert len(kernel.asked) == 2
-    assert prepared.find_prepared(kernel.launch()[0], 2) is None
+    assert prepared_kernels.find_prepared(kernel.launch()[0], 2) is None
 
 
 def test_a_kernel_is_found_where_it_was_launched():
     kernel = Kernel()
     launch, _ = kernel.launch()
-    assert prepared.find_prepared(launch, 2) is None
+    assert prepared_kernels.find_prepared(launch, 2) is None
     kernel.start()
-    assert prepared.find_prepared(launch, 2).compiled_kernel is kernel.compiled[0]
-    assert prepared.find_prepared(launch, 1) is None
+    assert prepared_kernels.find_prepared(launch, 2).compiled_kernel is kernel.compiled[0]
+    assert prepared_kernels.find_prepared(launch, 1) is None

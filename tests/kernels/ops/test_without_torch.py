@@ -11,7 +11,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 COMMON = """
 import json
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import H200
+from fusednorm.devices.device_properties import H200
 
 ROWS = (3, 5, 768), (4096, 4096), (64, 16384), (16, 131072), (1, 1 << 20)
 SAMPLES = (2, 320, 64, 64), (2, 1280, 16, 16), (1, 512, 512, 512), (64, 64, 3)
@@ -32,14 +32,14 @@ from fusednorm.arguments.arrays import contiguous_strides
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm import backward_choice as group_backward, forward_choice as group_forward
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.checks import check_sample
 from fusednorm.ops.group_norm.outputs import declare_backward_outputs as group_gradients
 from fusednorm.ops.group_norm.outputs import declare_forward_outputs as group_results
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.checks import check_rows
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 
@@ -98,7 +98,7 @@ sys.modules["fusednorm"] = package
 
 WITH_TENSORS = """
 import fusednorm, torch
-from fusednorm.launch.absent import recording_launches
+from fusednorm.launch.recorded_launches import recording_launches
 
 def new(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -5,14 +5,14 @@ import pytest
 import torch
 from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm import call as group_call
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward as plan_group_backward
 from fusednorm.ops.group_norm.forward_choice import plan_forward as plan_group_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward as plan_row_backward
-from fusednorm.ops.layer_norm.choice import plan_forward as plan_row_forward
-from fusednorm.policy import waiting
+from fusednorm.ops.layer_norm.choices import plan_backward as plan_row_backward
+from fusednorm.ops.layer_norm.choices import plan_forward as plan_row_forward
+from fusednorm.policy import cooperative_launches
 from fusednorm.results import Backward, Forward
 
 from tests.kernels.harness.arrays import make
@@ -21,8 +21,8 @@ from tests.kernels.harness.arrays import make
 @pytest.fixture
 def allow(monkeypatch):
     """`allow_waiting` as on a GPU, put back afterwards."""
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
-    monkeypatch.setattr(waiting, "_allowed", True)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "_allowed", True)
     return fusednorm.allow_waiting
 
 
@@ -67,14 +67,14 @@ def test_no_launch_is_cooperative_once_programs_may_not_wait(launches, allow):
 
 
 def test_nothing_waits_in_the_interpreter(monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", True)
-    assert not waiting.may_wait()
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", True)
+    assert not cooperative_launches.may_wait()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("last", [False, True])
 def test_both_forms_give_the_same_up_to_rounding(last, monkeypatch):
-    monkeypatch.setattr(waiting, "_allowed", True)
+    monkeypatch.setattr(cooperative_launches, "_allowed", True)
     x = torch.randn((2, 1280, 16, 16) if last else (2, 960, 64, 64), device="cuda")
     if last:
         x = x.contiguous(memory_format=torch.channels_last)

@@ -5,11 +5,11 @@ from tests.kernels.harness.compiled import compile_elsewhere
 BEGIN = """
 import functools, json, threading
 import fusednorm, torch
-from fusednorm.devices.device import H200
-from fusednorm.launch.absent import recording_launches
+from fusednorm.devices.device_properties import H200
+from fusednorm.launch.recorded_launches import recording_launches
 from fusednorm.warm.at_once import compile_in_parallel
-from fusednorm.warm.calls import compile_kernel
-from fusednorm.warm.driver import AbsentDriver
+from fusednorm.warm.warm_calls import compile_kernel
+from fusednorm.warm.absent_driver import AbsentDriver
 from triton import knobs
 from triton.runtime import driver
 

@@ -7,7 +7,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 BAKE = """
 import contextlib, io, json, sys
 from fusednorm.warm import __main__ as warm
-from fusednorm.warm.calls import list_warm_launches
+from fusednorm.warm.warm_calls import list_warm_launches
 
 # One kernel of each, of the forward pass: compiling takes its time.
 warm.list_warm_launches = lambda gpu, length, only_warm_up: list_warm_launches(gpu, length, only_warm_up)[:1]
@@ -25,12 +25,12 @@ LAUNCH = """
 import json, sys
 from dataclasses import replace
 from types import SimpleNamespace
-from fusednorm.devices.device import H200
-from fusednorm.launch import prepared
-from fusednorm.launch.absent import bind_to_nothing
+from fusednorm.devices.device_properties import H200
+from fusednorm.launch import prepared_kernels
+from fusednorm.launch.recorded_launches import bind_to_nothing
 from fusednorm.launch.memories import PlanTensors
-from fusednorm.warm.calls import list_warm_launches
-from fusednorm.warm.driver import AbsentDriver
+from fusednorm.warm.warm_calls import list_warm_launches
+from fusednorm.warm.absent_driver import AbsentDriver
 from triton import knobs
 from triton.runtime import driver
 
@@ -53,7 +53,7 @@ driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 launch = list_warm_launches(H200, int(sys.argv[1]), True)[0]
-prepared.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), PlanTensors(None, {}), 0)
+prepared_kernels.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), PlanTensors(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Without the rest of the library, which takes its time.
 (package,) = find_spec("fusednorm").submodule_search_locations
-spec = spec_from_file_location("workers", Path(package, "warm", "workers.py"))
+spec = spec_from_file_location("compile_workers", Path(package, "warm", "compile_workers.py"))
 sys.modules["workers"] = workers = module_from_spec(spec)
 spec.loader.exec_module(workers)
 run_tickets = workers.run_tickets

@@ -6,8 +6,8 @@ from pathlib import Path
 import fusednorm
 import pytest
 import torch
-from fusednorm.devices.device import H200
-from fusednorm.devices.gpus import GPUS, select_gpu_models
+from fusednorm.devices.device_properties import H200
+from fusednorm.devices.gpu_models import GPUS, select_gpu_models
 from fusednorm.tensors.devices import describe_device, stand_in, stands_in
 
 META = torch.device("meta")

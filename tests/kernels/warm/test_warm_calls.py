@@ -6,8 +6,8 @@ from tests.kernels.harness.compiled import compile_elsewhere
 
 PLAN = """
 import json, sys
-from fusednorm.devices.gpus import GPUS
-from fusednorm.warm.calls import make_kernel_key, list_warm_launches
+from fusednorm.devices.gpu_models import GPUS
+from fusednorm.warm.warm_calls import make_kernel_key, list_warm_launches
 
 gpus = {gpu.name: gpu for gpu in GPUS}
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 import httpx
 import pytest
 from normload.adapters.native import NativeAdapter
-from normload.load.cases import RequestCase
+from normload.load.request_cases import RequestCase
 from normserve.client import Client, DType
-from normserve.client.answers.answer import ApiResponse
+from normserve.client.responses.api_response import ApiResponse
 from normserve.codec import safetensors
 
 ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)

@@ -1,6 +1,6 @@
 import pytest
 from normload.adapters.registry import ADAPTERS
-from normload.load.cases import RequestCase
+from normload.load.request_cases import RequestCase
 from normserve.client import DType
 
 ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)

@@ -3,11 +3,11 @@ import json
 
 import numpy as np
 import pytest
-from normload.adapters.rows import KServeAdapter, NpyAdapter, make_parameters
-from normload.load.cases import RequestCase
-from normload.load.elements import to_float64
+from normload.adapters.row_adapters import KServeAdapter, NpyAdapter, make_parameters
+from normload.load.element_types import to_float64
+from normload.load.request_cases import RequestCase
 from normserve.client import DType, UnexpectedAnswerError
-from normserve.client.answers.answer import ApiResponse
+from normserve.client.responses.api_response import ApiResponse
 from normserve.codec import npy
 
 ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)

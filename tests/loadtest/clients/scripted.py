@@ -3,8 +3,8 @@
 import socket
 import threading
 
-from normload.clients.connection import HttpLoadConnection
-from normserve.client.http.address import ServerAddress
+from normload.clients.http_connection import HttpLoadConnection
+from normserve.client.http.server_address import ServerAddress
 
 
 class Scripted:

@@ -1,6 +1,6 @@
 import pytest
-from normload.clients.fleet import ClientProcessError, ClientProcesses, split_evenly
-from normload.clients.worker import WorkerSetup
+from normload.clients.client_processes import ClientProcessError, ClientProcesses, split_evenly
+from normload.clients.client_worker import WorkerSetup
 
 from tests.loadtest.conftest import WORKLOAD
 

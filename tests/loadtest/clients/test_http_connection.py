@@ -10,10 +10,10 @@ import pytest
 import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normload.clients.connection import HttpLoadConnection
+from normload.clients.http_connection import HttpLoadConnection
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError, UnexpectedAnswerError
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.opening import TlsSettings
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import TlsSettings
 
 from tests.loadtest.clients.scripted import Scripted, drains, ends, says, takes
 
@@ -172,7 +172,7 @@ def test_tls_keeps_the_deadline(raw_server, monkeypatch):
     there, here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(there)
     authority.configure_trust(here)
-    monkeypatch.setattr("normload.clients.connection._TRUST", TlsSettings(here))
+    monkeypatch.setattr("normload.clients.http_connection._TRUST", TlsSettings(here))
     slow = [head_of(b"Content-Length: 60000"), lambda connected: server.drip()(connected)]
     server = raw_server([OK], slow, tls=there)
     connection = HttpLoadConnection(ServerAddress.parse_url(server.url), 5.0)

@@ -11,18 +11,18 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from normload.adapters.native import NativeAdapter
-from normload.clients.judge import ResponseChecker
 from normload.clients.local_connection import _MAX_RETAINED_BYTES, LocalLoadConnection
-from normload.clients.pool import make_request
-from normload.clients.sender import RequestSender
-from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule
-from normload.load.cases import RequestCase
-from normload.load.scenario import LoadPhase
+from normload.clients.prepared_requests import make_request
+from normload.clients.request_sender import RequestSender
+from normload.clients.response_checker import ResponseChecker
+from normload.load.request_cases import RequestCase
+from normload.load.scenarios import LoadPhase
+from normload.load.schedules import ArrivalGenerator, ClosedLoopSchedule
 from normserve.client import ConnectionFailedError, DType, RequestTimeoutError, UnexpectedAnswerError
-from normserve.client.http.address import ServerAddress
-from normserve.codec import local_frames as frames
+from normserve.client.http.server_address import ServerAddress
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 from tests.loadtest.conftest import wait_for
 

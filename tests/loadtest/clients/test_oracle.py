@@ -7,10 +7,10 @@ import pytest
 import torch
 from fusednorm.reference.float8 import quantise_rows
 from normload.clients import oracle
-from normload.load.cases import ACTIVATIONS, OPERATIONS, RequestCase
-from normload.load.elements import round_to_tensor, to_float64
+from normload.load.element_types import round_to_tensor, to_float64
+from normload.load.request_cases import ACTIVATIONS, OPERATIONS, RequestCase
 from normserve.client import DType, HostTensor
-from normserve.memory.host_tensors import FLOATS
+from normserve.memory.tensors import FLOATS
 
 OF_ONE_NORM = [operation for operation in OPERATIONS if operation != "layer_norm_chain"]
 

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.adapters.registry import ADAPTERS
-from normload.clients.pool import check_supported, make_request
-from normload.load.cases import RequestCase
-from normload.load.elements import to_float64
-from normload.load.tables import ScenarioError
+from normload.clients.prepared_requests import check_supported, make_request
+from normload.load.element_types import to_float64
+from normload.load.request_cases import RequestCase
+from normload.load.toml_tables import ScenarioError
 from normserve.client import DType
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 from normserve.codec import safetensors
 
 CASE = RequestCase("rms_norm", (3, 8), DType.FLOAT16)

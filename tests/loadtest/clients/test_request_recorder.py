@@ -3,12 +3,12 @@
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.clients.exchange import SentRequest
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import make_request
-from normload.clients.recorder import RequestRecorder
-from normload.load.arrivals import ScheduledRequest
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.http.address import ServerAddress
+from normload.clients.prepared_requests import make_request
+from normload.clients.request_recorder import RequestRecorder
+from normload.clients.response_checker import ResponseChecker
+from normload.load.schedules import ScheduledRequest
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.responses.api_response import ApiResponse
 
 from tests.loadtest.conftest import WORKLOAD
 

@@ -6,13 +6,13 @@ import time
 
 import pytest
 from normload.adapters.native import NativeAdapter
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import make_request
-from normload.clients.sender import RequestSender
-from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
-from normload.load.scenario import LoadPhase
-from normload.measurements.tally import PhaseTally
-from normserve.client.http.address import ServerAddress
+from normload.clients.prepared_requests import make_request
+from normload.clients.request_sender import RequestSender
+from normload.clients.response_checker import ResponseChecker
+from normload.load.scenarios import LoadPhase
+from normload.load.schedules import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
+from normload.measurements.tallies import PhaseTally
+from normserve.client.http.server_address import ServerAddress
 
 from tests.loadtest.conftest import WORKLOAD
 

@@ -1,13 +1,13 @@
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.clients import oracle
-from normload.clients.judge import ResponseChecker
-from normload.clients.pool import make_request
-from normload.load.cases import RequestCase
-from normload.load.elements import round_to_tensor
+from normload.clients.prepared_requests import make_request
+from normload.clients.response_checker import ResponseChecker
+from normload.load.element_types import round_to_tensor
+from normload.load.request_cases import RequestCase
 from normserve.client import DType
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.responses.api_response import ApiResponse
 from normserve.codec import safetensors
 
 CASE = RequestCase("layer_norm", (3, 8), DType.FLOAT32)

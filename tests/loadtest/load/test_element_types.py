@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from normload.load.elements import round_to_tensor, to_float64
+from normload.load.element_types import round_to_tensor, to_float64
 from normserve.client import DType, HostTensor
 
 VALUES = np.concatenate(

@@ -1,4 +1,4 @@
-from normload.load.cases import RequestCase
+from normload.load.request_cases import RequestCase
 from normserve.client import DType
 
 

@@ -1,8 +1,8 @@
 import re
 
 import pytest
-from normload.load.scenario import LoadPhase, load_built_in_scenarios, load_scenario, parse_scenario
-from normload.load.tables import ScenarioError
+from normload.load.scenarios import LoadPhase, load_built_in_scenarios, load_scenario, parse_scenario
+from normload.load.toml_tables import ScenarioError
 
 STEADY = """
 [[phases]]

@@ -3,8 +3,8 @@ import math
 
 import numpy as np
 import pytest
-from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
-from normload.load.scenario import LoadPhase
+from normload.load.scenarios import LoadPhase
+from normload.load.schedules import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
 
 POISSON = LoadPhase("a", "poisson", 20.0, rate=500.0)
 CONSTANT = LoadPhase("b", "constant", 2.0, rate=4.0)

@@ -2,8 +2,8 @@ import tomllib
 from collections import Counter
 
 import pytest
-from normload.load.cases import OPERATIONS, RequestCase
-from normload.load.tables import ScenarioError, TomlTable
+from normload.load.request_cases import OPERATIONS, RequestCase
+from normload.load.toml_tables import ScenarioError, TomlTable
 from normload.load.workload import Workload, read_workload
 from normserve.client import DType
 

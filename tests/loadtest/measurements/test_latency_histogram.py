@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from normload.measurements.histogram import LatencyHistogram, compute_upper_bounds_s
+from normload.measurements.latency_histogram import LatencyHistogram, compute_upper_bounds_s
 
 VALUES = np.random.default_rng(0).lognormal(-6, 2, 20_000).tolist()
 

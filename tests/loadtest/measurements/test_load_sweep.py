@@ -1,6 +1,6 @@
 import math
 
-from normload.measurements.knee import SweepPoint, find_knee
+from normload.measurements.load_sweep import SweepPoint, find_knee
 
 
 def queue(load, capacity=100.0, service_s=0.01):

@@ -1,5 +1,5 @@
 import pytest
-from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_echo
+from normload.measurements.loopback_echo import LoopbackEcho, is_loopback, measure_echo
 
 
 def test_the_echo_is_measured():

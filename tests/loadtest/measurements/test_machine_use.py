@@ -1,5 +1,5 @@
-from normload.measurements import machine
-from normload.measurements.machine import CpuTimes, read_cpu_times
+from normload.measurements import machine_use
+from normload.measurements.machine_use import CpuTimes, read_cpu_times
 
 
 def stat(tmp_path, *lines):
@@ -9,7 +9,7 @@ def stat(tmp_path, *lines):
 
 
 def test_times_are_of_the_cores_that_the_process_may_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(machine_use.os, "sched_getaffinity", lambda _: {0, 2})
     lines = ("cpu0 10 1 2 30 4 5 6 7 99 99", "cpu1 900 0 0 0 0 0 0 0 0 0", "cpu2 1 0 0 9 0 0 0 0 0 0")
     assert read_cpu_times(stat(tmp_path, *lines)) == CpuTimes(busy=32, total=75)
 

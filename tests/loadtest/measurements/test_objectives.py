@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from normload.measurements.slo import parse_objective
+from normload.measurements.objectives import parse_objective
 
 from tests.loadtest.conftest import made_result
 

@@ -1,8 +1,8 @@
-from normload.load.scenario import LoadPhase
-from normload.measurements.machine import PeakMachineUse
+from normload.load.scenarios import LoadPhase
+from normload.measurements.machine_use import PeakMachineUse
 from normload.measurements.remarks import list_remarks
-from normload.measurements.result import PhaseResult
-from normload.measurements.tally import PhaseTally, RequestOutcome
+from normload.measurements.results import PhaseResult
+from normload.measurements.tallies import PhaseTally, RequestOutcome
 
 from tests.loadtest.conftest import made_result
 

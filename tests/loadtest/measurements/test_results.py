@@ -3,11 +3,11 @@ import math
 from collections import Counter
 
 import pytest
-from normload.load.scenario import LoadPhase
-from normload.measurements.ceilings import LoopbackEcho
-from normload.measurements.machine import PeakMachineUse
-from normload.measurements.result import FORMAT, PhaseResult, RunResult, read_result
-from normload.measurements.tally import PhaseTally, RequestOutcome
+from normload.load.scenarios import LoadPhase
+from normload.measurements.loopback_echo import LoopbackEcho
+from normload.measurements.machine_use import PeakMachineUse
+from normload.measurements.results import FORMAT, PhaseResult, RunResult, read_result
+from normload.measurements.tallies import PhaseTally, RequestOutcome
 
 from tests.loadtest.conftest import made_result
 

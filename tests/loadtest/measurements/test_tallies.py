@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from normload.measurements.tally import INTERVALS, PhaseTally, RequestOutcome
+from normload.measurements.tallies import INTERVALS, PhaseTally, RequestOutcome
 
 
 def record(due_s=0.0, took_s=0.1, *, code="ok", status=200, operation="rms_norm", **others):

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from normload.report import compare
+from normload.report import comparison
 
 from tests.loadtest.conftest import made_result
 
@@ -12,7 +12,7 @@ def latencies(seed, count=4000, scale=1.0):
 
 
 def changed(before, after):
-    return {change.metric: change for change in compare.compare_runs([before], [after]) if change.is_change}
+    return {change.metric: change for change in comparison.compare_runs([before], [after]) if change.is_change}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -54,13 +54,13 @@ def test_a_tail_of_few_requests_is_noise():
 
 def test_runs_of_different_scenarios_are_not_compared():
     with pytest.raises(ValueError, match="one scenario"):
-        compare.compare_runs([made_result([0.01])], [made_result([0.01], scenario="burst")])
+        comparison.compare_runs([made_result([0.01])], [made_result([0.01], scenario="burst")])
 
 
 def test_other_loads_are_said():
     before, after = made_result([0.01], rate=100.0), made_result([0.01], rate=150.0)
-    assert compare.describe_load_differences([before], [before]) == []
-    assert compare.describe_load_differences([before], [after]) == [
+    assert comparison.describe_load_differences([before], [before]) == []
+    assert comparison.describe_load_differences([before], [after]) == [
         "steady: offered 100.0/s before and 150.0/s after."
     ]
 
@@ -77,7 +77,7 @@ def several(seed, slower=1.0, between=0.03, runs=3, count=400):
 @pytest.mark.slow
 def test_19_of_20_comparisons_of_equal_servers_find_no_change():
     found = [
-        any(change.is_change for change in compare.compare_runs(several(2 * number), several(2 * number + 1)))
+        any(change.is_change for change in comparison.compare_runs(several(2 * number), several(2 * number + 1)))
         for number in range(20)
     ]
     assert sum(found) <= 1
@@ -85,10 +85,10 @@ def test_19_of_20_comparisons_of_equal_servers_find_no_change():
 
 def test_the_spread_is_that_between_runs():
     sides = [made_result(latencies(0, count)) for count in (900, 1000, 1100)], [made_result(latencies(0, 1000))]
-    (rate,) = [change for change in compare.compare_runs(*sides) if change.metric == "rate"]
+    (rate,) = [change for change in comparison.compare_runs(*sides) if change.metric == "rate"]
     assert rate.spread_before == pytest.approx(0.1, rel=0.01)
     assert math.isnan(rate.spread_after)
-    (alone,) = [change for change in compare.compare_runs(*[sides[1]] * 2) if change.metric == "rate"]
+    (alone,) = [change for change in comparison.compare_runs(*[sides[1]] * 2) if change.metric == "rate"]
     assert math.isnan(alone.spread_before)
 
 
@@ -97,7 +97,7 @@ def test_one_run_a_side_does_not_contain_what_several_do():
     between = [several(number, between=0.2) for number in range(12)]
     alone, together = (
         sum(
-            any(change.is_change for change in compare.compare_runs(old[:runs], new[:runs]))
+            any(change.is_change for change in comparison.compare_runs(old[:runs], new[:runs]))
             for old, new in zip(between[::2], between[1::2], strict=True)
         )
         for runs in (1, 3)
@@ -110,10 +110,10 @@ def test_several_runs_find_what_one_cannot():
     steady = {"between": 0.002, "runs": 5, "count": 4000}
     old, new = several(0, **steady), several(1, slower=1.05, **steady)
     assert not changed(old[0], new[0])
-    found = {change.metric for change in compare.compare_runs(old, new) if change.is_worse}
+    found = {change.metric for change in comparison.compare_runs(old, new) if change.is_worse}
     assert "p50" in found
 
 
 def test_runs_without_answers_say_nothing():
-    changes = compare.compare_runs([made_result([]), made_result([0.01] * 10)], [made_result([0.01] * 10)])
+    changes = comparison.compare_runs([made_result([]), made_result([0.01] * 10)], [made_result([0.01] * 10)])
     assert not any(change.is_change for change in changes)

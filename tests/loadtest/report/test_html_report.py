@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from normload.load.scenario import load_built_in_scenarios
-from normload.measurements.ceilings import LoopbackEcho
-from normload.measurements.result import PhaseResult
-from normload.measurements.tally import PhaseTally
-from normload.report import markdown, page, tables, terminal
+from normload.load.scenarios import load_built_in_scenarios
+from normload.measurements.loopback_echo import LoopbackEcho
+from normload.measurements.results import PhaseResult
+from normload.measurements.tallies import PhaseTally
+from normload.report import html_report, markdown, report_tables, terminal_report
 from rich.console import Console
 
 from tests.loadtest.conftest import made_result
@@ -31,7 +31,7 @@ def sweep(latencies_s=(0.01, 0.011, 0.5)):
 
 
 def test_it_loads_nothing_from_anywhere():
-    text = page.render_html(made_result([0.01] * 100, errors=5))
+    text = html_report.render_html(made_result([0.01] * 100, errors=5))
     assert not re.search(r"""<(?:script|img|link|iframe|object|embed|base)[^>]*\s(?:src|href|data)\s*=""", text)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|importScripts|\bimport\s*\(", text)
     assert "default-src 'none'" in text
@@ -49,7 +49,7 @@ def test_what_comes_from_outside_is_escaped():
     result.phases = [PhaseResult(replace(one.phase, name=HOSTILE), 0.0, 10.0, one.tally)]
     cell = next(iter(one.tally.cells.values()))
     cell.outcomes[500, HOSTILE] += 1
-    text = page.render_html(result)
+    text = html_report.render_html(result)
     assert "<img" not in text
     assert text.count("</script>") == 2
     assert f"500 {HOSTILE}" in embedded(text)["time"]["errors"]
@@ -57,7 +57,7 @@ def test_what_comes_from_outside_is_escaped():
 
 
 def test_plots_over_time_add_up_to_what_happened():
-    time = page.make_plot_data(made_result([0.01] * 400, errors=40))["time"]
+    time = html_report.make_plot_data(made_result([0.01] * 400, errors=40))["time"]
     width = time["s"][1] - time["s"][0]
     assert sum(time["rate"]) * width == pytest.approx(400, rel=0.02)
     assert sum(time["errors"]["429 overloaded"]) * width == pytest.approx(40, rel=0.02)
@@ -70,7 +70,7 @@ def test_plots_over_time_add_up_to_what_happened():
 def test_between_phases_there_is_a_gap_and_in_a_stalled_one_a_zero():
     first, second = sweep().phases[:2]
     stalled = PhaseResult(second.phase, second.start_s, 10.0, PhaseTally(10.0))
-    time = page.make_plot_data(made_result([], phases=[first, stalled, sweep().phases[2]]))["time"]
+    time = html_report.make_plot_data(made_result([], phases=[first, stalled, sweep().phases[2]]))["time"]
     at = {kind: [s for s, rate in zip(time["s"], time["rate"], strict=True) if rate == kind] for kind in (None, 0)}
     assert at[None]
     assert all(s % 12 >= 10 for s in at[None])
@@ -80,17 +80,17 @@ def test_between_phases_there_is_a_gap_and_in_a_stalled_one_a_zero():
 
 
 def test_a_sweep_has_its_knee_marked():
-    load = page.make_plot_data(sweep())["load"]
+    load = html_report.make_plot_data(sweep())["load"]
     assert load["offered"] == [50, 100, 200]
     assert load["knee"] == 100
     assert load["percentiles"]["p50"][2] > load["percentiles"]["p50"][0]
-    assert page.make_plot_data(made_result([0.01]))["load"] is None
+    assert html_report.make_plot_data(made_result([0.01]))["load"] is None
 
 
 def test_without_a_knee_no_report_has_the_word():
     with_one, without = sweep(), sweep((0.01, 0.01, 0.01))
-    assert page.make_plot_data(without)["load"]["knee"] is None
-    for render in (lambda result: " ".join(tables.list_sentences(result)), markdown.render_markdown, shown):
+    assert html_report.make_plot_data(without)["load"]["knee"] is None
+    for render in (lambda result: " ".join(report_tables.list_sentences(result)), markdown.render_markdown, shown):
         assert "knee" in render(with_one).lower()
         assert "knee" not in render(without).lower()
     assert not any("knee" in each.description for each in load_built_in_scenarios().values())
@@ -98,7 +98,7 @@ def test_without_a_knee_no_report_has_the_word():
 
 def shown(result):
     console = Console(file=io.StringIO(), width=200)
-    terminal.print_result(console, result)
+    terminal_report.print_result(console, result)
     return console.file.getvalue()
 
 
@@ -106,7 +106,7 @@ def test_the_partial_bin_at_the_end_of_a_run_is_left_out():
     (one,) = made_result([0.01] * 1000).phases
     # Two phases of 10 s, the second of which begins within a bin: the last bin is covered by a part of its width.
     phases = [one, PhaseResult(one.phase, 10.1, 10.0, one.tally)]
-    time = page.make_plot_data(made_result([], phases=phases))["time"]
+    time = html_report.make_plot_data(made_result([], phases=phases))["time"]
     width = time["s"][1] - time["s"][0]
     assert time["s"][-1] + width / 2 <= 20.1
     assert time["s"][-1] + width * 3 / 2 > 20.1
@@ -116,7 +116,7 @@ def test_the_partial_bin_at_the_end_of_a_run_is_left_out():
 def test_the_partial_bin_before_a_pause_is_a_gap():
     (one,) = made_result([0.01] * 1000).phases
     phases = [PhaseResult(one.phase, start_s, 10.0, one.tally) for start_s in (0.1, 12.0)]
-    time = page.make_plot_data(made_result([], phases=phases))["time"]
+    time = html_report.make_plot_data(made_result([], phases=phases))["time"]
     rates = {round(s, 2): rate for s, rate in zip(time["s"], time["rate"], strict=True)}
     assert rates[9.83] == pytest.approx(100, rel=0.1)
     assert rates[10.17] is None
@@ -125,11 +125,11 @@ def test_the_partial_bin_before_a_pause_is_a_gap():
 def test_a_run_shorter_than_a_bin_has_one():
     (one,) = made_result([0.01] * 10).phases
     short = PhaseResult(replace(one.phase, duration_s=0.1), 0.0, 0.1, PhaseTally(0.1))
-    assert len(page.make_plot_data(made_result([], phases=[short]))["time"]["s"]) == 1
+    assert len(html_report.make_plot_data(made_result([], phases=[short]))["time"]["s"]) == 1
 
 
 def test_percentiles_reach_three_nines():
-    latency = page.make_plot_data(made_result([0.001] * 999 + [1.0]))["latency"]
+    latency = html_report.make_plot_data(made_result([0.001] * 999 + [1.0]))["latency"]
     assert latency["percents"][-1] == 99.9
     assert latency["nines"] == pytest.approx([0, 0.125, 0.301, 0.602, 1, 1.301, 2, 2.301, 3], abs=1e-3)
     (column,) = latency["parts"].values()
@@ -138,20 +138,20 @@ def test_percentiles_reach_three_nines():
 
 def test_ceilings_are_plotted_where_they_are_known():
     result = made_result([0.01] * 10, echo=LoopbackEcho(1000, 1, 1e6, 1e-5))
-    assert page.make_plot_data(result)["time"]["ceilings"] == {"echo": 2.0, "copy": 5.0}
+    assert html_report.make_plot_data(result)["time"]["ceilings"] == {"echo": 2.0, "copy": 5.0}
     result.server, result.echo = {}, None
-    assert page.make_plot_data(result)["time"]["ceilings"] == {"echo": None, "copy": None}
+    assert html_report.make_plot_data(result)["time"]["ceilings"] == {"echo": None, "copy": None}
 
 
 def test_a_run_without_answers_is_a_page_as_well():
-    assert "<table>" in page.render_html(made_result([], errors=3))
-    assert "<table>" in page.render_html(made_result([], phases=[]))
+    assert "<table>" in html_report.render_html(made_result([], errors=3))
+    assert "<table>" in html_report.render_html(made_result([], phases=[]))
 
 
 def test_a_server_that_lies_about_itself_spoils_neither_page_nor_report():
     told = {"version": "\x1b[2J", "backend": ["x"], "device": "none", "copy_bandwidth_bytes_per_second": "fast"}
     result = made_result([0.01] * 100, server=told)
-    assert "normserve \ufffd[2J, ? on ?" in page.render_html(result)
-    assert embedded(page.render_html(result))["time"]["ceilings"]["copy"] is None
+    assert "normserve \ufffd[2J, ? on ?" in html_report.render_html(result)
+    assert embedded(html_report.render_html(result))["time"]["ceilings"]["copy"] is None
     assert "normserve \ufffd[2J, ? on ?" in shown(result)
     assert "\x1b" not in shown(result)

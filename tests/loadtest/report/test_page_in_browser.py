@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from normload.measurements.ceilings import LoopbackEcho
-from normload.measurements.result import PhaseResult
-from normload.report import page
+from normload.measurements.loopback_echo import LoopbackEcho
+from normload.measurements.results import PhaseResult
+from normload.report import html_report
 
 from tests.integration.harness.browser import browser
 from tests.loadtest.conftest import made_result
@@ -56,7 +56,7 @@ def file(tmp_path_factory):
         )
     result = made_result([], phases=phases, echo=LoopbackEcho(1000, 2, 1e7, 1e-4))
     file = tmp_path_factory.mktemp("page") / "a.html"
-    file.write_text(page.render_html(result), "utf-8")
+    file.write_text(html_report.render_html(result), "utf-8")
     return file
 
 

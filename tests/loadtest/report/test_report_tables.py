@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from normload.measurements.slo import parse_objective
-from normload.report import markdown, page, spreadsheet, tables
+from normload.measurements.objectives import parse_objective
+from normload.report import csv_report, html_report, markdown, report_tables
 
 from tests.loadtest.conftest import made_result
 
@@ -31,32 +31,32 @@ def outcomes(result):
 def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
     wanted = {
         cell
-        for rows in (tables.make_phase_rows(result), tables.make_operation_rows(result))
+        for rows in (report_tables.make_phase_rows(result), report_tables.make_operation_rows(result))
         for row in rows
         for cell in row
     }
-    wanted |= {*tables.list_facts(result).values(), "1234/s", "passed", "failed"}
-    text, summary = page.render_html(result, outcomes), markdown.render_markdown(result, outcomes)
+    wanted |= {*report_tables.list_facts(result).values(), "1234/s", "passed", "failed"}
+    text, summary = html_report.render_html(result, outcomes), markdown.render_markdown(result, outcomes)
     for cell in wanted - {result.url}:
         assert cell.replace("<", "&lt;") in text
         assert cell.replace("_", "\\_") in summary
     assert "p99&lt;1ms" in text
-    assert tables.list_facts(result)["duration"] == "10.0 s"
+    assert report_tables.list_facts(result)["duration"] == "10.0 s"
 
 
 def test_statuses_hold_the_warm_up_and_errors_do_not(result):
     by_status = result.count_by_status()
-    assert tables.format_statuses(result) == ", ".join(
+    assert report_tables.format_statuses(result) == ", ".join(
         f"{status}: {by_status[status]}" for status in sorted(by_status)
     )
     assert sum(by_status.values()) == 7 + result.all_phases.total.requests
-    assert sum(int(each.rsplit(": ")[1]) for each in tables.format_errors(result).split(", ")) == 40
-    assert tables.format_errors(made_result([0.01])) == ""
+    assert sum(int(each.rsplit(": ")[1]) for each in report_tables.format_errors(result).split(", ")) == 40
+    assert report_tables.format_errors(made_result([0.01])) == ""
 
 
 def test_without_objectives_there_is_no_table_of_them(result):
     assert "objective" not in markdown.render_markdown(result)
-    assert "<th>objective" not in page.render_html(result)
+    assert "<th>objective" not in html_report.render_html(result)
 
 
 def test_what_a_server_says_is_no_markup(result):
@@ -69,7 +69,7 @@ def test_what_a_server_says_is_no_markup(result):
 
 
 def test_a_line_of_csv_is_of_a_phase_and_an_operation(result):
-    lines = list(csv.DictReader(io.StringIO(spreadsheet.render_csv(result))))
+    lines = list(csv.DictReader(io.StringIO(csv_report.render_csv(result))))
     named = [(line["phase"], line["operation"]) for line in lines]
     assert (
         len(set(named)) == len(named) == (len(result.summarise_phases()) + 1) * (len(result.list_operations()) + 1)
@@ -86,13 +86,13 @@ def test_a_line_of_csv_is_of_a_phase_and_an_operation(result):
 def test_a_spreadsheet_computes_nothing(result):
     (one,) = result.phases
     result.phases = [replace(one, phase=replace(one.phase, name="=1+1"))]
-    lines = list(csv.DictReader(io.StringIO(spreadsheet.render_csv(result))))
+    lines = list(csv.DictReader(io.StringIO(csv_report.render_csv(result))))
     assert {line["phase"] for line in lines} == {"'=1+1", "all"}
 
 
 def test_a_run_without_answers_is_written_as_well():
     empty = made_result([])
     assert math.isnan(empty.all_phases.total.latency.compute_percentile_s(99))
-    lines = list(csv.DictReader(io.StringIO(spreadsheet.render_csv(empty))))
+    lines = list(csv.DictReader(io.StringIO(csv_report.render_csv(empty))))
     assert {line["p99_s"] for line in lines} == {""}
     assert "| all |" in markdown.render_markdown(empty)

@@ -9,8 +9,8 @@ import urllib.request
 import numpy as np
 import pytest
 from normserve.client import ApiError, Client, RetryPolicy
-from normserve.client.http import blocking
-from normserve.client.http.opening import make_socket
+from normserve.client.http import connection_pool
+from normserve.client.http.socket_opening import make_socket
 
 from tests.integration.harness.raw import Answer, Connection, head
 from tests.integration.harness.wire import assert_problem
@@ -165,7 +165,7 @@ def test_requests_behind_a_refused_body_are_answered_in_order(guarded):
 def test_client_that_reads_while_it_sends_keeps_its_connection(guarded, ours, monkeypatch):
     server, _ = guarded
     opened = []
-    monkeypatch.setattr(blocking, "make_socket", lambda family: opened.append(family) or make_socket(family))
+    monkeypatch.setattr(connection_pool, "make_socket", lambda family: opened.append(family) or make_socket(family))
     with Client(server.url, retries=RetryPolicy(tries=1), verify=ours.trust()) as client:
         for _ in range(5):
             with pytest.raises(ApiError) as refusal:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.integration.harness.device_wire import DeviceConnection
 from tests.integration.harness.local_wire import LocalConnection
@@ -212,7 +212,7 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
 
 CLIENT = """
     import sys
-    from normserve.codec import local_frames as frames
+    from normserve.codec import local_messages as frames
     from tests.integration.harness.device_wire import DeviceConnection
     from tests.security.local.test_device_memory import forward
     wire = DeviceConnection(sys.argv[1])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from normserve.client import Client, ConnectionFailedError, RetryPolicy
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.chaos.local import churn
 from tests.integration.harness.local_wire import LocalConnection, request
@@ -69,7 +69,7 @@ class OtherProcess:
     def __init__(self, path, body: str) -> None:
         program = (
             "import sys, time, numpy as np, msgspec\n"
-            "from normserve.codec import local_frames as frames\n"
+            "from normserve.codec import local_messages as frames\n"
             "from tests.integration.harness.local_wire import LocalConnection, located, request\n"
             "client = LocalConnection(sys.argv[1]); client.grow(2**22)\n" + body
         )

@@ -6,7 +6,7 @@ import struct
 import msgspec
 import numpy as np
 import pytest
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.integration.harness.local_wire import HALF, LocalConnection, located, request
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 from normserve.client import Client
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import SegmentRange
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import SegmentRange
 
 from tests.integration.harness.local_wire import HALF, LocalConnection, located, request
 from tests.integration.harness.stage import stage_on
@@ -165,7 +165,7 @@ def test_a_segment_cannot_be_shrunk_or_grown(connection):
 def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection, path, local, until, settled):
     program = (
         "import sys\n"
-        "from normserve.codec import local_frames as frames\n"
+        "from normserve.codec import local_messages as frames\n"
         "from tests.integration.harness.local_wire import LocalConnection\n"
         "statuses, kept = [], []\n"
         "for _ in range(12):\n"

@@ -3,7 +3,7 @@
 import sys
 
 from normserve.cli.commands import main
-from normserve.http.transport.reception import IncomingBody
+from normserve.http.transport.incoming_body import IncomingBody
 
 advance, take = IncomingBody.count_received, IncomingBody._store
 

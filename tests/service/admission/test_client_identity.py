@@ -1,4 +1,4 @@
-from normserve.admission.callers import ClientIdentity, make_anonymous_identity
+from normserve.admission.client_identity import ClientIdentity, make_anonymous_identity
 
 
 def test_a_caller_with_a_key_shares_with_whoever_else_has_it():

@@ -10,7 +10,7 @@ import torch
 from fusednorm import reference
 from fusednorm.results import Backward, Forward
 from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.backends.answers import assert_right
 from tests.service.memory.host_tensors import DTYPES, back, host

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from normserve.backends.choose import choose_backend
+from normserve.backends.backend_choice import choose_backend
 from normserve.errors import ConfigurationError
 
 

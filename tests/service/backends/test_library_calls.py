@@ -5,11 +5,11 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.cpu import batch_invariant
-from normserve.backends.launch import run_operation
-from normserve.backends.tensors import move_channels_first
-from normserve.codec.activations import ACTIVATIONS
+from normserve.backends.library_calls import run_operation
+from normserve.backends.tensor_conversion import move_channels_first
+from normserve.codec.api_names import ACTIVATIONS
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.backends.answers import assert_right
 

@@ -1,8 +1,8 @@
 """What a backend runs before it is ready: everything, at the lengths that were named."""
 
-from normserve.backends.warmup import make_warm_up_batches
+from normserve.backends.warm_up_batches import make_warm_up_batches
 from normserve.jobs.job import LAYER_OPS, Op, PassDirection
-from normserve.memory.host_tensors import FLOATS
+from normserve.memory.tensors import FLOATS
 
 
 def test_every_operation_on_every_length_with_parameters_and_without():

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import normload.cli
 import normserve
-import normserve.process.serving
+import normserve.process.owner_server
 import pytest
 from normserve.admission.keys import parse_keys
 from normserve.cli.commands import main
@@ -20,7 +20,7 @@ from normserve.settings import REMOVED, Settings
 def served(monkeypatch):
     """Settings that `serve` was called with."""
     calls = []
-    monkeypatch.setattr(normserve.process.serving, "run_server", lambda settings: calls.append(settings) or 7)
+    monkeypatch.setattr(normserve.process.owner_server, "run_server", lambda settings: calls.append(settings) or 7)
     return calls
 
 

@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import pytest
 from normserve import client as api
-from normserve.client.answers.failures import make_api_error
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ApiError, ConnectionFailedError
+from normserve.client.responses.api_errors import make_api_error
 from normserve.client.retries import RetryPolicy, RetrySchedule
 
 from .harness.fake_server import FakeServer, problem_answer, tensors_answer

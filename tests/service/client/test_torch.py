@@ -10,8 +10,8 @@ import torch
 from normserve.client import AsyncClient, Client, OverloadedError, ServerFailureError, UnexpectedAnswerError
 from normserve.client import torch as remote
 from normserve.client.results import BackwardResult, ForwardResult, Timing
-from normserve.client.torch import autograd
-from normserve.codec.activations import ACTIVATIONS
+from normserve.client.torch import differentiable
+from normserve.codec.api_names import ACTIVATIONS
 from torch import nn
 
 from .harness.fake_server import FakeServer, problem_answer, tensors_answer
@@ -117,7 +117,7 @@ def test_a_trace_is_refused(client):
 def test_the_compiler_is_not_loaded_for_a_call(client, monkeypatch):
     """Which takes seconds."""
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    monkeypatch.setattr(autograd, "_untraced", None)
+    monkeypatch.setattr(differentiable, "_untraced", None)
     monkeypatch.setattr(torch.compiler, "disable", None)
     with torch.no_grad():
         assert torch.equal(remote.LayerNorm(6, client=client)(X), X)

@@ -6,9 +6,9 @@ from types import ModuleType
 import msgspec
 import numpy as np
 import pytest
-from normserve.client.local.messages import add_traceparent
+from normserve.client.local.call_messages import add_traceparent
 from normserve.client.trace_context import get_current_headers, get_current_traceparent
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, use_span
 
 from .harness.fake_server import FakeServer

@@ -1,5 +1,5 @@
 from fusednorm.arguments import checks as of_library
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 
 
 def test_the_api_has_the_activations_of_the_library():

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from normserve.codec import json_tensors
 from normserve.codec.json_tensors import MAX_ELEMENTS, decode, encode
 from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLargeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 STORED = {
     DType.FLOAT32: np.dtype(np.float32),

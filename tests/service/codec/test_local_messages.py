@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError
 

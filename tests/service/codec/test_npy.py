@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from normserve.codec import npy
 from normserve.errors import MalformedPayloadError, NormserveError, NotAcceptableError, UnsupportedDtypeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 
 def saved(array, version=None):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from normserve.codec import safetensors as codec
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError, UnsupportedDtypeError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from .safetensors_payloads import entry, payload
 

@@ -3,9 +3,9 @@
 import threading
 from collections import deque
 
-from normserve.backends.base import PendingLaunch
+from normserve.backends.interface import PendingLaunch
 from normserve.errors import DeviceOutOfMemoryError
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import BatchResult
 
 EXECUTION = BatchResult(({},), (0,), 0.0, 0.0, 0.0)

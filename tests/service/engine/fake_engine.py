@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from normserve.backends.base import ONE_AT_A_TIME, LaunchDepth, PendingLaunch
+from normserve.backends.interface import ONE_AT_A_TIME, LaunchDepth, PendingLaunch
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import CompilationQueue
+from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import WorkOutcome
 from normserve.errors import DeviceFailureError, NormserveError
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, NormResult, QueueLane
 from normserve.metrics.metrics import Metrics
 

@@ -3,7 +3,7 @@
 import pytest
 from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Op, PassDirection, QueueLane
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer, tensor
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from normserve.engine.batcher import Batcher
 from normserve.jobs.job import NormJob, QueueLane
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.jobs.fake_jobs import job
 

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from normserve.engine import polling as module
-from normserve.engine.polling import BusyPoller
+from normserve.engine import busy_polling as module
+from normserve.engine.busy_polling import BusyPoller
 from normserve.engine.progress import CompletionTracker
 
 

@@ -1,10 +1,10 @@
 """How many classes are compiled, how fast, and who waits."""
 
 import pytest
-from normserve.engine.compilation import CompilationQueue
+from normserve.engine.compilation_queue import CompilationQueue
 from normserve.errors import OverloadedError
 from normserve.jobs.job import Op, PassDirection
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer, tensor
 

@@ -13,8 +13,8 @@ from normserve.errors import (
     DeviceOutOfMemoryError,
     NotReadyError,
 )
-from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.engine.fake_engine import Deep, large_job, scene, turn
 from tests.service.jobs.fake_jobs import job

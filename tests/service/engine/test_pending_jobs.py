@@ -5,7 +5,7 @@ import functools
 import time
 
 import pytest
-from normserve.engine.waiters import PendingJobs
+from normserve.engine.pending_jobs import PendingJobs
 from normserve.errors import DeadlineExceededError, DeviceOutOfMemoryError
 from normserve.jobs.job import Batch, BatchResult
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from normserve.backends.base import PendingLaunch
+from normserve.backends.interface import PendingLaunch
 from normserve.engine.places import fill_result_buffers
 from normserve.jobs.job import Batch, BatchResult, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 

@@ -3,15 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.permits import AdmissionBudget, Permit
 from normserve.engine.progress import CompletionTracker
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 from normserve.http.transport import IncomingBody
-from normserve.http.transport.asgi import AsgiResponseSender
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import MemoryAdmission
+from normserve.http.transport.asgi_adapter import AsgiResponseSender
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.lifecycle import RequestServices
+from normserve.requests.memory_admission import MemoryAdmission
 
 from tests.service.engine.fake_engine import Scene
 

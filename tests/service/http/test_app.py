@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from normserve.errors import DeviceOutOfMemoryError, UnknownLayerError
 from normserve.http.app import create_app
-from normserve.http.direct import DirectRoute
+from normserve.http.direct_routes import DirectRoute
 from normserve.http.transport import AsgiAdapter
 from normserve.settings import Settings
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from normserve.admission.permits import AdmissionBudget
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.body import BodyReader
+from normserve.http.body_reader import BodyReader
 from normserve.http.transport import IncomingBody
 from normserve.memory.slabs import SlabPool
 

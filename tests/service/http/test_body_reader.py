@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from normserve.admission.permits import AdmissionBudget
 from normserve.errors import NotReadyError, OverloadedError, RequestTimeoutError
-from normserve.http.body import BodyReader
+from normserve.http.body_reader import BodyReader
 from normserve.http.transport import IncomingBody as RealReception
 from normserve.memory.slabs import PLAIN, SlabAllocator, SlabPool, allocate_plain
 

@@ -2,9 +2,9 @@
 
 import time
 
-from normserve.http.measured import LaunchMeasurements, record_result
+from normserve.http.launch_measurements import LaunchMeasurements, record_result
 from normserve.jobs.job import NormResult
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 
 
 def test_headers_have_milliseconds_by_stage_and_whole_numbers():

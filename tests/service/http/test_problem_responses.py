@@ -6,7 +6,7 @@ import pytest
 from normserve import errors
 from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.errors.problems import STATUSES, get_status
-from normserve.http.problems import make_problem_response
+from normserve.http.problem_responses import make_problem_response
 
 
 def family(error: type) -> set[type]:

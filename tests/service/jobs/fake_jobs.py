@@ -3,7 +3,7 @@
 from math import prod
 
 from normserve.jobs.job import LAYER_OPTIONS, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 
 def tensor(*shape: int, dtype: DType = DType.FLOAT32) -> HostTensor:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from normserve.backends.cpu.backend import CpuBackend
-from normserve.backends.tensors import TORCH_DTYPES
+from normserve.backends.tensor_conversion import TORCH_DTYPES
 from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormSpec, Op, PassDirection
 from normserve.jobs.validation import make_validated_job
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 MIB = 2**20
 F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16

@@ -2,9 +2,9 @@
 
 import pytest
 from normserve.errors import InvalidParameterError
-from normserve.jobs.chain import make_chain_layer
+from normserve.jobs.chain_layers import make_chain_layer
 from normserve.jobs.job import Op
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer
 

@@ -6,7 +6,7 @@ from inspect import signature
 import fusednorm
 import pytest
 from normserve.jobs.job import OPTIONS, ChannelLayout, NormSpec, Op, PassDirection, list_options
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 SPEC = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, eps=1e-5, num_groups=2, dropout=0.5, seed=1)
 OTHER = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from fusednorm.cpu.batch_invariant.outputs import WHOLE_ELEMENTS
-from fusednorm.cpu.pieces import PIECE_ELEMENTS
+from fusednorm.cpu.chunks import PIECE_ELEMENTS
 from normserve.jobs import memory_cost as model
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
 from normserve.jobs.memory_cost import SCRATCH_BYTES, estimate_memory_cost
 from normserve.jobs.validation import make_validated_job
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
 

@@ -4,7 +4,7 @@ import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
 from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.jobs.validation import check_layer_parameters, list_tensor_names, make_validated_job
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from normserve.codec import safetensors
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
-from normserve.layers.changes import FleetLayerChanges
+from normserve.layers.layer_changes import FleetLayerChanges
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType, HostTensor
-from normserve.peers.siblings import FleetPosition, SiblingProcesses
+from normserve.memory.tensors import DType, HostTensor
+from normserve.peers.sibling_processes import FleetPosition, SiblingProcesses
 
 BODY = memoryview(
     bytearray(b"".join(safetensors.encode({"weight": HostTensor(DType.FLOAT32, (1,), memoryview(bytearray(4)))})))

@@ -16,11 +16,11 @@ from normserve.errors import (
     UnknownLayerError,
 )
 from normserve.jobs.job import RegisteredLayer
-from normserve.layers import changes as layer_changes
-from normserve.layers.changes import LayerChanges
+from normserve.layers import layer_changes
+from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType
-from normserve.peers.siblings import SiblingProcesses
+from normserve.memory.tensors import DType
+from normserve.peers.sibling_processes import SiblingProcesses
 
 from tests.service.layers.fleet import BODY, Process, agreed, failing, files, fleet_of, layer
 

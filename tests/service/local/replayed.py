@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 from normserve.admission.keys import Keyring
 from normserve.backends.cuda.replayer import build
-from normserve.backends.replayer import CapturedLaunch
-from normserve.codec import local_frames as frames
+from normserve.backends.replay_interface import CapturedLaunch
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 from normserve.jobs.job import ReplaySlot
-from normserve.local.connection import LocalServerConnection
+from normserve.local.frame_socket import FrameSocket
 from normserve.local.peer import PeerProcess
-from normserve.local.replaying import RequestReplays
-from normserve.local.wire import FrameSocket
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.local.request_replays import RequestReplays
+from normserve.local.server_connection import LocalServerConnection
+from normserve.requests.key_authorisation import KeyAuthorisation
 
 from tests.service.backends.cuda.fake_driver import FakeDriver
 from tests.service.local.fake_wire import Client

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.local.memory import LEAST_BYTES, HostSegmentAllocator, OrphanedSegments
+from normserve.local.client_segments import LEAST_BYTES, HostSegmentAllocator, OrphanedSegments
 
 
 class Registration:
@@ -94,7 +94,7 @@ def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
     async def check():
         memory = HostSegmentAllocator(LEAST_BYTES)
         descriptor, segment = await memory.allocate_segment(7, 1)
-        from normserve.memory.segments import map_segment
+        from normserve.memory.host_segments import map_segment
 
         theirs = map_segment(descriptor)
         os.close(descriptor)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, DrainingError
 
 from tests.service.engine.fake_engine import turn

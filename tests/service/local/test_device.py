@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
+from normserve.local.client_segments import OrphanedSegments
 from normserve.local.device import DeviceSegmentAllocator
-from normserve.local.memory import OrphanedSegments
 from normserve.local.peer import PeerProcess
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 import uvloop
-from normserve.codec.local_frames import MAX_FRAME_BYTES, PREFIX
-from normserve.local import wire as wire_module
-from normserve.local.wire import FrameSocket
+from normserve.codec.local_messages import MAX_FRAME_BYTES, PREFIX
+from normserve.local import frame_socket as wire_module
+from normserve.local.frame_socket import FrameSocket
 
 
 class Told:

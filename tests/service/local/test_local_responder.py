@@ -6,9 +6,9 @@ import logging
 
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.errors import ConfigurationError, DeviceOutOfMemoryError, OverloadedError, UnsupportedDtypeError
-from normserve.metrics.requests import UNMATCHED
+from normserve.metrics.request_metrics import UNMATCHED
 
 from tests.service.engine.fake_engine import turn
 from tests.service.local.fake_wire import Client, played

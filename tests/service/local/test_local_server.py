@@ -6,9 +6,9 @@ import socket
 
 import pytest
 import uvloop
-from normserve.local import server
+from normserve.local import local_server
+from normserve.local.local_server import LocalServer
 from normserve.local.peer import LocalUsers
-from normserve.local.server import LocalServer
 
 from tests.service.local.fake_wire import Client
 
@@ -20,7 +20,7 @@ async def until(condition):
 
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
 def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch):
-    monkeypatch.setattr(server, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(local_server, "_SWEEP_S", 0.01)
 
     async def run():
         serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
@@ -49,7 +49,7 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
 
     async def run():
         if fails == "socket":
-            monkeypatch.setattr(server.PeerProcess, "from_socket", gone)
+            monkeypatch.setattr(local_server.PeerProcess, "from_socket", gone)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 4242)
         serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)

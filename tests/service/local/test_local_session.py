@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
+from normserve.codec.local_messages import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
 from normserve.errors import (
     ForbiddenError,
     InvalidParameterError,
@@ -14,9 +14,9 @@ from normserve.errors import (
     RateLimitedError,
     UnauthorizedError,
 )
-from normserve.local.session import LocalSession
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.local.local_session import LocalSession
+from normserve.metrics.request_metrics import RequestRecord
+from normserve.requests.key_authorisation import KeyAuthorisation
 
 INFER = frozenset([KeyScope.INFER])
 LAYERS = frozenset([KeyScope.LAYERS])

@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.engine.engine import EngineState
 
 from tests.service.jobs.fake_jobs import layer

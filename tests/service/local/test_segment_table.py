@@ -5,10 +5,10 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.codec.local_frames import ALIGNMENT, SegmentRange, TensorReference
+from normserve.codec.local_messages import ALIGNMENT, SegmentRange, TensorReference
 from normserve.errors import NormserveError
-from normserve.local.arena import ArenaRange, SegmentTable, check_result_ranges
-from normserve.memory.host_tensors import FLOATS, DType
+from normserve.local.segment_table import ArenaRange, SegmentTable, check_result_ranges
+from normserve.memory.tensors import FLOATS, DType
 
 BYTES = 4096
 NEAR = st.integers(0, BYTES + 64) | st.sampled_from([2**31, 2**32, 2**62, 2**63 - 16, 2**63 - 1])

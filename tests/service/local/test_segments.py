@@ -6,7 +6,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 from tests.service.engine.fake_engine import turn
 from tests.service.local.fake_wire import Client, played

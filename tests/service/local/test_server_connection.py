@@ -9,10 +9,10 @@ import weakref
 import msgspec
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, TooLargeError
 from normserve.local import computations
-from normserve.local.connection import MOST_UNDER_WAY
+from normserve.local.server_connection import MOST_UNDER_WAY
 
 from tests.service.engine.fake_engine import turn
 from tests.service.engine.fake_polling import FakePolling

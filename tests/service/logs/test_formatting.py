@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 
 import pytest
-from normserve.logs.configuration import JsonLinesFormatter, TextFormatter, make_block_fields
+from normserve.logs.formatting import JsonLinesFormatter, TextFormatter, make_block_fields
 
 HOSTILE = "a\nb\r\nc\x1b[31md\x00e\u2028f\x85g\x7fh\u202ei\ud800j"
 
@@ -124,7 +124,7 @@ def test_a_traceback_as_text_begins_no_event(logged):
 
 SCRIPT = """
 import logging, threading, warnings
-from normserve.logs.configuration import configure_logging
+from normserve.logs.formatting import configure_logging
 configure_logging("error", "json", "2")
 logging.getLogger("uvicorn.error").error("of a library")
 logging.getLogger("uvicorn.error").warning("left out")

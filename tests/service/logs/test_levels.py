@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from normserve.logs.configuration import configure_logging
+from normserve.logs.formatting import configure_logging
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def levels():
 def test_others_are_heard_from_warnings_on(levels, level, own, others):
     configure_logging(level)
     assert logging.getLogger("normserve.process.supervisor").getEffectiveLevel() == own
-    assert logging.getLogger("fusednorm.launch.launch").getEffectiveLevel() == own
+    assert logging.getLogger("fusednorm.launch.launches").getEffectiveLevel() == own
     for name in ("httpx", "asyncio", "another.library"):
         assert logging.getLogger(name).getEffectiveLevel() == others
     assert logging.getLogger("uvicorn.error").getEffectiveLevel() == logging.ERROR

@@ -3,8 +3,8 @@
 import ctypes
 from typing import NamedTuple
 
-from normserve.memory.allocations import HANDLE_BYTES
 from normserve.memory.device_segments import ShareableDevice, call_driver, call_driver_for_all
+from normserve.memory.ipc_allocations import HANDLE_BYTES
 
 
 class Allocation(NamedTuple):

@@ -1,7 +1,7 @@
 """Tensors of torch as those that the server keeps in the host's memory, and back."""
 
 import torch
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 _WITH_FLOAT8 = {**DTYPES, torch.float8_e4m3fn: DType.FLOAT8_E4M3FN}

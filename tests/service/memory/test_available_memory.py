@@ -1,7 +1,7 @@
 """What may be taken is the least of what the host has and what each limit leaves."""
 
 import pytest
-from normserve.memory.limits import read_available_bytes
+from normserve.memory.available_memory import read_available_bytes
 
 MIB = 2**20
 HOST = 1000 * MIB

@@ -5,8 +5,8 @@ import gc
 import os
 
 import pytest
-from normserve.memory import segments
-from normserve.memory.segments import PAGE_BYTES, HostSegment, make_segment, map_segment
+from normserve.memory import host_segments
+from normserve.memory.host_segments import PAGE_BYTES, HostSegment, make_segment, map_segment
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_huge_pages_are_not_mapped():
 
 
 def test_more_than_there_is_is_a_memory_error(monkeypatch):
-    assert PAGE_BYTES < segments.read_available_bytes() < 2**50
-    monkeypatch.setattr(segments, "read_available_bytes", lambda: 3 * PAGE_BYTES)
+    assert PAGE_BYTES < host_segments.read_available_bytes() < 2**50
+    monkeypatch.setattr(host_segments, "read_available_bytes", lambda: 3 * PAGE_BYTES)
     with pytest.raises(MemoryError):
         make_segment(3 * PAGE_BYTES + 1, HostSegment)

@@ -3,8 +3,8 @@
 import gc
 
 import pytest
-from normserve.memory.allocations import HANDLE_BYTES, IpcAllocation, open_allocation
 from normserve.memory.device_segments import DeviceMemoryError, ShareableDevice
+from normserve.memory.ipc_allocations import HANDLE_BYTES, IpcAllocation, open_allocation
 
 from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver, bytes_at

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from normserve.memory.segments import PAGE_BYTES, map_segment
+from normserve.memory.host_segments import PAGE_BYTES, map_segment
 from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 

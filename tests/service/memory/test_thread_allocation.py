@@ -6,7 +6,7 @@ import weakref
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import pytest
-from normserve.memory.threads import make_on_thread
+from normserve.memory.thread_allocation import make_on_thread
 
 
 class LingeringExecutor(ThreadPoolExecutor):

@@ -6,12 +6,12 @@ import sys
 import time
 
 import pytest
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult
 from normserve.metrics.exposition import convert_to_open_metrics
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.registrar import COUNTED_AT_ONCE
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.registry import COUNTED_AT_ONCE
+from normserve.metrics.request_metrics import RequestRecord
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 

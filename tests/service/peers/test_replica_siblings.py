@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from normserve.errors import MethodNotAllowedError
 from normserve.metrics.metrics import Metrics
-from normserve.peers.replicas import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
+from normserve.peers.replica_siblings import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
 from normserve.settings import Settings
 from pydantic import ValidationError
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve.codec.framing import PREFIX
 from normserve.errors import NormserveError
-from normserve.peers import siblings
-from normserve.peers.siblings import FleetPosition, FrameStream, SiblingProcesses, SiblingRefusedError
+from normserve.peers import sibling_processes
+from normserve.peers.sibling_processes import FleetPosition, FrameStream, SiblingProcesses, SiblingRefusedError
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_those_that_answer_are_heard(place):
 
 
 def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
-    monkeypatch.setattr(siblings, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(sibling_processes, "_ANSWER_S", 0.01)
 
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text", after_s=0.2)):

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from normserve.process import connections, supervisor
+from normserve.process import connection_limits, supervisor
 from normserve.process.supervisor import FleetSupervisor
 from normserve.settings import Settings
 
@@ -96,7 +96,7 @@ class FakeProcesses:
         monkeypatch.setattr(supervisor, "FRONT_END", "fake_front_end")
         monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
         monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
-        monkeypatch.setattr(connections, "_LINGER_S", 0.0)
+        monkeypatch.setattr(connection_limits, "_LINGER_S", 0.0)
         for role in ("owner", "front_end"):
             self.let(role, "")
 

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 from normserve.process import channel
 from normserve.process.channel import SupervisorChannel
-from normserve.process.handover import (
+from normserve.process.supervisor_channel import (
     LINK,
     NOT_READY,
     READY,

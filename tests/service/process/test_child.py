@@ -8,7 +8,7 @@ import socket
 import pytest
 from normserve.process import child
 from normserve.process.child import OWNER, ChildProcess, HandedConnection, describe_exit
-from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, ReportReader
+from normserve.process.supervisor_channel import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, ReportReader
 
 
 class Running:

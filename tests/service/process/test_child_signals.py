@@ -6,7 +6,7 @@ import socket
 import pytest
 from normserve.process import child
 from normserve.process.child import OWNER, ChildProcess
-from normserve.process.handover import MESSAGE, NOT_READY, READY, ReportReader
+from normserve.process.supervisor_channel import MESSAGE, NOT_READY, READY, ReportReader
 
 
 class Running:

@@ -10,8 +10,12 @@ import resource
 import socket
 
 import pytest
-from normserve.process import connections
-from normserve.process.connections import ConnectionLimits, identify_client, raise_descriptor_limit_for_connections
+from normserve.process import connection_limits
+from normserve.process.connection_limits import (
+    ConnectionLimits,
+    identify_client,
+    raise_descriptor_limit_for_connections,
+)
 
 from tests.integration.harness.raw import Answer
 from tests.integration.harness.wire import assert_problem
@@ -49,7 +53,7 @@ class Somewhere(socket.socket):
 
 @pytest.fixture
 def comes_from(monkeypatch):
-    monkeypatch.setattr(connections, "_LINGER_S", 0.0)
+    monkeypatch.setattr(connection_limits, "_LINGER_S", 0.0)
     with contextlib.ExitStack() as stack:
 
         def connect(address: str) -> Somewhere:
@@ -117,7 +121,7 @@ async def test_refusal_is_an_answer(limits, comes_from):
 
 @on_a_loop
 async def test_of_many_that_are_refused_few_linger(limits, comes_from, monkeypatch):
-    monkeypatch.setattr(connections, "_LINGER_S", 0.05)
+    monkeypatch.setattr(connection_limits, "_LINGER_S", 0.05)
     for _ in range(2):
         limits.admit_connection(comes_from("1.1.1.1"))
     for _ in range(2):
@@ -163,7 +167,7 @@ def test_address_at_a_unix_socket(comes_from):
 
 @on_a_loop
 async def test_accepting_goes_on_when_descriptors_are_there_again(limits, caplog, monkeypatch):
-    monkeypatch.setattr(connections, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(connection_limits, "_PAUSE_S", 0.0)
     failures = [OSError(errno.EMFILE, "Too many open files")] * 20
     accepted = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import uvicorn
 from normserve.http.app import create_app
-from normserve.process import server, serving
+from normserve.process import owner_server, server
 from normserve.settings import Settings
 
 
@@ -21,7 +21,7 @@ def switch_interval():
 def test_a_thread_that_compiles_gives_way_in_time(switch_interval, monkeypatch):
     told = []
     monkeypatch.setattr(server.OwnerServer, "run", lambda self: told.append(sys.getswitchinterval()))
-    assert serving.run_server(Settings(port=0, backend="torch")) == 0
+    assert owner_server.run_server(Settings(port=0, backend="torch")) == 0
     assert told == [pytest.approx(0.0005)]
 
 
@@ -42,8 +42,8 @@ def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch,
     async def fail(self) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("normserve.http.service.ApplicationServices.warm_up", fail)
-    assert serving.run_server(Settings(port=0, backend="torch")) == 1
+    monkeypatch.setattr("normserve.http.application_services.ApplicationServices.warm_up", fail)
+    assert owner_server.run_server(Settings(port=0, backend="torch")) == 1
 
 
 def test_a_loop_that_finds_no_memory_ends_the_server_and_any_other_error_does_not(channel, monkeypatch):

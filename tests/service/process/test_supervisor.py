@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 from normserve.process import supervisor
-from normserve.process.handover import REFUSED
 from normserve.process.supervisor import FleetSupervisor
+from normserve.process.supervisor_channel import REFUSED
 from normserve.settings import Settings
 
 from tests.service.process.fake_processes import FakeProcesses

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 import pytest
-from normserve.process.handover import (
+from normserve.process.supervisor_channel import (
     LINK,
     MESSAGE,
     READY,

@@ -3,7 +3,7 @@
 import os
 import ssl
 
-import normserve.process.serving
+import normserve.process.owner_server
 import normserve.process.supervisor
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -27,7 +27,7 @@ def theirs(tmp_path_factory):
 @pytest.fixture
 def started(monkeypatch):
     calls = []
-    monkeypatch.setattr(normserve.process.serving, "run_server", calls.append)
+    monkeypatch.setattr(normserve.process.owner_server, "run_server", calls.append)
     monkeypatch.setattr(normserve.process.supervisor, "serve_fleet", calls.append)
     return calls
 

@@ -13,24 +13,24 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.backends.cpu.recurring import find_prepared_job
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec import safetensors
-from normserve.http.edge.origins import OriginPolicy
+from normserve.http.middleware.origin_policy import OriginPolicy
 from normserve.http.oip.infer import InferenceRoutes
 from normserve.http.oip.models import OPERATIONS
-from normserve.http.relay import messages
-from normserve.http.relay.direct import OperationDispatcher, OperationServices
-from normserve.http.relay.owner import RelayServer
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relay_server import RelayServer
+from normserve.http.relay.relayed_operations import OperationDispatcher, OperationServices
 from normserve.http.routes.operations import OperationEndpoint
 from normserve.jobs.job import Op, PassDirection
-from normserve.local.arena import SegmentTable
-from normserve.local.connection import LocalServerConnection
-from normserve.local.operations import OperationPlanner
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.local.operation_planner import OperationPlanner
+from normserve.local.segment_table import SegmentTable
+from normserve.local.server_connection import LocalServerConnection
+from normserve.memory.host_segments import HostSegment, make_segment
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.jobs.fake_jobs import tensor
@@ -93,8 +93,12 @@ def relayed(prepared: PreparedCallCache) -> dict[str, Call]:
     def relay(number: int, fields: int) -> None:
         headers = [(b"x-number", b"%d" % number), *[(b"h%d" % each, b"%d" % each) for each in range(fields)]]
         path = "/v1/layer_norm"
-        head = messages.RequestHead("POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80))
-        relays._prepare_scope(messages.RequestStarted(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
+        head = relay_messages.RequestHead(
+            "POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80)
+        )
+        relays._prepare_scope(
+            relay_messages.RequestStarted(1, relay_messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, "")
+        )
 
     return {
         "relayed": lambda number: relay(number, 3),

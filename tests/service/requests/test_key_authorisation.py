@@ -4,11 +4,11 @@ import logging
 from dataclasses import dataclass, field
 
 import pytest
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.keys import Keyring, KeyScope, parse_keys
 from normserve.errors import ForbiddenError, NormserveError, RateLimitedError, UnauthorizedError
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.metrics.request_metrics import RequestRecord
+from normserve.requests.key_authorisation import KeyAuthorisation
 
 from tests.security.keys import table
 

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.permits import AdmissionBudget
 from normserve.engine.progress import CompletionTracker
 from normserve.errors import (
@@ -21,9 +21,9 @@ from normserve.errors import (
 )
 from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.jobs.validation import make_validated_job
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import MemoryAdmission
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
+from normserve.requests.memory_admission import MemoryAdmission
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.jobs.fake_jobs import tensor

@@ -7,7 +7,7 @@ import pytest
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.jobs.validation import make_validated_job
-from normserve.requests.admission import UNCHARGED_BYTES, MemoryAdmission
+from normserve.requests.memory_admission import UNCHARGED_BYTES, MemoryAdmission
 
 from tests.service.jobs.fake_jobs import tensor
 

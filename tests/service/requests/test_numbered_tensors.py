@@ -9,8 +9,8 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.memory.host_tensors import DType, HostTensor
-from normserve.requests.several import TensorSplit, concatenate_tensors
+from normserve.memory.tensors import DType, HostTensor
+from normserve.requests.numbered_tensors import TensorSplit, concatenate_tensors
 
 from tests.service.jobs.fake_jobs import tensor
 

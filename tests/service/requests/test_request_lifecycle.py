@@ -3,9 +3,9 @@
 import logging
 
 import pytest
-from normserve.admission.callers import ClientIdentity
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.access_log import log_request
+from normserve.admission.client_identity import ClientIdentity
+from normserve.metrics.request_metrics import RequestRecord
+from normserve.requests.request_lifecycle import log_request
 
 
 @pytest.mark.parametrize(("key", "shown"), [(None, "-"), ("batch", "batch")])

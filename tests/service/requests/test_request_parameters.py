@@ -1,11 +1,11 @@
 """What a query means: each value at the bounds of what it may be, defaults, and what goes together."""
 
 import pytest
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import ChannelLayout, Op, PassDirection
-from normserve.memory.host_tensors import FLOATS, DType
-from normserve.requests.parameters import (
+from normserve.memory.tensors import FLOATS, DType
+from normserve.requests.request_parameters import (
     LAYER_PARAMETERS,
     list_operation_parameters,
     make_openapi_parameters,

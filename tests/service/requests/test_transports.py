@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from normserve.admission.permits import AdmissionBudget
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.engine.engine import Engine
 from normserve.errors import OverloadedError
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 from normserve.http.transport import AsgiAdapter
 
 from tests.service.engine.fake_engine import turn
@@ -116,8 +116,8 @@ async def over_front_ends_that_receive(error: Exception) -> Refused:
     receive = await owner.started()
     held = fail_to_begin(owner.scene.engine, owner.limits, error)
     owner.come(receive, owner.body)
-    [answer] = owner.said(messages.ResponsePart)
-    owner.asked.on_message(messages.ResponseSent(receive.number, 0.0, is_delivered=True))
+    [answer] = owner.said(relay_messages.ResponsePart)
+    owner.asked.on_message(relay_messages.ResponseSent(receive.number, 0.0, is_delivered=True))
     assert held[0] >= len(owner.body)
     limits, used, idle_s = (
         owner.limits,

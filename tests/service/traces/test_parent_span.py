@@ -1,7 +1,7 @@
 """What a request's headers say of the trace that it belongs to."""
 
 import pytest
-from normserve.traces.parent import ParentSpan, make_log_fields, parse_parent
+from normserve.traces.parent_span import ParentSpan, make_log_fields, parse_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.jobs.job import NormResult
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.traces.stages import SHORTEST_S, StageInterval, compute_stage_intervals
 
 

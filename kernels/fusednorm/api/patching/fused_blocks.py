@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm.api.patching.patched import (
+from fusednorm.api.patching.norm_recognition import UnrecognisedNormError, check_not_replaced, get_input_name
+from fusednorm.api.patching.patched_forward import (
     ForwardReplacement,
     PatchedForward,
     is_forward_of_class,
     is_supported_input,
 )
-from fusednorm.api.patching.recognise import UnrecognisedNormError, check_not_replaced, get_input_name
 from fusednorm.errors import KernelInputError
 
 

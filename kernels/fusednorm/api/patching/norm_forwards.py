@@ -7,13 +7,13 @@ from torch.nn import Parameter
 
 from fusednorm.api.autocast import casts_to_float32
 from fusednorm.api.autograd import rms_norm
-from fusednorm.api.patching.patched import ForwardReplacement, PatchedForward, is_unwrapped_tensor
-from fusednorm.api.patching.recognise import ProbedProperties, get_input_name, recognise_norm
-from fusednorm.api.torch_norms import (
+from fusednorm.api.module_norms import (
     compute_group_norm_module,
     compute_layer_norm_over_shape,
     compute_rms_norm_module,
 )
+from fusednorm.api.patching.norm_recognition import ProbedProperties, get_input_name, recognise_norm
+from fusednorm.api.patching.patched_forward import ForwardReplacement, PatchedForward, is_unwrapped_tensor
 from fusednorm.errors import KernelInputError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.patching.patched import PatchedForward, get_forward_attribute, is_forward_of_class
+from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute, is_forward_of_class
 from fusednorm.api.patching.probe import (
     Dtypes,
     Formula,

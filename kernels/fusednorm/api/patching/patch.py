@@ -6,16 +6,16 @@ from types import MethodType
 
 from torch import nn
 
-from fusednorm.api.patching.blocks import find_block_replacement
-from fusednorm.api.patching.forwards import find_norm_replacement
-from fusednorm.api.patching.patched import PatchedForward, get_forward_attribute
-from fusednorm.api.patching.recognise import UnrecognisedNormError
+from fusednorm.api.patching.fused_blocks import find_block_replacement
+from fusednorm.api.patching.norm_forwards import find_norm_replacement
+from fusednorm.api.patching.norm_recognition import UnrecognisedNormError
+from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute
 from fusednorm.api.patching.report import PatchReport
-from fusednorm.devices.device import HAS_TRITON
+from fusednorm.devices.device_properties import HAS_TRITON
 from fusednorm.errors import KernelInputError
 
 if HAS_TRITON:
-    from fusednorm.launch.status import describe_repeated_calls
+    from fusednorm.launch.call_status import describe_repeated_calls
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:

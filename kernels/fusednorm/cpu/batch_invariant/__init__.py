@@ -12,7 +12,7 @@ number of samples and threads.
 
 from fusednorm.cpu.batch_invariant.chain import layer_norm_chain
 from fusednorm.cpu.batch_invariant.groups import group_norm_backward, group_norm_forward
-from fusednorm.cpu.batch_invariant.rows import (
+from fusednorm.cpu.batch_invariant.row_norms import (
     layer_norm_backward,
     layer_norm_forward,
     rms_norm_backward,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu.batch_invariant.outputs import RowResults
-from fusednorm.cpu.pieces import split_rows
-from fusednorm.cpu.taken import to_float32
+from fusednorm.cpu.chunks import split_rows
+from fusednorm.cpu.supported_arguments import to_float32
 
 
 def layer_norm_chain(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.dropout import DropoutMask, make_dropout_mask
+from fusednorm.cpu.chunks import split_groups, split_range
+from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
 from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
-from fusednorm.cpu.pieces import split_groups, split_range
-from fusednorm.cpu.taken import add_residual, to_float32
+from fusednorm.cpu.supported_arguments import add_residual, to_float32
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import is_channels_last
 

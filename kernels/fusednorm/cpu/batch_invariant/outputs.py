@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu.float8 import scale_rows_
-from fusednorm.cpu.taken import add_residual
+from fusednorm.cpu.supported_arguments import add_residual
 from fusednorm.results import Forward
 
 WHOLE_ELEMENTS = 256 * 1024

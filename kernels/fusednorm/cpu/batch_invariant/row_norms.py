@@ -16,10 +16,10 @@ from fusednorm.cpu.batch_invariant.parameters import (
     apply_affine_,
     multiply_by_weight,
 )
-from fusednorm.cpu.dropout import DropoutMask, make_dropout_mask
+from fusednorm.cpu.chunks import split_rows
+from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
 from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
-from fusednorm.cpu.pieces import split_rows
-from fusednorm.cpu.taken import add_residual, cast_gradient, to_float32
+from fusednorm.cpu.supported_arguments import add_residual, cast_gradient, to_float32
 from fusednorm.results import Backward, Forward
 
 

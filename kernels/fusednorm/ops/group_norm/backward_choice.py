@@ -8,27 +8,27 @@ depend on the other samples, and a new number of samples causes no compilation.
 from dataclasses import replace
 from functools import lru_cache
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import next_power_of_2
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm import table as tables
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.group_norm import config_tables as tables
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
-from fusednorm.ops.group_norm.channels_last.stream import (
+from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps
+from fusednorm.ops.group_norm.channels_last.stream_partitions import (
     STREAM_FROM,
     STREAM_POSITIONS,
     count_stream_splits,
     find_measured_stream,
     find_stream_warps,
 )
-from fusednorm.ops.group_norm.companions import plan_layout_copies
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
 from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
-from fusednorm.ops.group_norm.sample import (
+from fusednorm.ops.group_norm.layout_copies import plan_layout_copies
+from fusednorm.ops.group_norm.sample_shape import (
     MAX_OFFSET,
     SampleShape,
     allocate_statistics,
@@ -37,7 +37,7 @@ from fusednorm.ops.group_norm.sample import (
     compute_max_splits,
 )
 from fusednorm.ops.group_norm.statistics import plan_statistics
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 
 MOST_LABELS = 2
 """The most groups that a vector of a shared block touches; each needs registers for its statistics and sums."""

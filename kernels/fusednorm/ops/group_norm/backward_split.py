@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.reductions import multiply_sum_terms
-from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall
-from fusednorm.ops.group_norm.gradients import (
+from fusednorm.ops.group_norm.gradient_reductions import plan_group_reduction, plan_parameter_reductions
+from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_gradient,
     load_tiles,
     make_tile_mask,
     store_tile_gradient,
 )
-from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
-from fusednorm.ops.group_norm.sample import allocate_statistics
+from fusednorm.ops.group_norm.sample_shape import allocate_statistics
 
 
 def plan_sums_and_apply(

@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device import count_multiprocessors, is_hopper_or_newer
-from fusednorm.launch.launch import (
+from fusednorm.devices.device_properties import count_multiprocessors, is_hopper_or_newer
+from fusednorm.launch.launches import (
     Launch,
     ResidentConfig,
     can_prefetch,
     compute_max_registers,
     has_one_lane_per_thread,
 )
-from fusednorm.ops.group_norm.affine import AffineParameters
-from fusednorm.ops.group_norm.sample import SampleShape, allocate_pair, compute_access_width
+from fusednorm.ops.group_norm.affine_step import AffineParameters
+from fusednorm.ops.group_norm.sample_shape import SampleShape, allocate_pair, compute_access_width
 from fusednorm.results import Backward, Forward
 
 NO_PARAMETERS = AffineParameters()

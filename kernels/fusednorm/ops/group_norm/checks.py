@@ -13,7 +13,7 @@ from fusednorm.arguments.checks import (
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
 from fusednorm.arguments.layouts import detect_channels_last
 from fusednorm.arguments.options import NormOptions
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 _LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
 

@@ -14,29 +14,29 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import next_power_of_2
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm import table as tables
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.group_norm import config_tables as tables
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
+from fusednorm.ops.group_norm.channels_last.block_fragments import make_block_tile
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
-from fusednorm.ops.group_norm.channels_last.pieces import make_block_tile
-from fusednorm.ops.group_norm.channels_last.stream import (
+from fusednorm.ops.group_norm.channels_last.stream_partitions import (
     STREAM_FROM,
     STREAM_POSITIONS,
     count_stream_splits,
     find_measured_stream,
     find_stream_warps,
 )
-from fusednorm.ops.group_norm.companions import plan_layout_copies
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.layout_copies import plan_layout_copies
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 from fusednorm.ops.group_norm.statistics import count_sweep_vectors, find_split_forward
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 
 MAX_PROGRAM_BYTES = 256 * 1024
 """Bytes of x above which a group that a program reads twice is split over programs."""

@@ -12,9 +12,9 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
-from fusednorm.launch.launch import Launch, make_early_options
-from fusednorm.ops.group_norm.affine import AffineParameters
-from fusednorm.ops.group_norm.sample import SampleShape, allocate_pair
+from fusednorm.launch.launches import Launch, make_early_options
+from fusednorm.ops.group_norm.affine_step import AffineParameters
+from fusednorm.ops.group_norm.sample_shape import SampleShape, allocate_pair
 from fusednorm.results import Backward
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64

@@ -17,7 +17,7 @@ import triton.language as tl
 from fusednorm.jit.epilogue import approximate_tanh, compute_keep_mask, differentiate_activation
 from fusednorm.jit.loads import add_residual_chunk, widen
 from fusednorm.jit.reductions import multiply_sum_terms
-from fusednorm.ops.group_norm.affine import load_slope_and_offset
+from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 
 _TANH_SLOPE = tl.constexpr(2.0 * 0.7978845608028654)
 _TANH_CUBIC = tl.constexpr(8.0 * 0.7978845608028654 * 0.044715)

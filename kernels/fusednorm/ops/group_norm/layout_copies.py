@@ -9,9 +9,9 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array, workspace_like
 from fusednorm.arguments.layouts import has_layout
 from fusednorm.integers import cdiv
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 
 COPY_BLOCK, COPY_WARPS = 64, 4
 """Rows and columns of a block that a program copies, and its warps."""

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import is_hopper_or_newer
+from fusednorm.devices.device_properties import is_hopper_or_newer
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments
-from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.launch.launches import Launch, make_early_options
 
 REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernel that reduces partial results of one group."""

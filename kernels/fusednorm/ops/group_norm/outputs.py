@@ -2,7 +2,7 @@
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.outputs import Outputs, OutputSpec
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 
 def declare_forward_outputs(

@@ -3,10 +3,10 @@
 from functools import lru_cache
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
-from fusednorm.ops.group_norm.sample import (
+from fusednorm.ops.group_norm.sample_shape import (
     SampleShape,
     choose_block_columns,
     compute_access_width,

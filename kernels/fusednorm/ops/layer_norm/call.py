@@ -6,10 +6,10 @@ from typing import NamedTuple
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import MAX_HEADS, has_heads
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device import count_multiprocessors, is_hopper_or_newer
+from fusednorm.devices.device_properties import count_multiprocessors, is_hopper_or_newer
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import compute_vector_width
-from fusednorm.launch.launch import MAX_VEC, RowDependence, can_prefetch, has_one_lane_per_thread
+from fusednorm.launch.launches import MAX_VEC, RowDependence, can_prefetch, has_one_lane_per_thread
 from fusednorm.results import Backward, Forward
 
 SINGLE_ROW_COLS = 524289

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
 from fusednorm.jit.moments import compute_moments_from_lane_sums, compute_tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import multiply_sum_terms
 from fusednorm.jit.tiles import load_tile, normalise
-from fusednorm.launch.launch import MAX_VEC, Launch, RowDependence, can_prefetch
+from fusednorm.launch.launches import MAX_VEC, Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import RowLayout, list_row_strides
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, LayerNormForwardTile

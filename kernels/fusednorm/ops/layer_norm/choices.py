@@ -12,8 +12,8 @@ from itertools import chain
 from typing import TypeVar
 
 from fusednorm.arguments.arrays import new_workspace
-from fusednorm.launch.launch import REGISTERS_PER_SM, Launch
-from fusednorm.ops.layer_norm import table as tables
+from fusednorm.launch.launches import REGISTERS_PER_SM, Launch
+from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative, plan_cooperative_backward
 from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit, plan_split_backward
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile, plan_tile_backward
@@ -24,13 +24,13 @@ from fusednorm.ops.layer_norm.call import (
     RowStatistics,
 )
 from fusednorm.ops.layer_norm.chain import ChainCall, plan_sweep_chain, plan_tile_chain
+from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative, plan_cooperative_forward
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident, plan_resident_forward
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit, plan_split_forward
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep, plan_sweep_forward
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile, plan_tile_forward
-from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
-from fusednorm.policy.waiting import may_wait
+from fusednorm.policy.cooperative_launches import may_wait
 
 MOST_BYTES_WITH_RESIDUAL = 96 << 10
 """The largest row that one program holds with a residual: at 128 KB, only the next row's prefetch would overlap."""

@@ -4,7 +4,7 @@ import hashlib
 import re
 import secrets
 
-from normserve.admission.keys.file import KEY_NAME
+from normserve.admission.keys.keys_file import KEY_NAME
 
 _RANDOM_BYTES = 32
 

@@ -4,8 +4,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Set
 
-from normserve.admission.callers import ClientIdentity
-from normserve.admission.keys.file import ApiKey, KeyScope
+from normserve.admission.client_identity import ClientIdentity
+from normserve.admission.keys.keys_file import ApiKey, KeyScope
 from normserve.admission.request_rate import TokenBucket
 from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 

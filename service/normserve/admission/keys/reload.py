@@ -7,8 +7,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from normserve.admission.keys.file import ApiKey, KeysFileError, parse_keys
-from normserve.files import open_regular_file
+from normserve.admission.keys.keys_file import ApiKey, KeysFileError, parse_keys
+from normserve.regular_files import open_regular_file
 
 log = logging.getLogger(__name__)
 

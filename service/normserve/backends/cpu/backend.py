@@ -14,10 +14,10 @@ from fusednorm.cpu import batch_invariant
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
-from normserve.backends.base import ONE_AT_A_TIME
 from normserve.backends.cpu.recurring import find_prepared_job
-from normserve.backends.launch import ResidentParameters, collect_parameters, run_operation
-from normserve.backends.tensors import (
+from normserve.backends.interface import ONE_AT_A_TIME
+from normserve.backends.library_calls import ResidentParameters, collect_parameters, run_operation
+from normserve.backends.tensor_conversion import (
     count_batch_kernel_bytes,
     move_channels_first,
     restore_payload_order,
@@ -26,13 +26,13 @@ from normserve.backends.tensors import (
     view_as_torch,
     view_rows,
 )
-from normserve.backends.warmup import make_warm_up_batches
+from normserve.backends.warm_up_batches import make_warm_up_batches
 from normserve.codec.tensor_names import is_parameter
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, BatchResult, NormJob, Op, PassDirection, ReplaySlot
-from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import HostTensor
 
 _COPY_BYTES = 64 * 2**20
 

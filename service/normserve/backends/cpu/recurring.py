@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from fusednorm.cpu import batch_invariant
 from torch import Tensor
 
-from normserve.backends.launch import bind_operation, collect_parameters
-from normserve.backends.tensors import (
+from normserve.backends.library_calls import bind_operation, collect_parameters
+from normserve.backends.tensor_conversion import (
     compute_launch_shape,
     count_kernel_bytes,
     infer_batch_result_specs,
     move_channels_first,
     view_as_torch,
 )
-from normserve.jobs import results
+from normserve.jobs import result_specs
 from normserve.jobs.job import BatchResult, NormJob, Op
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 
 def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
@@ -47,7 +47,7 @@ class PreparedCpuJob:
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
         self._results = {
             name: _trim_to_nbytes(HostTensor(dtype, shape, places[name]))
-            for name, (dtype, shape) in results.infer_result_specs(spec, given, job.layer).items()
+            for name, (dtype, shape) in result_specs.infer_result_specs(spec, given, job.layer).items()
         }
         self._kernel_bytes = (count_kernel_bytes(job, self._results),)
         self._result_tensors = {

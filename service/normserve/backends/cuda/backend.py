@@ -10,15 +10,21 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 import fusednorm
 import torch
 import triton
-from fusednorm.devices.device import GpuModel
+from fusednorm.devices.device_properties import GpuModel
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.devices import copy_bandwidth, describe_device
 from fusednorm.warm.at_once import compile_in_parallel
 from torch import Tensor
 
-from normserve.backends.base import LaunchDepth
-from normserve.backends.cuda.ahead import BackgroundCompiler, CompileTarget
-from normserve.backends.cuda.copied import (
+from normserve.backends.cuda.background_compile import BackgroundCompiler, CompileTarget
+from normserve.backends.cuda.batch_buffers import BatchBufferAllocator, BatchBuffers
+from normserve.backends.cuda.client_memory_launches import (
+    ChunkExecutionContext,
+    ClientMemoryLaunch,
+    is_computed_in_client_memory,
+    prepare_client_memory_launch,
+)
+from normserve.backends.cuda.copied_launches import (
     LAUNCHED,
     CopiedLaunch,
     divide_rows,
@@ -26,47 +32,41 @@ from normserve.backends.cuda.copied import (
     make_whole_launch,
 )
 from normserve.backends.cuda.cuda_streams import CudaStreams
+from normserve.backends.cuda.graph_cache import GraphCache
 from normserve.backends.cuda.graphs import CudaGraphCapturer
 from normserve.backends.cuda.in_flight import PendingCudaLaunch
 from normserve.backends.cuda.in_place import get_in_place_call
 from normserve.backends.cuda.pinned import allocate_pinned, make_pinned_allocator, register_memory
-from normserve.backends.cuda.places import BatchBufferAllocator, BatchBuffers
-from normserve.backends.cuda.recurring import (
-    ChunkExecutionContext,
-    ClientMemoryLaunch,
-    is_computed_in_client_memory,
-    prepare_client_memory_launch,
-)
+from normserve.backends.cuda.pipeline import StreamPipeline
 from normserve.backends.cuda.replayer import build, driver
-from normserve.backends.cuda.replays import GraphCache
-from normserve.backends.cuda.streams import StreamPipeline
-from normserve.backends.launch import (
+from normserve.backends.interface import LaunchDepth
+from normserve.backends.library_calls import (
     ResidentParameters,
     bind_operation,
     collect_parameters,
     make_output_argument,
     run_operation,
 )
-from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
-from normserve.backends.tensors import (
+from normserve.backends.replay_interface import CapturedLaunch, LaunchReplayer
+from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
     compute_launch_shape,
     infer_batch_result_specs,
     move_channels_first,
     view_as_torch,
 )
-from normserve.backends.warmup import make_warm_up_batches
+from normserve.backends.warm_up_batches import make_warm_up_batches
 from normserve.errors import (
     DeviceFailureError,
     DeviceOutOfMemoryError,
     InvalidShapeError,
     NormserveError,
 )
-from normserve.jobs.device import DeviceDescription
+from normserve.jobs.device_description import DeviceDescription
 from normserve.jobs.job import Batch, NormJob, Op, QueueLane, ReplaySlot
 from normserve.memory.device_segments import DeviceMemoryError, ShareableDevice
-from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabAllocator, SlabPool
+from normserve.memory.tensors import HostTensor
 
 log = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ class BackgroundCompiler:
 
     def wait(self, model: CompileTarget) -> None:
         """Wait until all kernels are compiled; those that cannot be are compiled at their first use."""
-        from fusednorm.warm.stamps import is_compiled
+        from fusednorm.warm.compile_records import is_compiled
         from triton import knobs
 
         self._join_preparation()

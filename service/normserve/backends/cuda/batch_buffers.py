@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from normserve.backends.tensors import (
+from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
     compute_launch_shape,
     count_batch_kernel_bytes,
@@ -17,10 +17,10 @@ from normserve.backends.tensors import (
 )
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import Batch, NormJob, NormSpec
-from normserve.jobs.results import Described
+from normserve.jobs.result_specs import Described
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import HostTensor
 
 # Jobs of up to this size are packed: copies of their tensors would take longer to start than to run, and a body
 # that was received together with its header is in no slab.  The host would copy larger jobs more slowly than the

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.copied import REPLAYED, divide_rows, make_chunk_launches
+from normserve.backends.cuda.batch_buffers import BatchBuffers, make_tensors_in_buffers
+from normserve.backends.cuda.copied_launches import REPLAYED, divide_rows, make_chunk_launches
+from normserve.backends.cuda.graph_cache import GraphCache, GraphCapturer, RepeatedCall
 from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents
 from normserve.backends.cuda.pinned import is_registered, view_on_device
-from normserve.backends.cuda.places import BatchBuffers, make_tensors_in_buffers
-from normserve.backends.cuda.replays import GraphCache, GraphCapturer, RepeatedCall
-from normserve.backends.cuda.streams import StreamFactory, StreamPipeline
-from normserve.backends.launch import bind_operation, collect_parameters, make_output_argument, run_operation
-from normserve.backends.tensors import (
+from normserve.backends.cuda.pipeline import StreamFactory, StreamPipeline
+from normserve.backends.library_calls import bind_operation, collect_parameters, make_output_argument, run_operation
+from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
     count_kernel_bytes,
     infer_batch_result_specs,
@@ -30,7 +30,7 @@ from normserve.backends.tensors import (
 )
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import NormJob
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 log = logging.getLogger(__name__)
 

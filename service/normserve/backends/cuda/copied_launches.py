@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.places import BatchBuffers, list_jobs_with, view_slices
-from normserve.backends.launch import bind_operation, collect_parameters, make_output_argument, run_operation
-from normserve.backends.tensors import (
+from normserve.backends.cuda.batch_buffers import BatchBuffers, list_jobs_with, view_slices
+from normserve.backends.library_calls import bind_operation, collect_parameters, make_output_argument, run_operation
+from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
     compute_launch_shape,
     infer_batch_result_specs,
@@ -26,7 +26,7 @@ from normserve.backends.tensors import (
 )
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import NormJob, NormSpec, PassDirection
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 _ALIGNMENT = 16
 

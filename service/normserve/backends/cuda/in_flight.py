@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from normserve.backends.base import PendingLaunch
+from normserve.backends.interface import PendingLaunch
 from normserve.jobs.job import BatchResult
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 
 class StreamEvent(Protocol):

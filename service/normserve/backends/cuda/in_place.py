@@ -9,10 +9,10 @@ from types import ModuleType
 
 from fusednorm.results import Backward, Forward
 
+from normserve.backends.cuda.batch_buffers import BatchBuffers, LaunchLayout, view_slices
 from normserve.backends.cuda.pinned import PinnedArray
-from normserve.backends.cuda.places import BatchBuffers, LaunchLayout, view_slices
-from normserve.backends.launch import bind_operation, make_output_argument
-from normserve.backends.tensors import move_channels_first
+from normserve.backends.library_calls import bind_operation, make_output_argument
+from normserve.backends.tensor_conversion import move_channels_first
 from normserve.memory.slabs import get_slab_memory
 
 MOST_BYTES = 1024 * 1024

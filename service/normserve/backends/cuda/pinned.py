@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normserve.memory.segments import HostSegment
+from normserve.memory.host_segments import HostSegment
 from normserve.memory.slabs import Bytes
 
 log = logging.getLogger(__name__)

@@ -3,12 +3,12 @@
 from typing import Any, Literal
 from urllib.parse import quote
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.reception import LIST_BYTES
-from normserve.client.calls.arrays import TensorLike
-from normserve.client.calls.call import ApiCall, describe_tensors, make_query
+from normserve.client.calls.api_call import ApiCall, describe_tensors, make_query
+from normserve.client.calls.array_conversion import TensorLike
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.codec.activations import ActivationName
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import LIST_BYTES
+from normserve.codec.api_names import ActivationName
 from normserve.codec.tensor_names import PARAMETERS
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.expectations import ExpectedResult
-from normserve.client.answers.failures import make_api_error
-from normserve.client.answers.reception import DOCUMENT_BYTES
-from normserve.client.calls import arrays
+from normserve.client.calls import array_conversion
 from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.responses.api_errors import make_api_error
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import DOCUMENT_BYTES
+from normserve.client.responses.expected_results import ExpectedResult
 from normserve.codec import safetensors
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 R = TypeVar("R")
 
@@ -119,7 +119,9 @@ def describe_tensors(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
     Raises:
         TypeError: one is no array, or of no element type of the API.
     """
-    return {name: arrays.describe_array(name, value) for name, value in tensors.items() if value is not None}
+    return {
+        name: array_conversion.describe_array(name, value) for name, value in tensors.items() if value is not None
+    }
 
 
 def make_query(params: Mapping[str, object]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from normserve.client.calls.on_device import TorchCudaTensor, copy_to_host_bytes
-from normserve.memory.host_tensors import FLOATS, DType, HostTensor
+from normserve.memory.tensors import FLOATS, DType, HostTensor
 
 
 class TensorLike(Protocol):

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 
 class TorchCudaTensor(HostTensor):

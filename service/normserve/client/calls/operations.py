@@ -8,17 +8,17 @@ body, the others into the query.  Parameters that are left out are not sent, so 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from normserve.client.answers import expectations
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.expectations import ExpectedResults
-from normserve.client.calls import arrays
-from normserve.client.calls.arrays import TensorLike
-from normserve.client.calls.call import ApiCall, describe_tensors, make_query
+from normserve.client.calls import array_conversion
+from normserve.client.calls.api_call import ApiCall, describe_tensors, make_query
+from normserve.client.calls.array_conversion import TensorLike
 from normserve.client.errors import UnexpectedAnswerError
+from normserve.client.responses import expected_results
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.expected_results import ExpectedResults
 from normserve.client.results import BackwardResult, ForwardResult
-from normserve.codec.activations import ActivationName
+from normserve.codec.api_names import ActivationName
 from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 Tensors = TensorLike | Sequence[TensorLike]
 """A tensor, or a list with one tensor for each of several x."""
@@ -501,16 +501,16 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
     tensors, params = _split_arguments(arguments)
     if "out_dtype" in params:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
-        arrays.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
+        array_conversion.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
 
     sent, query = describe_tensors(tensors), make_query(params)
-    expected = expectations.expect_forward(op, sent, query)
+    expected = expected_results.expect_forward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> ForwardResult[T]:
         like = _get_first_tensor(x)
         found = _group_numbered(
             {
-                name: arrays.convert_tensor(tensor, like)
+                name: array_conversion.convert_tensor(tensor, like)
                 for name, tensor in _read_checked_tensors(answer, expected).items()
             }
         )
@@ -525,7 +525,7 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
 def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
     tensors, params = _split_arguments(arguments)
     sent, query = describe_tensors(tensors), make_query(params)
-    expected = expectations.expect_backward(op, sent, query)
+    expected = expected_results.expect_backward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> BackwardResult[T]:
         results = _read_checked_tensors(answer, expected)
@@ -533,7 +533,7 @@ def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCa
             like = _get_first_tensor(x)
             found = _group_numbered(
                 {
-                    name: arrays.convert_tensor(tensor, _find_gradient_source(name, like, tensors))
+                    name: array_conversion.convert_tensor(tensor, _find_gradient_source(name, like, tensors))
                     for name, tensor in results.items()
                 }
             )

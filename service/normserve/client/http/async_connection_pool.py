@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import ServerAddress
 from normserve.client.http.connection import ClientHttpConnection
-from normserve.client.http.idle import IdleConnectionStack
-from normserve.client.http.opening import (
+from normserve.client.http.idle_connections import IdleConnectionStack
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import (
     Place,
     TlsSettings,
     compute_attempt_s,
@@ -21,8 +21,8 @@ from normserve.client.http.opening import (
     make_socket,
     wrap_tls,
 )
-from normserve.client.http.steps import READ, WRITE, Steps
-from normserve.sockets import has_error
+from normserve.client.http.socket_steps import READ, WRITE, Steps
+from normserve.socket_readers import has_error
 
 R = TypeVar("R")
 

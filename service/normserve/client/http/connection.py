@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import httpx
 import numpy as np
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.reception import LimitedBody
-from normserve.client.http.heads import HEAD_BYTES, ResponseHead, ResponseHeadParser
+from normserve.client.http.message_heads import HEAD_BYTES, ResponseHead, ResponseHeadParser
 from normserve.client.http.parts import coalesce_small, drop_sent
 from normserve.client.http.receiving import NOW, TURN_BYTES, BlockingReceive, SocketReceiver
-from normserve.client.http.steps import READ, WRITE, Steps
+from normserve.client.http.socket_steps import READ, WRITE, Steps
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import LimitedBody
 
 # Size of the pieces of a body without a fitting buffer.
 _PIECE_BYTES = 256 * 1024

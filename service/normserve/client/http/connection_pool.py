@@ -12,10 +12,11 @@ from typing import TypeVar
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import ServerAddress
 from normserve.client.http.connection import ClientHttpConnection
-from normserve.client.http.idle import IdleConnectionStack
-from normserve.client.http.opening import (
+from normserve.client.http.idle_connections import IdleConnectionStack
+from normserve.client.http.receiving import BlockingReceive
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import (
     Place,
     TlsSettings,
     compute_attempt_s,
@@ -25,8 +26,7 @@ from normserve.client.http.opening import (
     make_socket,
     wrap_tls,
 )
-from normserve.client.http.receiving import BlockingReceive
-from normserve.client.http.steps import Steps
+from normserve.client.http.socket_steps import Steps
 
 R = TypeVar("R")
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import httpx
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.reception import TransportErrorTranslator, refuse_redirect
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.awaiting import AsyncConnectionPool
-from normserve.client.http.awaiting import run_steps as drive_tasks
-from normserve.client.http.blocking import ConnectionPool, make_blocking_receiver, run_steps
+from normserve.client.http.async_connection_pool import AsyncConnectionPool
+from normserve.client.http.async_connection_pool import run_steps as drive_tasks
 from normserve.client.http.connection import ClientHttpConnection
-from normserve.client.http.heads import encode_request_head
+from normserve.client.http.connection_pool import ConnectionPool, make_blocking_receiver, run_steps
+from normserve.client.http.message_heads import encode_request_head
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import TransportErrorTranslator, refuse_redirect
 from normserve.client.trace_context import get_current_headers
 from normserve.codec.media_types import SAFETENSORS
 

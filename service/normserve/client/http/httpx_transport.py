@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import httpx
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.reception import LimitedBody, TransportErrorTranslator, refuse_redirect
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
 from normserve.client.http.waiting import enforce_deadlines
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import LimitedBody, TransportErrorTranslator, refuse_redirect
 from normserve.client.trace_context import get_current_headers
 from normserve.codec.media_types import SAFETENSORS
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import httpx
 
-from normserve.client.http.steps import READ, WRITE, Steps
+from normserve.client.http.socket_steps import READ, WRITE, Steps
 
 
 class BlockingReceive(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.steps import READ, WRITE, Steps
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_steps import READ, WRITE, Steps
 
 #: An address to connect to: the socket's family, and the address in that family.
 Place = tuple[socket.AddressFamily, Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from normserve.client.local.holes import FreeRanges
-from normserve.codec.local_frames import ALIGNMENT, SegmentRange
+from normserve.codec.local_messages import ALIGNMENT, SegmentRange
 
 B = TypeVar("B")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from normserve.client.local.allocator import ArenaAllocator, MappedSegment
-from normserve.codec.local_frames import SegmentRange
-from normserve.memory.segments import HostSegment
+from normserve.codec.local_messages import SegmentRange
+from normserve.memory.host_segments import HostSegment
 
 _BYTES = np.dtype(np.uint8)
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from normserve.client.calls import arrays
+from normserve.client.calls import array_conversion
 from normserve.client.calls.on_device import TorchCudaTensor
 from normserve.client.local.arena import ArenaBlock, HostArena
-from normserve.client.local.device import BusyStream, DeviceArena
-from normserve.codec.local_frames import SegmentRange
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.client.local.device_arena import BusyStream, DeviceArena
+from normserve.codec.local_messages import SegmentRange
+from normserve.memory.tensors import DType, HostTensor
 
 # Of others numpy finds the name slowly.
 _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
@@ -90,14 +90,14 @@ class NumpyArrayMemory(_HostArrayMemory):
         dtype = value.dtype
         if dtype not in _NUMPY:
             return ()
-        return self._arena.locate_address(arrays.get_address(value)), dtype, value.shape
+        return self._arena.locate_address(array_conversion.get_address(value)), dtype, value.shape
 
     def copy_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
-            ctypes.memmove(address, arrays.get_address(source), nbytes)
+            ctypes.memmove(address, array_conversion.get_address(source), nbytes)
 
     def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
-        of_numpy = arrays.get_numpy_dtype(dtype)
+        of_numpy = array_conversion.get_numpy_dtype(dtype)
         return lambda block: np.ndarray(shape, of_numpy, block)
 
 
@@ -124,7 +124,7 @@ class TorchArrayMemory(_HostArrayMemory):
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
         from_numpy = self._torch.from_numpy
         if dtype not in _SIZED:
-            of_numpy = arrays.get_numpy_dtype(dtype)
+            of_numpy = array_conversion.get_numpy_dtype(dtype)
             return lambda block: from_numpy(np.ndarray(shape, of_numpy, block))
         sized, of_torch = _SIZED[dtype], getattr(self._torch, dtype.label)
         return lambda block: from_numpy(np.ndarray(shape, sized, block)).view(of_torch)

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TypeVar
 
 from normserve.client.errors import ConnectionFailedError
-from normserve.client.local.device import BusyStream
-from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
+from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest
+from normserve.client.local.device_arena import BusyStream
 from normserve.client.local.sockets import RECEIVED_AT_ONCE
 from normserve.client.quoting import quote_text
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import LazyLocalResponse
-from normserve.sockets import add_reader
+from normserve.codec.local_messages import LazyLocalResponse
+from normserve.socket_readers import add_reader
 
 _R = TypeVar("_R")
 

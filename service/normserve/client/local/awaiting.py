@@ -5,13 +5,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.local.async_link import AsyncLocalClientConnection
-from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
-from normserve.client.local.recurring import CallCache, Signature
-from normserve.memory.host_tensors import DType
+from normserve.client.local.async_connection import AsyncLocalClientConnection
+from normserve.client.local.call_cache import CallCache, Signature
+from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest
+from normserve.client.responses.api_response import ApiResponse
+from normserve.memory.tensors import DType
 
 _R = TypeVar("_R")
 

@@ -4,13 +4,13 @@ import threading
 import weakref
 from typing import Any
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.local.link import LocalClientConnection
-from normserve.client.local.protocol import LocalRequest
-from normserve.client.local.recurring import CallCache, Signature
-from normserve.memory.host_tensors import DType
+from normserve.client.local.call_cache import CallCache, Signature
+from normserve.client.local.client_protocol import LocalRequest
+from normserve.client.local.connection import LocalClientConnection
+from normserve.client.responses.api_response import ApiResponse
+from normserve.memory.tensors import DType
 
 
 class LocalTransport:

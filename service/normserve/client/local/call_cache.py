@@ -15,16 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from normserve.client.answers.failures import make_api_error
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.local.arena import HostArena
-from normserve.client.local.device import DeviceArena
+from normserve.client.local.array_memory import (
+    CudaArrayMemory,
+    NumpyArrayMemory,
+    SharedArrayMemory,
+    TorchArrayMemory,
+)
+from normserve.client.local.call_messages import MISFIT_STATUS, make_arena_response, make_compute_message
+from normserve.client.local.device_arena import DeviceArena
 from normserve.client.local.known import CachedCall, CopiedInput, PendingCachedCall, ResultField
-from normserve.client.local.memories import CudaArrayMemory, NumpyArrayMemory, SharedArrayMemory, TorchArrayMemory
-from normserve.client.local.messages import MISFIT_STATUS, make_arena_response, make_compute_message
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import TensorReference
-from normserve.memory.host_tensors import DType
+from normserve.client.responses.api_errors import make_api_error
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import TensorReference
+from normserve.memory.tensors import DType
 
 _MOST_CALLS = 1024
 

@@ -11,18 +11,18 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.failures import make_api_error
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.errors import ApiError, UnexpectedAnswerError
 from normserve.client.local.arena import ArenaBlock, HostArena
 from normserve.client.quoting import quote_text
+from normserve.client.responses.api_errors import make_api_error
+from normserve.client.responses.api_response import ApiResponse
 from normserve.client.results import Timing
 from normserve.client.trace_context import get_current_traceparent
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Message, SegmentRange, TensorReference
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import Message, SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 MISFIT_STATUS = 422
 """The status of requests whose tensors, layer or ranges for results do not fit one another."""

@@ -14,21 +14,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError, UnexpectedAnswerError
 from normserve.client.local.arena import HostArena
-from normserve.client.local.device import BusyStream, DeviceArena
-from normserve.client.local.device_messages import (
-    DeviceNeeds,
-    allocate_device_block,
-    get_device_x,
-    list_device_segment_sizes,
-    make_device_response,
-    prepare_device_call,
-)
-from normserve.client.local.messages import (
+from normserve.client.local.call_cache import CallCaches
+from normserve.client.local.call_messages import (
     MISFIT_STATUS,
     Needs,
     add_traceparent,
@@ -39,15 +29,25 @@ from normserve.client.local.messages import (
     prepare_host_call,
     raise_for_status,
 )
+from normserve.client.local.device_arena import BusyStream, DeviceArena
+from normserve.client.local.device_messages import (
+    DeviceNeeds,
+    allocate_device_block,
+    get_device_x,
+    list_device_segment_sizes,
+    make_device_response,
+    prepare_device_call,
+)
 from normserve.client.local.offers import DeviceMemoryOffer
-from normserve.client.local.recurring import CallCaches
+from normserve.client.responses.api_response import ApiResponse
+from normserve.client.responses.body_limits import DOCUMENT_BYTES, LIST_BYTES
 from normserve.client.trace_context import TRACING
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
-from normserve.codec.local_frames import TAGS, VERSION, LazyLocalResponse, Message
+from normserve.codec.local_messages import TAGS, VERSION, LazyLocalResponse, Message
 from normserve.errors import NormserveError
-from normserve.memory.host_tensors import DType
-from normserve.memory.segments import map_segment
+from normserve.memory.host_segments import map_segment
+from normserve.memory.tensors import DType
 
 _R = TypeVar("_R")
 

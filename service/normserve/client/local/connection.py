@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.local.device import BusyStream
-from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest, PendingLocalRequest
+from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest, PendingLocalRequest
+from normserve.client.local.device_arena import BusyStream
 from normserve.client.local.sockets import SHORTEST_WAIT_S, PollingReceiver
 from normserve.client.quoting import quote_text
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import LazyLocalResponse
+from normserve.codec.local_messages import LazyLocalResponse
 
 _R = TypeVar("_R")
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from normserve.client.local.allocator import ArenaAllocator, MappedSegment
-from normserve.codec.local_frames import SegmentRange
+from normserve.codec.local_messages import SegmentRange
 from normserve.memory.device_segments import DeviceMemoryError, DeviceSegment, ShareableDevice
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 log = logging.getLogger(__name__)
 

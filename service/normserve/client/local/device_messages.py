@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from normserve.client.calls.call import ApiCall
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.calls.on_device import TorchCudaTensor
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.local.device import BusyStream, DeviceArena, DeviceBlock
-from normserve.client.local.messages import DTYPES, ArenaResponse, make_arena_response, make_compute_message
+from normserve.client.local.call_messages import DTYPES, ArenaResponse, make_arena_response, make_compute_message
+from normserve.client.local.device_arena import BusyStream, DeviceArena, DeviceBlock
 from normserve.client.quoting import quote_text
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Message, TensorReference
-from normserve.memory.host_tensors import HostTensor
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import Message, TensorReference
+from normserve.memory.tensors import HostTensor
 
 _LEAST_GROWTH, _MOST_GROWTH = 64 * 2**20, 256 * 2**20
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from normserve.client.local.memories import AllocatedBlock
-from normserve.client.local.messages import make_timing
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import SegmentRange, TensorReference
+from normserve.client.local.array_memory import AllocatedBlock
+from normserve.client.local.call_messages import make_timing
+from normserve.codec import local_messages as frames
+from normserve.codec.local_messages import SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
 
 # So many ranges that a call had for copies and results are allocated again, if they are free: the server answers

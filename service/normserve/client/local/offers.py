@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from normserve.client.local.arena import HostArena
-from normserve.client.local.device import DeviceArena, make_device_arena
+from normserve.client.local.device_arena import DeviceArena, make_device_arena
 
 _UNKNOWN = object()
 

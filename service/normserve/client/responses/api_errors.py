@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from normserve.client.answers.documents import parse_strict_json
 from normserve.client.errors import (
     ApiError,
     DeadlineExceededError,
@@ -18,6 +17,7 @@ from normserve.client.errors import (
     UnavailableError,
     UnknownLayerError,
 )
+from normserve.client.responses.documents import parse_strict_json
 
 _BY_CODE: dict[str, type[ApiError]] = {"unknown_layer": UnknownLayerError}
 _BY_STATUS: dict[int, type[ApiError]] = {

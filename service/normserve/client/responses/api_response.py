@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.client.answers.documents import parse_strict_json
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.quoting import quote_text
+from normserve.client.responses.documents import parse_strict_json
 from normserve.client.results import Timing
 from normserve.codec import safetensors
 from normserve.codec.media_types import CANONICAL, SAFETENSORS
 from normserve.codec.safetensors import SafetensorsEntry
 from normserve.errors import NormserveError
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 # Types that a message may name: those of servers that are none of ours.
 _FAMILIAR = ("text/html", "text/plain", "application/json", "application/problem+json", "application/x-npy")

@@ -12,7 +12,7 @@ from math import prod
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
 from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8
 _Described = tuple[tuple[str, DType, tuple[int, ...]], ...]

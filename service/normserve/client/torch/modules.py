@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from normserve.client.client import Client
-from normserve.client.torch.autograd import normalise
-from normserve.codec.activations import ACTIVATIONS, ActivationName
+from normserve.client.torch.differentiable import normalise
+from normserve.codec.api_names import ACTIVATIONS, ActivationName
 
 
 class _ClientHolder:

@@ -21,8 +21,8 @@ from normserve.errors import (
     UnsupportedMediaTypeError,
 )
 from normserve.errors.problems import convert_unexpected_error
-from normserve.http.edge.middleware import send_problem
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.middleware.middleware import send_problem
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.edge.layer_audit import LAYERS, audit_layer_change
-from normserve.http.edge.origins import OriginPolicy
-from normserve.http.exchange import HttpExchange
-from normserve.http.problems import make_problem_response
-from normserve.http.routes.scopes import PUBLIC, RouteScopes
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.middleware.origin_policy import OriginPolicy
+from normserve.http.middleware.request_middleware import LAYERS, audit_layer_change
+from normserve.http.problem_responses import make_problem_response
+from normserve.http.routes.route_scopes import PUBLIC, RouteScopes
 from normserve.http.transport import Buffers, Headers
-from normserve.metrics.requests import UNMATCHED, RequestRecord
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.metrics.request_metrics import UNMATCHED, RequestRecord
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestServices
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")

@@ -2,7 +2,7 @@
 
 from starlette.types import Scope
 
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 from normserve.logs import audit
 
 LAYERS = "layers"

@@ -11,7 +11,7 @@ from normserve.codec.shapes import count_bits
 from normserve.codec.tensor_names import PARAMETERS, STATISTICS
 from normserve.errors import InvalidParameterError, InvalidShapeError, MalformedPayloadError, UnexpectedTensorError
 from normserve.http.oip.datatypes import parse_datatype
-from normserve.http.oip.header import (
+from normserve.http.oip.inference_request import (
     InferenceHeader,
     InputHeader,
     InputParameters,
@@ -22,8 +22,8 @@ from normserve.http.oip.header import (
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, PassDirection
 from normserve.jobs.validation import list_tensor_names
-from normserve.memory.host_tensors import DType
-from normserve.requests.parameters import (
+from normserve.memory.tensors import DType
+from normserve.requests.request_parameters import (
     Parameters,
     find_layer_name,
     list_operation_parameters,

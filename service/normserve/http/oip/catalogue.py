@@ -11,15 +11,15 @@ from normserve import __version__
 from normserve.engine.engine import Engine
 from normserve.engine.progress import StallDetector
 from normserve.errors import NormserveError, RetryLaterError
-from normserve.http.oip.descriptions import PLATFORM, describe_configuration, describe_model
+from normserve.http.oip.inference_statistics import InferenceStatistics, make_document
+from normserve.http.oip.metric_labels import label_request
+from normserve.http.oip.model_routes import PLATFORM, describe_configuration, describe_model
 from normserve.http.oip.models import InferenceModel, ModelCatalogue
-from normserve.http.oip.notes import label_request
-from normserve.http.oip.regions.device import DeviceRegionOpener
-from normserve.http.oip.regions.registry import RegionRegistry
-from normserve.http.oip.statistics import InferenceStatistics, make_document
+from normserve.http.oip.regions.device_regions import DeviceRegionOpener
+from normserve.http.oip.regions.region_registry import RegionRegistry
 from normserve.jobs.job import RegisteredLayer
 from normserve.layers.registry import LayerRegistry
-from normserve.peers.siblings import Question, SiblingProcesses
+from normserve.peers.sibling_processes import Question, SiblingProcesses
 
 EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
 

@@ -1,7 +1,7 @@
 """The protocol's names of element types."""
 
 from normserve.errors import UnsupportedDtypeError
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 DTYPES = {"FP32": DType.FLOAT32, "FP16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 
 from normserve.errors import MalformedPayloadError, NormserveError
-from normserve.http.body import BodyReader, require_uncompressed
+from normserve.http.body_reader import BodyReader, require_uncompressed
 from normserve.http.curl import add_curl_hint, is_form_type
-from normserve.http.direct import DirectRoute
-from normserve.http.exchange import HttpExchange
-from normserve.http.measured import record_result
-from normserve.http.oip.answer import build_response, require_expressible
+from normserve.http.direct_routes import DirectRoute
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.launch_measurements import record_result
 from normserve.http.oip.asked import InferenceRequest, JsonSource, check_request, make_raw_request
-from normserve.http.oip.header import LENGTH, parse_header, parse_json_length, require_json_limit
+from normserve.http.oip.inference_request import LENGTH, parse_header, parse_json_length, require_json_limit
+from normserve.http.oip.inference_response import build_response, require_expressible
+from normserve.http.oip.inference_routes import build_tensors, count_external_bytes
+from normserve.http.oip.inference_statistics import InferenceStatistics
+from normserve.http.oip.metric_labels import TRANSPORT
 from normserve.http.oip.models import InferenceModel, ModelCatalogue
-from normserve.http.oip.notes import TRANSPORT
-from normserve.http.oip.shared_memory import TRANSPORT_CUDA, TRANSPORT_SYSTEM
+from normserve.http.oip.shared_memory_routes import TRANSPORT_CUDA, TRANSPORT_SYSTEM
 from normserve.http.oip.shared_tensors import NONE, RegionTensorAccess, assign_result_buffers
-from normserve.http.oip.sources import build_tensors, count_external_bytes
-from normserve.http.oip.statistics import InferenceStatistics
 from normserve.http.responses import BuffersResponse
 from normserve.layers.registry import LayerRegistry
+from normserve.requests.numbered_tensors import concatenate_tensors
 from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.requests.prepared_jobs import prepare_job
-from normserve.requests.several import concatenate_tensors
 
 # Of longer JSON most is data, which is not sent again.
 _LONGEST_PREPARED = 4 * 2**10

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
-from normserve.requests.parameters import suggest_name
+from normserve.requests.request_parameters import suggest_name
 
 LENGTH = b"inference-header-content-length"
 """The header field with the number of bytes of JSON in the body."""

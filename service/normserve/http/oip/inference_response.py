@@ -9,13 +9,13 @@ from normserve.codec import json_tensors
 from normserve.errors import UnexpectedTensorError
 from normserve.http.oip.asked import InferenceRequest, RequestedOutput, list_output_names
 from normserve.http.oip.datatypes import NAMES
-from normserve.http.oip.header import LENGTH
+from normserve.http.oip.inference_request import LENGTH
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import NormJob
-from normserve.jobs.results import infer_result_specs
-from normserve.memory.host_tensors import HostTensor
-from normserve.requests.several import TensorSplit
+from normserve.jobs.result_specs import infer_result_specs
+from normserve.memory.tensors import HostTensor
+from normserve.requests.numbered_tensors import TensorSplit
 
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 

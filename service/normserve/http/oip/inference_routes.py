@@ -6,7 +6,7 @@ from normserve.codec import json_tensors
 from normserve.http.oip.asked import BinarySource, InputTensor, JsonSource
 from normserve.memory.device_segments import DeviceMemoryView
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import HostTensor
+from normserve.memory.tensors import HostTensor
 
 
 def build_tensors(

@@ -2,7 +2,7 @@
 
 from fastapi import Request
 
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 
 TRANSPORT = "oip"
 

@@ -7,7 +7,7 @@ from normserve.http.oip.asked import list_input_names, list_output_names
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.jobs.job import Op, PassDirection, RegisteredLayer
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 PLATFORM = "normserve"
 _ANY = -1

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normserve.errors import OverloadedError
-from normserve.http.oip.regions.files import FileRegion
-from normserve.http.oip.regions.registry import RegionRange
+from normserve.http.oip.regions.file_regions import FileRegion
+from normserve.http.oip.regions.region_registry import RegionRange
 from normserve.memory.slabs import SlabPool
-from normserve.memory.threads import make_on_thread
+from normserve.memory.thread_allocation import make_on_thread
 
 # A shorter copy takes no longer than a hand-over to another thread.
 _LONG_BYTES = 2**20

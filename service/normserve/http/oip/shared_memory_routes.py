@@ -11,15 +11,15 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from normserve.errors import MalformedPayloadError, TooLargeError
-from normserve.http.body import BodyReader
-from normserve.http.direct import DirectRoute
-from normserve.http.exchange import HttpExchange
-from normserve.http.oip.header import strip_byte_order_mark
-from normserve.http.oip.regions.device import DeviceRegion, DeviceRegionOpener
-from normserve.http.oip.regions.files import FileRegion
-from normserve.http.oip.regions.registry import RegionRegistry, require_region_name
-from normserve.memory.allocations import HANDLE_BYTES
-from normserve.memory.threads import make_on_thread
+from normserve.http.body_reader import BodyReader
+from normserve.http.direct_routes import DirectRoute
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.oip.inference_request import strip_byte_order_mark
+from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegionOpener
+from normserve.http.oip.regions.file_regions import FileRegion
+from normserve.http.oip.regions.region_registry import RegionRegistry, require_region_name
+from normserve.memory.ipc_allocations import HANDLE_BYTES
+from normserve.memory.thread_allocation import make_on_thread
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
 """Metric labels of requests that use or register regions of either kind."""

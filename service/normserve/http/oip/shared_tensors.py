@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import UnusableRegionError
 from normserve.http.oip.asked import InferenceRequest, RegionReference
-from normserve.http.oip.regions.device import DeviceRegion, DeviceRegionOpener
-from normserve.http.oip.regions.registry import RegionRange, RegionRegistry
-from normserve.http.oip.regions.transfer import RegionTransfer
+from normserve.http.oip.region_tensors import RegionTransfer
+from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegionOpener
+from normserve.http.oip.regions.region_registry import RegionRange, RegionRegistry
 from normserve.jobs.job import NormJob, PassDirection
-from normserve.jobs.results import infer_result_specs
-from normserve.memory.host_tensors import HostTensor
+from normserve.jobs.result_specs import infer_result_specs
+from normserve.memory.tensors import HostTensor
 
 # Results that a kernel may write over an input, if both have exactly the same byte range.
 _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}

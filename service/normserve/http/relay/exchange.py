@@ -10,8 +10,8 @@ import numpy as np
 from starlette.types import Message
 
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.relay import messages
-from normserve.http.relay.messages import SharedSlabRange
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relay_messages import SharedSlabRange
 from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
 from normserve.memory.shared_slabs import SlabLocation
 from normserve.memory.slabs import SlabPool
@@ -45,7 +45,7 @@ class FrontEndConnection(Protocol):
 class RelayedIncomingBody(IncomingBody):
     """A request's body, which a front end receives."""
 
-    def __init__(self, front_end: FrontEndConnection, request: messages.RequestStarted) -> None:
+    def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
         super().__init__(request.announced, self._start_receiving)
         self._front_end = front_end
         self._number = request.number
@@ -53,7 +53,7 @@ class RelayedIncomingBody(IncomingBody):
         # The range that the front end writes to: not reused before the front end reports that it has stopped.
         self._shared_memory: memoryview | None = None
         self._is_requested = False
-        self._next_part: asyncio.Future[messages.BodyPart] | None = None
+        self._next_part: asyncio.Future[relay_messages.BodyPart] | None = None
         self._is_client_disconnected = False
         if request.body is not None or request.announced == 0:
             self.mark_complete()
@@ -81,13 +81,13 @@ class RelayedIncomingBody(IncomingBody):
         self._next_part = asyncio.get_running_loop().create_future()
         if self._is_client_disconnected:
             return {"type": "http.disconnect"}
-        self._front_end.send_message(messages.BodyPartRequest(self._number, all=False))
+        self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=False))
         try:
             piece = await self._next_part
         except ClientLeftError:
             return {"type": "http.disconnect"}
         except asyncio.CancelledError:
-            self._front_end.send_message(messages.BodyStopRequest(self._number))
+            self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
             raise
         finally:
             self._next_part = None
@@ -99,14 +99,14 @@ class RelayedIncomingBody(IncomingBody):
         super().abort(error)
         if self._is_requested:
             self._is_requested = False
-            self._front_end.send_message(messages.BodyStopRequest(self._number))
+            self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
 
     def on_progress(self, nbytes: int) -> None:
         """Record that the body's first `nbytes` are in its slab."""
         if self.is_receiving:
             self.received_bytes = nbytes
 
-    def on_body_received(self, message: messages.BodyReceived) -> None:
+    def on_body_received(self, message: relay_messages.BodyReceived) -> None:
         """Complete the body, which is now in its slab."""
         self._is_requested, self._shared_memory = False, None
         if self.is_receiving:
@@ -114,7 +114,7 @@ class RelayedIncomingBody(IncomingBody):
             self.mark_complete()
             self._ended_at = message.ended
 
-    def on_body_part(self, piece: messages.BodyPart) -> None:
+    def on_body_part(self, piece: relay_messages.BodyPart) -> None:
         """Accept the next piece of a body that is not received into a slab."""
         if self._next_part is not None:
             if not self._next_part.done():
@@ -144,7 +144,7 @@ class RelayedIncomingBody(IncomingBody):
         """Start to receive the body for a route; return the bytes that were received with the header."""
         if not self.is_complete and self.content_length is None:
             self._is_requested = True
-            self._front_end.send_message(messages.BodyPartRequest(self._number, all=True))
+            self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
         early, self._initial_bytes = self._initial_bytes, bytearray()
         return early
 
@@ -154,11 +154,11 @@ class RelayedIncomingBody(IncomingBody):
         self._is_requested = True
         located = self._front_end.locate_slab(room)
         if located is None:
-            self._front_end.send_message(messages.BodyPartRequest(self._number, all=True))
+            self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
             return
         self._shared_memory = room
         place = located.slab.number, located.offset
-        self._front_end.send_message(messages.BodyIntoSlabRequest(self._number, *place, self.content_length))
+        self._front_end.send_message(relay_messages.BodyIntoSlabRequest(self._number, *place, self.content_length))
 
 
 class RelayedResponseSender(ResponseSender):
@@ -173,7 +173,7 @@ class RelayedResponseSender(ResponseSender):
         self._front_end = front_end
         self._number = number
         self._start_message: Message | None = None
-        self._response_sent: asyncio.Future[messages.ResponseSent] | None = None
+        self._response_sent: asyncio.Future[relay_messages.ResponseSent] | None = None
         self._send_s = 0.0
         self.is_response_complete = False
 
@@ -190,7 +190,7 @@ class RelayedResponseSender(ResponseSender):
             part, view = await share_response_bytes(self._front_end, buffer)
             parts.append(part)
             held.append(view)
-        response = messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
+        response = relay_messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
         self.is_response_complete = True
         self._record_sent(await self._send_and_wait(response))
 
@@ -205,11 +205,11 @@ class RelayedResponseSender(ResponseSender):
         status, headers = (0, []) if start is None else (start["status"], list(start["headers"]))
         data, more = message.get("body", b""), message.get("more_body", False)
         self.is_response_complete = not more
-        sent = await self._send_and_wait(messages.ResponsePart(self._number, status, headers, data, more))
+        sent = await self._send_and_wait(relay_messages.ResponsePart(self._number, status, headers, data, more))
         if not more:
             self._record_sent(sent)
 
-    def on_response_sent(self, sent: messages.ResponseSent) -> None:
+    def on_response_sent(self, sent: relay_messages.ResponseSent) -> None:
         """End the wait for the last message's bytes, which the kernel has taken or never will."""
         if self._response_sent is not None and not self._response_sent.done():
             self._response_sent.set_result(sent)
@@ -224,9 +224,9 @@ class RelayedResponseSender(ResponseSender):
     def on_front_end_lost(self) -> None:
         """End the response, which the front end cannot send any more."""
         self.handle_disconnect()
-        self.on_response_sent(messages.ResponseSent(self._number, self._send_s, is_delivered=False))
+        self.on_response_sent(relay_messages.ResponseSent(self._number, self._send_s, is_delivered=False))
 
-    async def _send_and_wait(self, message: msgspec.Struct) -> messages.ResponseSent:
+    async def _send_and_wait(self, message: msgspec.Struct) -> relay_messages.ResponseSent:
         self._began_at = self._began_at or time.perf_counter()
         self._response_sent = asyncio.get_running_loop().create_future()
         self._front_end.send_message(message)
@@ -235,7 +235,7 @@ class RelayedResponseSender(ResponseSender):
         finally:
             self._response_sent = None
 
-    def _record_sent(self, sent: messages.ResponseSent) -> None:
+    def _record_sent(self, sent: relay_messages.ResponseSent) -> None:
         self._send_s = sent.seconds
         if self.is_delivered is None:
             self.is_delivered = sent.is_delivered

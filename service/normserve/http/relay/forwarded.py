@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from normserve.errors import ClientLeftError, NormserveError, NotReadyError
-from normserve.http.edge.middleware import choose_request_id
-from normserve.http.relay import messages
-from normserve.http.relay.link import RelayLink
+from normserve.http.middleware.middleware import choose_request_id
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relay_link import RelayLink
 from normserve.http.transport import IncomingBody
 from normserve.http.transport.sending import SocketResponseSender
 
@@ -37,10 +37,10 @@ class OwnerConnection(Protocol):
 def decline_message(link: RelayLink, message: Any) -> None:
     """Answer messages about a request that no longer has a handler."""
     match message:
-        case messages.OperationResponse() | messages.CompleteResponse() | messages.ResponsePart():
-            link.send_message(messages.ResponseSent(message.number, 0.0, is_delivered=False))
-        case messages.BodyIntoSlabRequest() | messages.BodyPartRequest():
-            link.send_message(messages.BodyAborted(message.number, is_client_disconnected=True))
+        case relay_messages.OperationResponse() | relay_messages.CompleteResponse() | relay_messages.ResponsePart():
+            link.send_message(relay_messages.ResponseSent(message.number, 0.0, is_delivered=False))
+        case relay_messages.BodyIntoSlabRequest() | relay_messages.BodyPartRequest():
+            link.send_message(relay_messages.BodyAborted(message.number, is_client_disconnected=True))
 
 
 class ForwardedRequest:
@@ -100,16 +100,16 @@ class ForwardedRequest:
 
     def on_message(self, message: Any) -> None:
         """Handle a message of the other process about this request; None means that the process has ended."""
-        if message is None or type(message) is messages.BodyStopRequest:
+        if message is None or type(message) is relay_messages.BodyStopRequest:
             self._cancel_body()
-        if type(message) is not messages.BodyStopRequest:
+        if type(message) is not relay_messages.BodyStopRequest:
             self._messages.append(message)
             if self._message_arrival is not None and not self._message_arrival.done():
                 self._message_arrival.set_result(None)
 
-    async def _make_request(self) -> messages.RequestStarted:
+    async def _make_request(self) -> relay_messages.RequestStarted:
         scope, reception = self._scope, self._incoming_body
-        head = messages.RequestHead(
+        head = relay_messages.RequestHead(
             method=scope["method"],
             path=scope["path"],
             raw_path=scope["raw_path"],
@@ -124,9 +124,9 @@ class ForwardedRequest:
             body = bytearray(
                 await reception.receive_into(_refuse_allocation, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
             )
-        return messages.RequestStarted(
+        return relay_messages.RequestStarted(
             self._number,
-            messages.encode(head),
+            relay_messages.encode(head),
             scope["client"],
             reception.content_length,
             body,
@@ -142,33 +142,33 @@ class ForwardedRequest:
 
     async def _handle_message(self, message: Any) -> None:
         match message:
-            case messages.OperationResponse():
+            case relay_messages.OperationResponse():
                 await self._send_response(message.make_response(self._request_id))
-            case messages.CompleteResponse():
+            case relay_messages.CompleteResponse():
                 await self._send_response(message)
-            case messages.ResponsePart():
+            case relay_messages.ResponsePart():
                 await self._send_part(message)
-            case messages.BodyIntoSlabRequest():
+            case relay_messages.BodyIntoSlabRequest():
                 await self._receive_body(message)
-            case messages.BodyPartRequest():
+            case relay_messages.BodyPartRequest():
                 await self._receive_parts(all_of_it=message.all)
-            case messages.ResponseAborted():
+            case relay_messages.ResponseAborted():
                 self._has_response_started = self._is_response_complete = True
                 await self._response_sender.abort_connection()
 
-    async def _send_response(self, message: messages.CompleteResponse) -> None:
+    async def _send_response(self, message: relay_messages.CompleteResponse) -> None:
         self._has_response_started = True
         memory = self._owner.mapped_memory
         body = [
             memory[each.memory][each.offset : each.offset + each.nbytes]
-            if isinstance(each, messages.SharedSlabRange)
+            if isinstance(each, relay_messages.SharedSlabRange)
             else each
             for each in message.body
         ]
         await self._response_sender.send_response(message.status, message.headers, body, message.nbytes)
         self._report_sent(is_last=True)
 
-    async def _send_part(self, message: messages.ResponsePart) -> None:
+    async def _send_part(self, message: relay_messages.ResponsePart) -> None:
         self._has_response_started = True
         if message.status:
             start = {"type": "http.response.start", "status": message.status, "headers": message.headers}
@@ -176,7 +176,7 @@ class ForwardedRequest:
         await self._send({"type": "http.response.body", "body": message.data, "more_body": message.more})
         self._report_sent(is_last=not message.more)
 
-    async def _receive_body(self, message: messages.BodyIntoSlabRequest) -> None:
+    async def _receive_body(self, message: relay_messages.BodyIntoSlabRequest) -> None:
         room = self._owner.mapped_memory[message.memory][message.offset : message.offset + message.nbytes]
         reception, link = self._incoming_body, self._owner.link
         was_complete = reception.is_complete
@@ -186,11 +186,11 @@ class ForwardedRequest:
             body = await reception.receive_into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
         except NormserveError as error:
             is_client_disconnected = isinstance(error, ClientLeftError) and not self._is_body_cancelled
-            link.send_message(messages.BodyProgress({self._number: reception.received_bytes}))
-            link.send_message(messages.BodyAborted(self._number, is_client_disconnected))
+            link.send_message(relay_messages.BodyProgress({self._number: reception.received_bytes}))
+            link.send_message(relay_messages.BodyAborted(self._number, is_client_disconnected))
             return
         except asyncio.CancelledError:
-            link.send_message(messages.BodyAborted(self._number, is_client_disconnected=True))
+            link.send_message(relay_messages.BodyAborted(self._number, is_client_disconnected=True))
             raise
         finally:
             self._is_body_receiving = False
@@ -198,7 +198,9 @@ class ForwardedRequest:
         if was_complete:
             # The body was received before its slab was assigned, into another buffer.
             room[: len(body)] = body
-        link.send_message(messages.BodyReceived(self._number, len(body), reception.began_at + reception.receive_s))
+        link.send_message(
+            relay_messages.BodyReceived(self._number, len(body), reception.began_at + reception.receive_s)
+        )
 
     async def _receive_parts(self, *, all_of_it: bool) -> None:
         self._is_body_cancelled = False
@@ -215,10 +217,10 @@ class ForwardedRequest:
             finally:
                 self._part_task = None
             if message["type"] == "http.disconnect":
-                self._owner.link.send_message(messages.BodyAborted(self._number, is_client_disconnected=True))
+                self._owner.link.send_message(relay_messages.BodyAborted(self._number, is_client_disconnected=True))
                 return
             more = message.get("more_body", False)
-            self._owner.link.send_message(messages.BodyPart(self._number, message.get("body", b""), more))
+            self._owner.link.send_message(relay_messages.BodyPart(self._number, message.get("body", b""), more))
             await self._owner.link.wait_flushed()
             more = more and all_of_it
 
@@ -234,11 +236,11 @@ class ForwardedRequest:
         self._is_response_complete = is_last
         is_delivered = is_last and bool(self._response_sender.is_delivered)
         self._owner.link.send_message(
-            messages.ResponseSent(self._number, self._response_sender.send_s, is_delivered)
+            relay_messages.ResponseSent(self._number, self._response_sender.send_s, is_delivered)
         )
 
     def _report_disconnect(self) -> None:
-        self._owner.link.send_message(messages.ClientDisconnected(self._number))
+        self._owner.link.send_message(relay_messages.ClientDisconnected(self._number))
 
 
 def _refuse_allocation(nbytes: int) -> memoryview:

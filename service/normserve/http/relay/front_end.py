@@ -12,16 +12,16 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from normserve.engine.polling import BusyPoller, make_busy_poller
+from normserve.engine.busy_polling import BusyPoller, make_busy_poller
 from normserve.errors import NormserveError, NotReadyError
 from normserve.errors.problems import get_status
-from normserve.http.edge.middleware import choose_request_id
-from normserve.http.problems import make_problem_response
-from normserve.http.relay import messages
+from normserve.http.middleware.middleware import choose_request_id
+from normserve.http.problem_responses import make_problem_response
+from normserve.http.relay import relay_messages
 from normserve.http.relay.forwarded import ForwardedRequest, decline_message
-from normserve.http.relay.link import RelayLink
+from normserve.http.relay.relay_link import RelayLink
 from normserve.http.transport import IncomingBody
-from normserve.memory.segments import map_segment
+from normserve.memory.host_segments import map_segment
 
 # Interval between reports of the received bytes of slow bodies to the process that owns the device.
 _PROGRESS_S = 0.02
@@ -62,7 +62,7 @@ class RelayApplication:
         """Begin to relay to a process that owns a device."""
         owner = _OwnerSession(connected, self._busy_poller)
         owner.on_lost = functools.partial(self._remove_owner, owner)
-        owner.link.send_message(messages.FrontEndHello(self._index, os.getpid()))
+        owner.link.send_message(relay_messages.FrontEndHello(self._index, os.getpid()))
         owner.link.on_flushed = self._report_counts
         self._owners.append(owner)
         self._report_counts()
@@ -110,12 +110,12 @@ class RelayApplication:
         owner = self._owners[0]
         if owner.reported_connections != self._connection_count:
             owner.reported_connections = self._connection_count
-            owner.link.send_message(messages.ConnectionCount(self._connection_count))
+            owner.link.send_message(relay_messages.ConnectionCount(self._connection_count))
         for (status, code), count in self._unreported_refusals.items():
-            owner.link.send_message(messages.RefusalCount(status, code, count))
+            owner.link.send_message(relay_messages.RefusalCount(status, code, count))
         self._unreported_refusals.clear()
         if self._unreported_disconnects:
-            owner.link.send_message(messages.LateDisconnectCount(self._unreported_disconnects))
+            owner.link.send_message(relay_messages.LateDisconnectCount(self._unreported_disconnects))
         self._unreported_disconnects = 0
 
     def _choose_owner(self) -> "_OwnerSession | None":
@@ -145,7 +145,9 @@ class _OwnerSession:
         self._request_numbers = itertools.count()
         self._progress_timer: asyncio.TimerHandle | None = None
         self._reported_bytes: dict[int, int] = {}
-        self.link = RelayLink(connected, messages.from_owner, self._on_message, self._on_link_end, polling=polling)
+        self.link = RelayLink(
+            connected, relay_messages.from_owner, self._on_message, self._on_link_end, polling=polling
+        )
 
     @property
     def has_sent_message(self) -> bool:
@@ -183,15 +185,15 @@ class _OwnerSession:
         news = {number: nbytes for number, nbytes in received.items() if self._reported_bytes.get(number) != nbytes}
         self._reported_bytes = received
         if news:
-            self.link.send_message(messages.BodyProgress(news))
+            self.link.send_message(relay_messages.BodyProgress(news))
         if received:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case messages.OwnerReadiness():
+            case relay_messages.OwnerReadiness():
                 self._is_reported_ready, self._last_message_at = message.is_ready, time.monotonic()
-            case messages.SharedSlabAdded():
+            case relay_messages.SharedSlabAdded():
                 descriptor = self.link.pop_descriptor()
                 try:
                     self.mapped_memory[message.number] = memoryview(map_segment(descriptor, is_there_at_once=False))
@@ -200,7 +202,7 @@ class _OwnerSession:
                     self.link.close()
                 finally:
                     os.close(descriptor)
-            case messages.SharedSlabRemoved():
+            case relay_messages.SharedSlabRemoved():
                 for number in message.numbers:
                     self.mapped_memory.pop(number, None)
             case _:

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
-from normserve.http.relay import messages
-from normserve.http.relay.direct import OperationServices, PreparedHeader, RelayedOperation
+from normserve.http.relay import relay_messages
 from normserve.http.relay.exchange import FrontEndConnection
-from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
+from normserve.http.relay.relayed_operations import OperationServices, PreparedHeader, RelayedOperation
+from normserve.http.transport.transfer_progress import SlowTransferMonitor, TransferProgress
 from normserve.jobs.job import RegisteredLayer
 from normserve.memory.slabs import SlabPool
 
@@ -29,7 +29,7 @@ class SharedBodyOperation(RelayedOperation):
         self,
         parts: OperationServices,
         front_end: FrontEndConnection,
-        request: messages.RequestStarted,
+        request: relay_messages.RequestStarted,
         prepared: PreparedHeader,
         caller: ClientIdentity,
         hand_over: HandOver,
@@ -71,7 +71,7 @@ class SharedBodyOperation(RelayedOperation):
             asyncio.get_running_loop(), pace, lambda: self.received_bytes, self._abort_slow
         )
         place = located.slab.number, located.offset
-        self._front_end.send_message(messages.BodyIntoSlabRequest(self._number, *place, announced))
+        self._front_end.send_message(relay_messages.BodyIntoSlabRequest(self._number, *place, announced))
         return True
 
     def on_progress(self, nbytes: int) -> None:
@@ -81,15 +81,15 @@ class SharedBodyOperation(RelayedOperation):
     def on_message(self, message: Any) -> None:
         """Handle a message of the front end about this request."""
         match message:
-            case messages.BodyReceived() if self._failure is None:
+            case relay_messages.BodyReceived() if self._failure is None:
                 self._complete_body(message)
-            case messages.BodyReceived() | messages.BodyAborted():
+            case relay_messages.BodyReceived() | relay_messages.BodyAborted():
                 # The front end no longer writes to the slab.
                 self._shared_memory = None
                 self.abort(ClientLeftError("the client left while its body was received"))
                 assert self._failure is not None
                 self._hand_to_application(self._failure, self.received_bytes)
-            case messages.ClientDisconnected() if not self.is_complete:
+            case relay_messages.ClientDisconnected() if not self.is_complete:
                 # `BodyAborted` or `BodyReceived` follows.
                 pass
             case _:
@@ -112,9 +112,9 @@ class SharedBodyOperation(RelayedOperation):
         if self.permit is not None:
             self.permit.release()
         if self._shared_memory is not None:
-            self._front_end.send_message(messages.BodyStopRequest(self._number))
+            self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
 
-    def _complete_body(self, message: messages.BodyReceived) -> None:
+    def _complete_body(self, message: relay_messages.BodyReceived) -> None:
         """Compute the complete body; its permit can no longer be revoked."""
         assert self.permit is not None
         assert self._shared_memory is not None

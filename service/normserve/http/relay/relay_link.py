@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from normserve.codec.framing import PREFIX, FrameReader, SendQueue, compute_ancillary_bytes
-from normserve.engine.polling import BusyPoller
+from normserve.engine.busy_polling import BusyPoller
 from normserve.errors import TooLargeError
-from normserve.http.relay.messages import encode_into
-from normserve.sockets import add_reader
+from normserve.http.relay.relay_messages import encode_into
+from normserve.socket_readers import add_reader
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from normserve.http.measured import LaunchMeasurements
+from normserve.http.launch_measurements import LaunchMeasurements
 from normserve.http.responses import make_response_headers
 
 

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Scope
 
-from normserve.engine.polling import BusyPoller
+from normserve.engine.busy_polling import BusyPoller
 from normserve.errors import NormserveError
 from normserve.errors.problems import convert_unexpected_error
-from normserve.http.problems import make_problem_response
-from normserve.http.relay import messages
-from normserve.http.relay.direct import OperationDispatcher, PreparedHeader, RelayedOperation
-from normserve.http.relay.link import RelayLink
-from normserve.http.relay.messages import OwnerReadiness
+from normserve.http.problem_responses import make_problem_response
+from normserve.http.relay import relay_messages
 from normserve.http.relay.received import SharedBodyOperation
-from normserve.http.relay.relayed import RelayedRequest
+from normserve.http.relay.relay_link import RelayLink
+from normserve.http.relay.relay_messages import OwnerReadiness
+from normserve.http.relay.relayed_operations import OperationDispatcher, PreparedHeader, RelayedOperation
+from normserve.http.relay.relayed_request import RelayedRequest
 from normserve.memory.shared_slabs import SharedSlabRegistry, SlabLocation
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import RequestRecord
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ _BEAT_S = 0.5
 
 _OF_A_REQUEST = frozenset(
     [
-        messages.ResponseSent,
-        messages.BodyReceived,
-        messages.BodyPart,
-        messages.BodyAborted,
-        messages.ClientDisconnected,
+        relay_messages.ResponseSent,
+        relay_messages.BodyReceived,
+        relay_messages.BodyPart,
+        relay_messages.BodyAborted,
+        relay_messages.ClientDisconnected,
     ]
 )
 
@@ -140,7 +140,7 @@ class RelayServer:
             front_end.send_message(OwnerReadiness(self._is_ready))
 
     def _begin_request(
-        self, front_end: "_FrontEndSession", request: messages.RequestStarted
+        self, front_end: "_FrontEndSession", request: relay_messages.RequestStarted
     ) -> RelayedOperation | RelayedRequest:
         head = self._prepare_scope(request)
         if head.header is not None and self._dispatcher is not None:
@@ -157,7 +157,7 @@ class RelayServer:
         self,
         direct: OperationDispatcher,
         front_end: "_FrontEndSession",
-        request: messages.RequestStarted,
+        request: relay_messages.RequestStarted,
         scope: Scope,
         prepared: PreparedHeader,
     ) -> RelayedOperation | None:
@@ -176,7 +176,7 @@ class RelayServer:
         assert request.announced is not None
         return operation if operation.start_receiving(request.announced) else None
 
-    def _prepare_scope(self, request: messages.RequestStarted) -> "_PreparedScope":
+    def _prepare_scope(self, request: relay_messages.RequestStarted) -> "_PreparedScope":
         """Return the scope of a header; requests from one address with identical headers share the object.
 
         Only headers with a valid key are kept, where keys are required.
@@ -186,7 +186,7 @@ class RelayServer:
         prepared_scope: _PreparedScope | None = self._prepared_calls.find(key)
         if prepared_scope is not None:
             return prepared_scope
-        head = messages.read_head(request.head)
+        head = relay_messages.read_head(request.head)
         scope = {
             "type": "http",
             "asgi": _ASGI,
@@ -232,12 +232,12 @@ class _FrontEndSession:
         shared: SharedSlabRegistry,
         slabs: SlabPool,
         metrics: Metrics,
-        begin: Callable[["_FrontEndSession", messages.RequestStarted], RelayedOperation | RelayedRequest],
+        begin: Callable[["_FrontEndSession", relay_messages.RequestStarted], RelayedOperation | RelayedRequest],
         on_hello: Callable[["_FrontEndSession"], None],
         polling: BusyPoller | None,
     ) -> None:
         self.slab_pool = slabs
-        self.hello = messages.FrontEndHello(-1, 0)
+        self.hello = relay_messages.FrontEndHello(-1, 0)
         self.connection_count = 0
         self.on_lost: Callable[[], None] = lambda: None
         self._shared_slabs = shared
@@ -247,7 +247,7 @@ class _FrontEndSession:
         self._requests: dict[int, RelayedOperation | RelayedRequest] = {}
         self._link = RelayLink(
             connected,
-            messages.from_front_end,
+            relay_messages.from_front_end,
             self._on_message,
             self._on_link_end,
             shares_memory=True,
@@ -275,7 +275,7 @@ class _FrontEndSession:
         located = self._shared_slabs.locate(view)
         if located is not None and located.slab.number not in self._mapped_numbers:
             self._mapped_numbers.add(located.slab.number)
-            self._link.send_message(messages.SharedSlabAdded(located.slab.number), located.slab.descriptor)
+            self._link.send_message(relay_messages.SharedSlabAdded(located.slab.number), located.slab.descriptor)
         return located
 
     def remove_memory(self, numbers: list[int]) -> None:
@@ -283,7 +283,7 @@ class _FrontEndSession:
         mapped = self._mapped_numbers.intersection(numbers)
         if mapped:
             self._mapped_numbers -= mapped
-            self._link.send_message(messages.SharedSlabRemoved(list(mapped)))
+            self._link.send_message(relay_messages.SharedSlabRemoved(list(mapped)))
 
     def replace_request(self, number: int, request: RelayedRequest) -> None:
         """Have the application answer a request from now on."""
@@ -298,35 +298,35 @@ class _FrontEndSession:
         if kind in _OF_A_REQUEST:
             if (request := self._requests.get(message.number)) is not None:
                 request.on_message(message)
-        elif kind is messages.RequestStarted:
+        elif kind is relay_messages.RequestStarted:
             try:
                 self._requests[message.number] = self._begin(self, message)
             except Exception as error:
                 self._refuse_request(message, error)
-        elif kind is messages.FrontEndHello:
+        elif kind is relay_messages.FrontEndHello:
             self.hello = message
             self._on_hello(self)
-        elif kind is messages.ConnectionCount:
+        elif kind is relay_messages.ConnectionCount:
             self.connection_count = message.count
-        elif kind is messages.RefusalCount:
+        elif kind is relay_messages.RefusalCount:
             for _ in range(message.count):
                 self._metrics.observe_request(RequestRecord(status=message.status, error_code=message.code))
-        elif kind is messages.LateDisconnectCount:
+        elif kind is relay_messages.LateDisconnectCount:
             for _ in range(message.count):
                 self._metrics.observe_late_disconnect()
         else:
-            assert kind is messages.BodyProgress
+            assert kind is relay_messages.BodyProgress
             for number, nbytes in message.received.items():
                 if (request := self._requests.get(number)) is not None:
                     request.on_progress(nbytes)
 
-    def _refuse_request(self, request: messages.RequestStarted, error: Exception) -> None:
+    def _refuse_request(self, request: relay_messages.RequestStarted, error: Exception) -> None:
         """Answer a request that could not begin because of an error of the server."""
         log.error("unexpected error in a relayed request", exc_info=error)
         reported_error = convert_unexpected_error(error)
         status, headers, body = make_problem_response(reported_error, request.request_id)
         self._metrics.observe_request(RequestRecord(status=status, error_code=reported_error.code))
-        self.send_message(messages.ResponsePart(request.number, status, headers, body, more=False))
+        self.send_message(relay_messages.ResponsePart(request.number, status, headers, body, more=False))
 
     def _on_link_end(self) -> None:
         for request in tuple(self._requests.values()):

@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from normserve.admission.callers import ClientIdentity, make_anonymous_identity
+from normserve.admission.client_identity import ClientIdentity, make_anonymous_identity
 from normserve.admission.keys import KeyringEntry, KeyScope
 from normserve.errors import NormserveError
-from normserve.http.edge.middleware import parse_bearer_token
-from normserve.http.edge.origins import OriginPolicy
-from normserve.http.measured import LaunchMeasurements
-from normserve.http.problems import make_problem_response
-from normserve.http.relay import messages
+from normserve.http.launch_measurements import LaunchMeasurements
+from normserve.http.middleware.middleware import parse_bearer_token
+from normserve.http.middleware.origin_policy import OriginPolicy
+from normserve.http.problem_responses import make_problem_response
+from normserve.http.relay import relay_messages
 from normserve.http.relay.exchange import (
     INLINE_BYTES,
     FrontEndConnection,
     share_response_bytes,
     try_share_response_bytes,
 )
+from normserve.http.routes.operation_routes import ResponseFormat
 from normserve.http.routes.operations import OperationEndpoint, OperationHead, build_response
-from normserve.http.routes.payloads import ResponseFormat
 from normserve.http.spans import describe_request_span
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import NormJob, NormResult, RegisteredLayer
-from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import KeyAuthorisation
+from normserve.metrics.request_metrics import RequestRecord
+from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
-    from normserve.traces.traces import Attributes
+    from normserve.traces.request_tracer import Attributes
 
 _INFER = frozenset([KeyScope.INFER])
 
@@ -82,7 +82,7 @@ class RelayedOperation(CallbackRequest):
         self,
         parts: OperationServices,
         front_end: FrontEndConnection,
-        request: messages.RequestStarted,
+        request: relay_messages.RequestStarted,
         prepared: PreparedHeader,
         caller: ClientIdentity,
     ) -> None:
@@ -136,9 +136,9 @@ class RelayedOperation(CallbackRequest):
     def on_message(self, message: Any) -> None:
         """Handle a message of the front end about this request."""
         match message:
-            case messages.ResponseSent():
+            case relay_messages.ResponseSent():
                 self._finish_sent(message)
-            case messages.ClientDisconnected():
+            case relay_messages.ClientDisconnected():
                 self.cancel_job()
 
     def on_progress(self, nbytes: int) -> None:
@@ -154,9 +154,9 @@ class RelayedOperation(CallbackRequest):
             self.cancel_job()
 
     def _finish_unsent(self) -> None:
-        self._finish_sent(messages.ResponseSent(self._number, 0.0, is_delivered=False))
+        self._finish_sent(relay_messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
-    def _finish_sent(self, sent: messages.ResponseSent) -> None:
+    def _finish_sent(self, sent: relay_messages.ResponseSent) -> None:
         """Finish a request whose response has been sent, or never will be."""
         if "kernel" in self.record.stage_seconds:
             self.record.stage_seconds["send"] = sent.seconds
@@ -190,20 +190,26 @@ class RelayedOperation(CallbackRequest):
             self.respond_error(error)
 
     def _send_ranges(
-        self, measured: LaunchMeasurements, shared_parts: Sequence[tuple[bytes | messages.SharedSlabRange, object]]
+        self,
+        measured: LaunchMeasurements,
+        shared_parts: Sequence[tuple[bytes | relay_messages.SharedSlabRange, object]],
     ) -> None:
         self._retained = [held for _, held in shared_parts]
         self._send_response(measured, [part for part, _ in shared_parts])
 
-    def _send_response(self, measured: LaunchMeasurements, body: list[bytes | messages.SharedSlabRange]) -> None:
+    def _send_response(
+        self, measured: LaunchMeasurements, body: list[bytes | relay_messages.SharedSlabRange]
+    ) -> None:
         media_type, shared = self._response_format.media_type, self._header.cors_headers
-        self._front_end.send_message(messages.OperationResponse(self._number, media_type, measured, shared, body))
+        self._front_end.send_message(
+            relay_messages.OperationResponse(self._number, media_type, measured, shared, body)
+        )
 
     def send_problem(self, error: NormserveError) -> None:
         status, headers, body = make_problem_response(error, self.request_id)
         self.record.sent_bytes = len(body)
         named = [*headers, *self._header.cors_headers, (b"x-request-id", self.request_id.encode())]
-        self._front_end.send_message(messages.ResponsePart(self._number, status, named, body, more=False))
+        self._front_end.send_message(relay_messages.ResponsePart(self._number, status, named, body, more=False))
 
     def describe_span(self) -> "tuple[str, Attributes]":
         scope = self._header.scope
@@ -224,7 +230,7 @@ class OperationDispatcher:
     def __init__(self, parts: OperationServices) -> None:
         self.services = parts
 
-    def find_tenant(self, request: messages.RequestStarted, scope: Scope) -> str | None:
+    def find_tenant(self, request: relay_messages.RequestStarted, scope: Scope) -> str | None:
         """Return the tenant that sends a request; None if its key is missing or unknown."""
         authorisation = self.services.key_authorisation
         if authorisation is None:
@@ -252,7 +258,7 @@ class OperationDispatcher:
         return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
 
     def begin_operation(
-        self, front_end: FrontEndConnection, request: messages.RequestStarted, prepared: PreparedHeader
+        self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> RelayedOperation | None:
         """Begin a request that has its body; return None if the application must refuse the request."""
         grant, caller = self._find_client_identity(request, prepared)
@@ -269,7 +275,7 @@ class OperationDispatcher:
         return direct
 
     def find_client_identity(
-        self, request: messages.RequestStarted, prepared: PreparedHeader
+        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> ClientIdentity | None:
         """Return the sender of a request; None if the application must handle the request.
 
@@ -280,7 +286,7 @@ class OperationDispatcher:
         return caller if grant is None or grant.token_bucket is None else None
 
     def _find_client_identity(
-        self, request: messages.RequestStarted, prepared: PreparedHeader
+        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
         address = _get_client_address(request)
         authorisation = self.services.key_authorisation
@@ -293,5 +299,5 @@ class OperationDispatcher:
             return grant, None
 
 
-def _get_client_address(request: messages.RequestStarted) -> str:
+def _get_client_address(request: relay_messages.RequestStarted) -> str:
     return "unix" if request.client is None else request.client[0]

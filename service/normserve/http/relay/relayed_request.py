@@ -6,7 +6,7 @@ from typing import Any
 from starlette.types import ASGIApp, Scope
 
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 from normserve.http.relay.exchange import FrontEndConnection, RelayedIncomingBody, RelayedResponseSender
 
 
@@ -14,7 +14,7 @@ class RelayedRequest:
     """A relayed request that the application answers like any other request."""
 
     def __init__(
-        self, front_end: FrontEndConnection, request: messages.RequestStarted, scope: Scope, entrance: ASGIApp
+        self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, scope: Scope, entrance: ASGIApp
     ) -> None:
         """Args: scope: the ASGI scope without the data of the connection."""
         self._front_end = front_end
@@ -41,15 +41,15 @@ class RelayedRequest:
     def on_message(self, message: Any) -> None:
         """Handle a message of the front end about this request."""
         match message:
-            case messages.ResponseSent():
+            case relay_messages.ResponseSent():
                 self._response_sender.on_response_sent(message)
-            case messages.BodyReceived():
+            case relay_messages.BodyReceived():
                 self._incoming_body.on_body_received(message)
-            case messages.BodyPart():
+            case relay_messages.BodyPart():
                 self._incoming_body.on_body_part(message)
-            case messages.BodyAborted():
+            case relay_messages.BodyAborted():
                 self._incoming_body.on_body_aborted(is_client_disconnected=message.is_client_disconnected)
-            case messages.ClientDisconnected():
+            case relay_messages.ClientDisconnected():
                 self._incoming_body.handle_disconnect()
                 self._response_sender.handle_disconnect()
         self._end_if_finished()
@@ -64,7 +64,7 @@ class RelayedRequest:
             await self._asgi_app(scope, self._incoming_body.receive_message, self._response_sender.send_message)
         finally:
             if not self._response_sender.is_response_complete:
-                self._front_end.send_message(messages.ResponseAborted(self._number))
+                self._front_end.send_message(relay_messages.ResponseAborted(self._number))
             self._is_application_done = True
             self._end_if_finished()
 

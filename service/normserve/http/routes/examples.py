@@ -10,9 +10,9 @@ from typing import Any
 from normserve import __version__
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
-from normserve.memory.host_tensors import FLOATS, DType
+from normserve.memory.tensors import FLOATS, DType
 from normserve.metrics.exposition import CONTENT_TYPE
-from normserve.requests.layers import describe_layer
+from normserve.requests.layer_requests import describe_layer
 
 _JSON, _TEXT = "application/json", "text/plain"
 

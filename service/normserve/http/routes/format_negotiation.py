@@ -14,7 +14,7 @@ from normserve.errors import (
     NotAcceptableError,
     UnsupportedMediaTypeError,
 )
-from normserve.http.body import require_uncompressed
+from normserve.http.body_reader import require_uncompressed
 from normserve.http.curl import add_curl_hint
 
 # A safetensors file begins with the length of its header in 8 bytes, the most significant last.

@@ -8,17 +8,14 @@ from fastapi.responses import JSONResponse
 from normserve.codec.media_types import SAFETENSORS
 from normserve.engine.engine import Engine
 from normserve.errors import InvalidParameterError, MalformedPayloadError, UnsupportedMediaTypeError
-from normserve.http.body import BodyReader
+from normserve.http.body_reader import BodyReader
 from normserve.http.curl import is_form_type
-from normserve.http.exchange import HttpExchange
-from normserve.http.routes.negotiation import add_hints, detect_format, parse_declared_format
-from normserve.layers.changes import LayerChanges
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.routes.format_negotiation import add_hints, detect_format, parse_declared_format
+from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
-from normserve.requests.layers import describe_layer, require_layer_query
-from normserve.requests.parameters import (
-    LAYER_PARAMETERS,
-    make_openapi_parameters,
-)
+from normserve.requests.layer_requests import describe_layer, require_layer_query
+from normserve.requests.request_parameters import LAYER_PARAMETERS, make_openapi_parameters
 
 
 @dataclass(frozen=True, slots=True)

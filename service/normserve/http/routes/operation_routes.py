@@ -7,8 +7,8 @@ from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY
 from normserve.jobs.job import NormSpec
 from normserve.jobs.memory_cost import MemoryCost
-from normserve.memory.host_tensors import HostTensor
-from normserve.requests.several import TensorSplit
+from normserve.memory.tensors import HostTensor
+from normserve.requests.numbered_tensors import TensorSplit
 
 _NPY_START = b"\x93NUMPY\x01\x00"
 _NPY_LENGTH_END, _SAFETENSORS_LENGTH_END = 10, 8

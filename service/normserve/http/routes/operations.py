@@ -10,39 +10,39 @@ from fastapi import APIRouter, Request
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
-from normserve.http.body import BodyReader
+from normserve.http.body_reader import BodyReader
 from normserve.http.curl import is_form_type
-from normserve.http.direct import DirectRoute
-from normserve.http.exchange import HttpExchange
-from normserve.http.measured import LaunchMeasurements, record_result
+from normserve.http.direct_routes import DirectRoute
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.launch_measurements import LaunchMeasurements, record_result
 from normserve.http.responses import BuffersResponse
+from normserve.http.routes.api_descriptions import describe_tensors
 from normserve.http.routes.examples import make_command_line
-from normserve.http.routes.negotiation import AcceptHeader, add_hints, detect_format, parse_declared_format
-from normserve.http.routes.payloads import (
+from normserve.http.routes.format_negotiation import AcceptHeader, add_hints, detect_format, parse_declared_format
+from normserve.http.routes.operation_routes import (
     PayloadTensor,
     PreparedPayload,
     ResponseFormat,
     get_payload_header,
     parse_payload,
 )
-from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers
 from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import make_validated_job
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import DType
-from normserve.metrics.requests import RequestRecord
+from normserve.memory.tensors import DType
+from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.lifecycle import RequestLifecycle
-from normserve.requests.parameters import (
+from normserve.requests.numbered_tensors import concatenate_tensors
+from normserve.requests.prepared_calls import PreparedCallCache
+from normserve.requests.request_parameters import (
     find_layer_name,
     list_operation_parameters,
     make_openapi_parameters,
     make_spec,
     parse_query,
 )
-from normserve.requests.prepared_calls import PreparedCallCache
-from normserve.requests.several import concatenate_tensors
 
 # Header fields that, besides the query, define the request.
 _KEY_HEADERS = (b"content-type", b"content-encoding", b"accept")

@@ -15,7 +15,7 @@ from swagger_ui_bundle import swagger_ui_path
 
 from normserve.errors import NotFoundError
 from normserve.http.curl import make_curl_command, make_example_line
-from normserve.http.exchange import HttpExchange
+from normserve.http.http_exchange import HttpExchange
 
 _READS = ["GET", "HEAD"]
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -17,11 +17,11 @@ from normserve.codec import npy
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine.engine import Engine
 from normserve.engine.progress import StallDetector
-from normserve.http.exchange import HttpExchange
-from normserve.http.routes.negotiation import is_preferred
+from normserve.http.http_exchange import HttpExchange
+from normserve.http.routes.format_negotiation import is_preferred
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import FLOATS, DType, HostTensor
+from normserve.memory.tensors import FLOATS, DType, HostTensor
 from normserve.metrics.exposition import (
     CONTENT_TYPE,
     OPEN_METRICS,
@@ -30,7 +30,7 @@ from normserve.metrics.exposition import (
     strip_exemplars,
 )
 from normserve.metrics.metrics import Metrics
-from normserve.peers.siblings import Question, SiblingProcesses
+from normserve.peers.sibling_processes import Question, SiblingProcesses
 
 _READS = ["GET", "HEAD"]
 # Higher levels take longer and save little more: 2.7 KB become 2.5 KB.

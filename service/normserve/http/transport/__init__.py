@@ -5,12 +5,12 @@ objects for the transfer of its body and of its response, as `reception` and `se
 under other servers.
 """
 
-from normserve.http.transport.asgi import AsgiAdapter
-from normserve.http.transport.connection import HttpConnection, make_connection_factory
-from normserve.http.transport.draining import DiscardLimits
-from normserve.http.transport.exchanges import ConnectionPolicy
-from normserve.http.transport.patience import ConnectionTimeouts
-from normserve.http.transport.reception import IncomingBody
+from normserve.http.transport.asgi_adapter import AsgiAdapter
+from normserve.http.transport.body_discard import DiscardLimits
+from normserve.http.transport.connection_timeouts import ConnectionTimeouts
+from normserve.http.transport.exchange_protocol import ConnectionPolicy
+from normserve.http.transport.http_connection import HttpConnection, make_connection_factory
+from normserve.http.transport.incoming_body import IncomingBody
 from normserve.http.transport.sending import Buffers, Headers, ResponseSender
 
 __all__ = [

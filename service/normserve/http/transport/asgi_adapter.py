@@ -10,7 +10,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
-from normserve.http.transport.reception import IncomingBody, parse_content_length
+from normserve.http.transport.incoming_body import IncomingBody, parse_content_length
 from normserve.http.transport.sending import Buffers, Headers, ResponseSender
 
 

@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
-from normserve.http.transport.patience import ConnectionTimeouts
+from normserve.http.transport.connection_timeouts import ConnectionTimeouts
+from normserve.http.transport.transfer_progress import SlowTransferMonitor, TransferProgress
 
 # Time for a body without a slot for a long drain, and longest pause of any body.
 _SHORT_S = 2.0

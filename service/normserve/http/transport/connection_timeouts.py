@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
 from normserve.http.transport.sending import SocketResponseSender
+from normserve.http.transport.transfer_progress import SlowTransferMonitor, TransferProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from uvicorn._types import ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
-from normserve.http.transport.chunks import ChunkedBodyDecoder
-from normserve.http.transport.draining import SMALL_BODY_BYTES, BodyDiscard, DiscardLimits
-from normserve.http.transport.half_closed import HalfClosedMonitor, can_detect_disconnect
-from normserve.http.transport.idle import IdleConnectionQueue
-from normserve.http.transport.patience import ConnectionTimeouts, HeaderTimer, SlowReaderMonitor
-from normserve.http.transport.reception import IncomingBody
+from normserve.http.transport.body_discard import SMALL_BODY_BYTES, BodyDiscard, DiscardLimits
+from normserve.http.transport.chunked_body import ChunkedBodyDecoder
+from normserve.http.transport.connection_timeouts import ConnectionTimeouts, HeaderTimer, SlowReaderMonitor
+from normserve.http.transport.idle_connections import IdleConnectionQueue
+from normserve.http.transport.incoming_body import IncomingBody
+from normserve.http.transport.response_sender import HalfClosedMonitor, can_detect_disconnect
 from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender, count_unacknowledged_bytes
 
 # Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large

@@ -16,9 +16,9 @@ from normserve.errors import (
     OverloadedError,
     TooManyConnectionsError,
 )
-from normserve.http.transport.chunks import ChunkedBodyDecoder
-from normserve.http.transport.exchanges import ConnectionPolicy, ExchangeProtocol
-from normserve.http.transport.request_head import SINGULAR, find_head_fault, parse_body_length
+from normserve.http.transport.chunked_body import ChunkedBodyDecoder
+from normserve.http.transport.exchange_protocol import ConnectionPolicy, ExchangeProtocol
+from normserve.http.transport.http_parser_protocol import SINGULAR, find_head_fault, parse_body_length
 
 PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
 """Paths that are answered even on connections beyond the limits."""

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from normserve.http.transport.exchanges import HEAD_BYTES, ConnectionPolicy
+from normserve.http.transport.exchange_protocol import HEAD_BYTES, ConnectionPolicy
 from normserve.http.transport.http import HttpParserProtocol
-from normserve.http.transport.reception import IncomingBody
+from normserve.http.transport.incoming_body import IncomingBody
 
 # Bytes per read of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from normserve.errors import NormserveError, RequestTimeoutError
-from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
+from normserve.http.transport.transfer_progress import SlowTransferMonitor, TransferProgress
 
 
 class IncomingBody:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from normserve.http.transport.half_closed import PROBE
-from normserve.http.transport.pace import TransferProgress
+from normserve.http.transport.response_sender import PROBE
+from normserve.http.transport.transfer_progress import TransferProgress
 
 Headers = Sequence[tuple[bytes, bytes]]
 Buffers = Sequence[bytes | memoryview]

@@ -1,5 +1,5 @@
-from benchmarks.serve.behaviour.scenarios import _compute_quantile, _run_open_loop
-from benchmarks.serve.clients.posts import CheckedRequest
+from benchmarks.serve.behaviour.stress_scenarios import _compute_quantile, _run_open_loop
+from benchmarks.serve.clients.checked_requests import CheckedRequest
 from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
 
 

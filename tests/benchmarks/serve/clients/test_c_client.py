@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.programs.build import compile_program
-from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers import server_processes
+from benchmarks.serve.servers.server_processes import ServerProcess
 
 CORES = {0}
 
@@ -64,7 +64,7 @@ def client(folder) -> CompiledClient:
 @contextlib.contextmanager
 def served(at_once: int, status: str = "200", delay_s: float = 0.0) -> Iterator[ServerProcess]:
     command = [sys.executable, "-c", SERVER, str(at_once), status, str(delay_s)]
-    with launch.run_process(command, CORES, {}) as running:
+    with server_processes.run_process(command, CORES, {}) as running:
         yield ServerProcess("test", running.stdout.readline().strip(), "/", running.pid)
 
 
@@ -90,5 +90,5 @@ def test_an_error_is_no_answer(client):
 
 
 def test_an_echo_gives_everything_back(client, folder):
-    with launch.run_echo(CORES, compile_program(folder, "echo"), 100_000) as (echoing,):
+    with server_processes.run_echo(CORES, compile_program(folder, "echo"), 100_000) as (echoing,):
         assert client.run_turn(echoing, "", bytes(100_000), 0.01).per_second > 0

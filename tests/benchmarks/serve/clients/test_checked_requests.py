@@ -1,7 +1,7 @@
 import pytest
 
-from benchmarks.serve.clients.posts import CheckedRequest
-from benchmarks.serve.clients.wire import RawConnection
+from benchmarks.serve.clients.checked_requests import CheckedRequest
+from benchmarks.serve.clients.raw_client import RawConnection
 from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from normserve.codec import safetensors
 
-from benchmarks.serve.clients.callers import CALLERS, ServerEndpoint
+from benchmarks.serve.clients.python_callers import CALLERS, ServerEndpoint
 from tests.service.client.harness.raw_server import RawServer
 from tests.service.client.harness.small_call import ANSWER, X
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from benchmarks.serve.engine.alone import BareEngine
+from benchmarks.serve.engine.bare_engine import BareEngine
 
 
 def test_requests_follow_one_another_and_slabs_come_home():

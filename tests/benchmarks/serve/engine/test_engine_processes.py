@@ -2,7 +2,7 @@ import multiprocessing
 
 import pytest
 
-from benchmarks.serve.engine.processes import start_engines
+from benchmarks.serve.engine.engine_processes import start_engines
 from tests.integration.harness.preloaded import forking
 
 

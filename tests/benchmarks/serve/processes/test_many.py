@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serve.clients import normalising
+from benchmarks.serve.clients import normalising_process
 from benchmarks.serve.processes.many import _measure_kill, _NormalisingProcess, _run_turn, format_table
 from benchmarks.serve.report import memory
 
@@ -28,13 +28,13 @@ def test_table_has_medians_over_rounds_and_nothing_where_nobody_was_killed():
 
 def test_calls_that_raise_are_counted_and_timed(monkeypatch):
     left, ticks = iter([None, ValueError, None]), itertools.count()
-    monkeypatch.setattr(normalising, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(normalising_process, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
 
     def call():
         if (error := next(left)) is not None:
             raise error
 
-    assert normalising.call_until(5, call) == {"calls": [(2, 1), (4, 1), (6, 1)], "errors": 1}
+    assert normalising_process.call_until(5, call) == {"calls": [(2, 1), (4, 1), (6, 1)], "errors": 1}
 
 
 def test_memory_that_is_shared_counts_once():

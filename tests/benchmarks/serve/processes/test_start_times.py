@@ -7,10 +7,10 @@ import httpx
 import pytest
 from normserve.codec import safetensors
 
-from benchmarks.serve.processes import ready
+from benchmarks.serve.processes import start_times
 
 
-@pytest.mark.parametrize("request_", [ready.FORESEEN, *ready.UNFORESEEN], ids=lambda each: each.what)
+@pytest.mark.parametrize("request_", [start_times.FORESEEN, *start_times.UNFORESEEN], ids=lambda each: each.what)
 def test_a_body_is_what_its_request_says(request_):
     tensors = safetensors.decode(memoryview(request_.encode_body()))
     assert {name: tensor.shape for name, tensor in tensors.items()} == dict(request_.shapes)
@@ -20,7 +20,7 @@ def test_a_body_is_what_its_request_says(request_):
 def test_the_table_has_medians():
     rows = [{"cache": "empty", "what": "ready", "ms": ms} for ms in ("5000.0", "7000.0", "6000.0")]
     rows.append({"cache": "full", "what": "ready", "ms": "3000.0"})
-    assert ready.format_table(rows) == [
+    assert start_times.format_table(rows) == [
         "empty cache, ready: 6000 ms (5000 to 7000)",
         "full cache, ready: 3000 ms (3000 to 3000)",
     ]
@@ -37,4 +37,4 @@ def test_a_server_that_has_ended_is_not_waited_for():
         httpx.Client(base_url="http://127.0.0.1", transport=httpx.MockTransport(refuse)) as http,
         pytest.raises(RuntimeError, match="/livez"),
     ):
-        ready._wait_for_ok(http, "/livez", ended, 0.0)
+        start_times._wait_for_ok(http, "/livez", ended, 0.0)

@@ -3,14 +3,14 @@
 import httpx
 import pytest
 
-from benchmarks.serve import small
-from benchmarks.serve.clients import posts
-from benchmarks.serve.servers import launch, scrape
+from benchmarks.serve import small_requests
+from benchmarks.serve.clients import checked_requests
+from benchmarks.serve.servers import server_metrics, server_processes
 
 
 @pytest.fixture(scope="module")
 def server():
-    with launch.run_deviceless({0, 1}, posts.make_parameters(small.COLS)) as running:
+    with server_processes.run_deviceless({0, 1}, checked_requests.make_parameters(small_requests.COLS)) as running:
         yield running
 
 
@@ -21,14 +21,14 @@ def send(server, body: bytes) -> bytes:
 
 
 def test_it_goes_all_the_way_but_to_a_device(server):
-    before = scrape.fetch_samples(server.address)
-    body = small.make_request_body()
-    assert send(server, body)[-2 * small.COLS :] == body[-2 * small.COLS :]
-    assert scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.address)) == 1
+    before = server_metrics.fetch_samples(server.address)
+    body = small_requests.make_request_body()
+    assert send(server, body)[-2 * small_requests.COLS :] == body[-2 * small_requests.COLS :]
+    assert server_metrics.compute_requests_per_launch(before, server_metrics.fetch_samples(server.address)) == 1
 
 
 def test_its_answer_is_not_taken_for_layer_norm(server):
-    body = small.make_request_body()
+    body = small_requests.make_request_body()
     answer = send(server, body)
     with pytest.raises(AssertionError):
-        small.check_response(body, posts.make_parameters(small.COLS), answer)
+        small_requests.check_response(body, checked_requests.make_parameters(small_requests.COLS), answer)

@@ -3,8 +3,8 @@
 from itertools import product
 
 import pytest
-from fusednorm.launch.launch import REGISTERS_PER_SM
-from fusednorm.ops.layer_norm import table as tables
+from fusednorm.launch.launches import REGISTERS_PER_SM
+from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
@@ -14,7 +14,7 @@ from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
 from benchmarks.tune.layer_norm.candidates import iterate_candidates
-from benchmarks.workload.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
+from benchmarks.workload.cell_suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
 
 VERY_LONG = 1 << 22
 LENGTHS = (16, 64, 128, *ROW_LENGTHS, *LONG_ROW_LENGTHS, *ODD_ROW_LENGTHS, VERY_LONG)

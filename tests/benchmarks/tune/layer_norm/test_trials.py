@@ -12,7 +12,7 @@ SHORT = LayerNormTuningCell("forward", 256, "float32")
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr("benchmarks.workload.cells.X_BYTES", 6 << 10)
+    monkeypatch.setattr("benchmarks.workload.benchmark_cells.X_BYTES", 6 << 10)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from normserve.client import AsyncClient, Client
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 
 from tests.integration.api.operations.cases import GROUPS, Case, assert_close, post
 from tests.integration.harness.wire import DTYPES, NPY, SAFETENSORS, from_npy, packed

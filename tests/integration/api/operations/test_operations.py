@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 
 from tests.integration.api.operations.cases import GROUPS, Case, assert_close, default_eps, post
 from tests.integration.harness.wire import DTYPES, NPY, from_npy, npy, packed

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 from torch import nn
 

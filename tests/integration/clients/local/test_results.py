@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from normserve.client import AsyncClient, Client, InvalidRequestError, UnknownLayerError
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 
 from tests.integration.clients.local.results import assert_same, random
 

@@ -150,7 +150,7 @@ def test_autocast_is_torchs(one, kind, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x).dtype == torch.bfloat16
         # As on CUDA, whose autocast there is not without a device.
-        monkeypatch.setattr(remote.autograd, "_AUTOCASTING", "cpu")
+        monkeypatch.setattr(remote.differentiable, "_AUTOCASTING", "cpu")
         results = passes(module, x)
     assert results[0].dtype == torch.float32
     expected = passes(module, x.float())

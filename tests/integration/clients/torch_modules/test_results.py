@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from normserve.client import torch as remote
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 from torch import nn
 
 from tests.integration.clients.torch_modules.pairs import KINDS, TOLERANCES, assert_same, pair, passes, random

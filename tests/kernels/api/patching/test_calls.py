@@ -7,8 +7,8 @@ from itertools import product
 import fusednorm
 import pytest
 import torch
-from fusednorm.api import torch_norms
-from fusednorm.api.patching import forwards
+from fusednorm.api import module_norms
+from fusednorm.api.patching import norm_forwards
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -147,7 +147,7 @@ def test_the_dtype_is_the_one_that_torch_returns(kind, x_dtype, weight_dtype, au
 @pytest.fixture
 def under_cudas_autocast(monkeypatch):
     """As it looks to a patched forward, also where there is no CUDA."""
-    for module in (forwards, torch_norms):
+    for module in (norm_forwards, module_norms):
         monkeypatch.setattr(module, "casts_to_float32", lambda x: True)
 
 
@@ -161,7 +161,7 @@ def test_a_wider_result_is_not_rounded_to_the_dtype_of_x(kind, device):
 
 
 AUTOCAST_RMS_NORM = pytest.mark.skipif(
-    not torch_norms.AUTOCASTS_RMS_NORM, reason="autocast of this torch leaves rms_norm as it is"
+    not module_norms.AUTOCASTS_RMS_NORM, reason="autocast of this torch leaves rms_norm as it is"
 )
 
 

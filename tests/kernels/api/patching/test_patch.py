@@ -14,7 +14,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.status import describe_repeated_calls
+from fusednorm.launch.call_status import describe_repeated_calls
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched

@@ -8,7 +8,7 @@ import torch
 from fusednorm.ops.group_norm import backward_choice as launch
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own
 from tests.kernels.ops.group_norm.cases import check_backward, make_case

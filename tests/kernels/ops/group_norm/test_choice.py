@@ -1,7 +1,7 @@
 """Which configuration is chosen for a sample, where the tables alone do not say it."""
 
 import pytest
-from fusednorm.ops.group_norm import table as tables
+from fusednorm.ops.group_norm import config_tables as tables
 from fusednorm.ops.group_norm.backward_choice import choose_backward, find_split_backward
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
@@ -14,7 +14,7 @@ from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBa
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 MULTIPROCESSORS = 132
 GROUPS = 32

@@ -27,11 +27,11 @@ COMPILE = """
 import json, math, sys
 import torch
 from fusednorm.arguments.options import NormOptions
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics
+from fusednorm.ops.group_norm.sample_shape import SampleShape, allocate_statistics
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make

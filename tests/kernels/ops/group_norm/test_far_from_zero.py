@@ -8,7 +8,7 @@ from itertools import product
 import fusednorm.api.group_norm as ours
 import pytest
 import torch
-from fusednorm.launch.run import run_launches
+from fusednorm.launch.execution import run_launches
 from fusednorm.ops.group_norm import backward_choice, forward_choice
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
@@ -20,7 +20,7 @@ from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwar
 from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.tensors.arrays import describe
 
 from tests.kernels.ops.group_norm.cases import channels_last

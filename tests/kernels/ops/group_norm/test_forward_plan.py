@@ -4,9 +4,9 @@ import pytest
 import torch
 from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device import INTERPRETED
+from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
-from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.call import GroupNormForwardCall
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
@@ -18,8 +18,8 @@ from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSp
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, choose_reduction_tile
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape
+from fusednorm.ops.group_norm.moment_reduction import REDUCE_BLOCK, REDUCE_NUM_WARPS, choose_reduction_tile
+from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape
 from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe

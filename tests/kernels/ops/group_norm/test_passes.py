@@ -141,15 +141,15 @@ def test_dtypes_may_be_mixed(last, device, poisoned):
 @pytest.mark.parametrize("positions", [(8, 8), (29,)])
 def test_offsets_of_64_bits_inside_a_group(positions, device, poisoned, monkeypatch):
     use_configuration(monkeypatch, "split")
-    monkeypatch.setattr("fusednorm.ops.group_norm.sample.WIDE_GROUP", 1)
+    monkeypatch.setattr("fusednorm.ops.group_norm.sample_shape.WIDE_GROUP", 1)
     case = make_case((1, 6, *positions), 2, torch.float32, device)
     check_forward(case)
     check_backward(case)
 
 
 def test_many_samples_reduce_their_parameter_gradients_in_two_steps(device, poisoned, monkeypatch):
-    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_TWICE_ABOVE", 16)
-    monkeypatch.setattr("fusednorm.ops.group_norm.reduce_sums.REDUCE_RUNS", 3)
+    monkeypatch.setattr("fusednorm.ops.group_norm.gradient_reductions.REDUCE_TWICE_ABOVE", 16)
+    monkeypatch.setattr("fusednorm.ops.group_norm.gradient_reductions.REDUCE_RUNS", 3)
     check_backward(make_case((40, 4, 3), 2, torch.float32, device))
 
 

@@ -17,7 +17,7 @@ import json, sys
 import torch
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.chain import ChainCall
-from fusednorm.ops.layer_norm.choice import plan_chain
+from fusednorm.ops.layer_norm.choices import plan_chain
 from tests.kernels.harness.arrays import make
 
 dtype = getattr(torch, sys.argv[1])

@@ -1,10 +1,10 @@
 """Which configuration is chosen for a row, where the tables alone do not say it."""
 
 import pytest
-from fusednorm.launch.launch import REGISTERS_PER_SM
-from fusednorm.ops.layer_norm import choice as choices
-from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.backward import reduce
+from fusednorm.launch.launches import REGISTERS_PER_SM
+from fusednorm.ops.layer_norm import choices
+from fusednorm.ops.layer_norm import config_tables as tables
+from fusednorm.ops.layer_norm.backward import partial_reduction
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.ops.layer_norm.forward import split
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
@@ -12,7 +12,7 @@ from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
-from fusednorm.policy import waiting
+from fusednorm.policy import cooperative_launches
 
 MULTIPROCESSORS = 132
 
@@ -20,7 +20,7 @@ MULTIPROCESSORS = 132
 @pytest.fixture
 def compiled(monkeypatch):
     """As on a GPU, where programs can wait for one another."""
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -55,7 +55,7 @@ def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", True)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", True)
     assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), LayerNormForwardSweep)
 
 
@@ -76,7 +76,7 @@ def test_long_rows_are_swept_only_as_heads_and_where_nothing_waits(itemsize, res
     assert is_swept(held + 8, heads=True)
     assert not is_swept(held + 8, heads=False)
     assert not is_swept(1 << 23, heads=False)
-    monkeypatch.setattr(waiting, "_allowed", False)
+    monkeypatch.setattr(cooperative_launches, "_allowed", False)
     assert not is_swept(held, heads=False)
     assert is_swept(held + 8, heads=False)
     assert is_swept(1 << 19, heads=False)
@@ -93,8 +93,8 @@ def test_statistics_alone_hold_no_row(cols):
 
 @pytest.mark.parametrize("partials", [1, 66, 132, 528, 1584, 5000])
 def test_all_partials_are_added_up_at_once_where_registers_allow(partials):
-    tile = reduce.choose_reduction_tile(partials)
-    assert tile["BLOCK_P"] >= min(partials, reduce.MAX_PARTIALS)
+    tile = partial_reduction.choose_reduction_tile(partials)
+    assert tile["BLOCK_P"] >= min(partials, partial_reduction.MAX_PARTIALS)
     assert tile["BLOCK_P"] * tile["BLOCK_N"] <= 32 * 32 * tile["num_warps"]
 
 

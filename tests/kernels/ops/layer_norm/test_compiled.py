@@ -29,9 +29,9 @@ NARROW_BLOCKS = {("bfloat16", 5): 8, ("float32", 7): 8}
 COMPILE = """
 import json, sys
 import torch
-from fusednorm.ops.layer_norm import table as tables
+from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.results import Backward, Forward
@@ -100,7 +100,7 @@ import torch, triton
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import inspection
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
 
@@ -147,7 +147,7 @@ import torch
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
 

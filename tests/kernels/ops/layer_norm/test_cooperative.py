@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusednorm.ops.layer_norm import choice
+from fusednorm.ops.layer_norm import choices
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 
@@ -16,8 +16,8 @@ def share(monkeypatch):
     def choose(lag):
         forward = LayerNormForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
         backward = LayerNormBackwardCooperative(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
-        monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
+        monkeypatch.setattr(choices, "choose_forward", lambda *_: forward)
+        monkeypatch.setattr(choices, "choose_backward", lambda *_: backward)
 
     return choose
 

@@ -25,7 +25,7 @@ from fusednorm.tensors.arrays import FLOAT8
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_forward
+from fusednorm.ops.layer_norm.choices import plan_forward
 from fusednorm.results import Forward
 from tests.kernels.harness.arrays import make
 

@@ -2,9 +2,9 @@
 
 import pytest
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.launch import has_one_lane_per_thread
+from fusednorm.launch.launches import has_one_lane_per_thread
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_forward
+from fusednorm.ops.layer_norm.choices import plan_forward
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit

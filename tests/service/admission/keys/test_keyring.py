@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.errors import RateLimitedError, UnauthorizedError
 

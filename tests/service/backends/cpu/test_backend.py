@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import fusednorm
 import pytest
 import torch
-from fusednorm.cpu import batch_invariant, pieces
+from fusednorm.cpu import batch_invariant, chunks
 from normserve.backends.cpu import backend as cpu_backend
 from normserve.backends.cpu.backend import CpuBackend
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.api_names import ACTIVATIONS
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.sampling import mark_rest_slow
 from tests.service.jobs.fake_jobs import layer
@@ -190,7 +190,7 @@ class TestBackend:
         x, memory = torch.randn(7, 24), torch.empty(7, 24)
         whole = batch_invariant.layer_norm_forward(x, activation="silu", stats=stats)
         monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
-        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+        monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 48)
         written = batch_invariant.layer_norm_forward(
             x, activation="silu", stats=stats, memory_like=lambda _: memory
         )
@@ -206,7 +206,7 @@ class TestBackend:
         self, backend, op, dtype, has_residual, monkeypatch
     ):
         monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
-        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
+        monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 48)
         sent = torch.randn(7, 24).to(dtype)
         names = ("x", "residual") if has_residual else ("x",)
         results = {}

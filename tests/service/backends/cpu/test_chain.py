@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusednorm.cpu import batch_invariant, pieces
+from fusednorm.cpu import batch_invariant, chunks
 from fusednorm.reference.chain import layer_norm_chain as right
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
@@ -38,7 +38,7 @@ def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
     given = {"weight_0": torch.randn(48), "bias_2": torch.randn(48).half()}
     jobs = tuple(job(torch.randn(rows, 48), **given) for rows in (1, 4, 2))
     alone = [back(CpuBackend(1).run(Batch((each,))).results[0]["y"]) for each in jobs]
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 96)
+    monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 96)
     together = CpuBackend(1).run(Batch(jobs)).results
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(back(got["y"]), want)

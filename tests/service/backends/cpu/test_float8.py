@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from fusednorm.cpu import pieces
+from fusednorm.cpu import chunks
 from fusednorm.cpu.float8 import scale_rows_
 from fusednorm.reference.float8 import quantise_rows
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.memory.host_tensors import back, host
 
@@ -39,7 +39,7 @@ def test_it_is_the_float32_result_quantised_as_the_library_does(op, shape):
 def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
     xs = [torch.randn(rows, 48) for rows in (1, 4, 2)]
     alone = [run(Op.LAYER_NORM, DType.FLOAT8_E4M3FN, x)[0] for x in xs]
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 96)
+    monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 96)
     for got, want in zip(run(Op.LAYER_NORM, DType.FLOAT8_E4M3FN, *xs), alone, strict=True):
         assert torch.equal(bits(got["y"]), bits(want["y"]))
         assert torch.equal(got["scale"], want["scale"])

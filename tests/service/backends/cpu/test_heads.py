@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fusednorm.cpu import batch_invariant, pieces
+from fusednorm.cpu import batch_invariant, chunks
 from normserve.backends.cpu.backend import CpuBackend
-from normserve.backends.launch import ResidentParameters
+from normserve.backends.library_calls import ResidentParameters
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 
 from tests.service.jobs.fake_jobs import layer
@@ -66,7 +66,7 @@ def test_bits_are_those_of_the_whole(op, elements, parameters, monkeypatch):
     options |= {"dropout": 0.3, "seed": 4} | ({"bias": parameters["bias"]} if op == "layer_norm" else {})
     results = []
     for most in (2**20, elements):
-        monkeypatch.setattr(pieces, "PIECE_ELEMENTS", most)
+        monkeypatch.setattr(chunks, "PIECE_ELEMENTS", most)
         forward = getattr(batch_invariant, f"{op}_forward")(x, stats=True, **options)
         results.append(
             (forward, getattr(batch_invariant, f"{op}_backward")(dy, x, dresidual_out=outside, **options))

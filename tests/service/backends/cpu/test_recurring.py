@@ -9,8 +9,8 @@ import torch
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.engine.places import fill_result_buffers
 from normserve.jobs.job import Batch, BatchResult, NormJob, NormSpec, Op, PassDirection, ReplaySlot
-from normserve.jobs.results import infer_result_specs
-from normserve.memory.host_tensors import HostTensor
+from normserve.jobs.result_specs import infer_result_specs
+from normserve.memory.tensors import HostTensor
 
 from tests.service.backends.combinations import KINDS, combinations
 from tests.service.jobs.fake_jobs import layer

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from normserve.backends.cuda.replayer import build
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 
 from tests.service.backends.cuda.fake_driver import FakeDriver

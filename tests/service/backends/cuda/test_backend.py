@@ -9,7 +9,7 @@ from fusednorm import reference
 from fusednorm.errors import KernelInputError
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 from triton import knobs
 
 from tests.service.backends.answers import assert_right

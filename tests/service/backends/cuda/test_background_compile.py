@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fusednorm.warm import stamps
-from normserve.backends.cuda import ahead
-from normserve.backends.cuda.ahead import BackgroundCompiler, CompileTarget, make_compiler_command
+from fusednorm.warm import compile_records
+from normserve.backends.cuda import background_compile
+from normserve.backends.cuda.background_compile import BackgroundCompiler, CompileTarget, make_compiler_command
 
 from tests.kernels.harness.compiled import compile_elsewhere
 
@@ -20,8 +20,8 @@ LENGTHS = (64, 96)
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ahead, "load_cuda_driver", object)
-    monkeypatch.setattr(ahead, "read_compile_target", lambda: MODEL)
+    monkeypatch.setattr(background_compile, "load_cuda_driver", object)
+    monkeypatch.setattr(background_compile, "read_compile_target", lambda: MODEL)
     monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "as it is")
     return tmp_path / "cache"
 
@@ -40,7 +40,7 @@ def compilers(monkeypatch):
         started.append(tuple(lengths))
         return sys.executable, "-S", "-c", started.program
 
-    monkeypatch.setattr(ahead, "make_compiler_command", stand_in)
+    monkeypatch.setattr(background_compile, "make_compiler_command", stand_in)
     return started
 
 
@@ -52,7 +52,7 @@ def begin(compiling):
 
 def note(*lengths):
     for length in lengths:
-        stamps.record_compiled(*MODEL, length, only_warm_up=True)
+        compile_records.record_compiled(*MODEL, length, only_warm_up=True)
 
 
 def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
@@ -75,7 +75,7 @@ def test_a_full_cache_starts_nothing(cache, compilers):
 
 def test_what_was_baked_with_more_is_enough(cache, compilers):
     for length in LENGTHS:
-        stamps.record_compiled(*MODEL, length, only_warm_up=False)
+        compile_records.record_compiled(*MODEL, length, only_warm_up=False)
     BackgroundCompiler(LENGTHS).wait(MODEL)
     assert compilers == []
 
@@ -83,7 +83,7 @@ def test_what_was_baked_with_more_is_enough(cache, compilers):
 @pytest.mark.parametrize("other", [CompileTarget(80, 108), CompileTarget(90, 114)])
 def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
     for length in LENGTHS:
-        stamps.record_compiled(*other, length, only_warm_up=True)
+        compile_records.record_compiled(*other, length, only_warm_up=True)
     compiling = BackgroundCompiler(LENGTHS)
     compiling.start()
     compiling.wait(MODEL)
@@ -101,7 +101,7 @@ def test_what_is_missing_is_compiled(cache, compilers):
 
 def test_what_another_version_compiled_is_compiled_again(cache, compilers, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(stamps, "_describe_versions", lambda: "others")
+        before.setattr(compile_records, "_describe_versions", lambda: "others")
         note(*LENGTHS)
     compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
@@ -123,7 +123,7 @@ def test_a_compiler_that_fails_stops_nobody(program, cache, compilers, caplog):
 
 
 def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog):
-    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(background_compile, "_PATIENCE_S", 0.01)
     compilers.program = "import time; time.sleep(300)"
     compiling = BackgroundCompiler(LENGTHS)
     compiling.start()
@@ -142,7 +142,7 @@ def test_a_compiler_that_nobody_needs_is_ended(cache, compilers):
 
 
 def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
-    monkeypatch.setattr(ahead, "read_compile_target", lambda: None)
+    monkeypatch.setattr(background_compile, "read_compile_target", lambda: None)
     compiling = BackgroundCompiler(LENGTHS)
     compiling.start()
     compiling.stop()
@@ -150,7 +150,7 @@ def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
 
 
 def test_no_driver_nothing_loaded(cache, compilers, monkeypatch):
-    monkeypatch.setattr(ahead, "load_cuda_driver", lambda: None)
+    monkeypatch.setattr(background_compile, "load_cuda_driver", lambda: None)
     compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compiling._preparing is None
@@ -158,7 +158,7 @@ def test_no_driver_nothing_loaded(cache, compilers, monkeypatch):
 
 
 def test_no_triton_no_compiler(cache, compilers, monkeypatch):
-    monkeypatch.setattr(ahead, "find_spec", lambda name: None)
+    monkeypatch.setattr(background_compile, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
     begin(BackgroundCompiler(LENGTHS))
     assert compilers == []
@@ -178,12 +178,12 @@ def test_the_folder_of_the_cache_is_tritons(monkeypatch, tmp_path):
     for name, value in {"TRITON_CACHE_DIR": "", "TRITON_HOME": "/somewhere"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    assert ahead._find_triton_cache() == Path(knobs.cache.dir)
+    assert background_compile._find_triton_cache() == Path(knobs.cache.dir)
     monkeypatch.delenv("TRITON_HOME")
-    assert ahead._find_triton_cache() == Path(knobs.cache.dir)
+    assert background_compile._find_triton_cache() == Path(knobs.cache.dir)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert ahead._find_triton_cache() == Path(knobs.cache.dir) == tmp_path
-    assert ahead._NOTES == stamps.FOLDER
+    assert background_compile._find_triton_cache() == Path(knobs.cache.dir) == tmp_path
+    assert background_compile._NOTES == compile_records.FOLDER
 
 
 def test_the_command_is_understood(monkeypatch):
@@ -213,15 +213,15 @@ def test_kernels_of_the_warm_up_are_those_that_are_compiled_ahead():
 import json
 import fusednorm
 import torch
-from fusednorm.devices.gpus import GPUS
-from fusednorm.launch.absent import recording_launches
+from fusednorm.devices.gpu_models import GPUS
+from fusednorm.launch.recorded_launches import recording_launches
 from fusednorm.policy.batch_invariance import require_batch_invariance
-from fusednorm.warm.calls import make_kernel_key, list_warm_launches
-from normserve.backends.launch import bind_operation, make_output_argument, run_operation
-from normserve.backends.tensors import (
+from fusednorm.warm.warm_calls import make_kernel_key, list_warm_launches
+from normserve.backends.library_calls import bind_operation, make_output_argument, run_operation
+from normserve.backends.tensor_conversion import (
     TORCH_DTYPES, compute_launch_shape, infer_batch_result_specs, move_channels_first
 )
-from normserve.backends.warmup import make_warm_up_batches
+from normserve.backends.warm_up_batches import make_warm_up_batches
 
 def empty(dtype, shape):
     return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
@@ -262,10 +262,10 @@ def test_the_driver_is_asked_for_its_first_device(monkeypatch):
         return 0
 
     driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=device, cuDeviceGetAttribute=attribute)
-    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda name: driver)
-    assert ahead.read_compile_target() == MODEL
+    monkeypatch.setattr(background_compile.ctypes, "CDLL", lambda name: driver)
+    assert background_compile.read_compile_target() == MODEL
     driver.cuDeviceGet = lambda *_: 101
-    assert ahead.read_compile_target() is None
+    assert background_compile.read_compile_target() is None
 
 
 def test_beginning_loads_no_torch(tmp_path):
@@ -276,11 +276,11 @@ for name in [name for name in sys.modules if name.split(".")[0] in ("torch", "fu
     del sys.modules[name]
 sys.meta_path.insert(0, type("Refusing", (), {"find_spec": staticmethod(
     lambda name, *_: 1 / 0 if name.split(".")[0] in ("torch", "fusednorm") else None)}))
-from normserve.backends.cuda import ahead
-ahead.load_cuda_driver = object
-ahead.read_compile_target = lambda: ahead.CompileTarget(90, 132)
-ahead.make_compiler_command = lambda *_: ("true",)
-compiling = ahead.BackgroundCompiler((64,))
+from normserve.backends.cuda import background_compile
+background_compile.load_cuda_driver = object
+background_compile.read_compile_target = lambda: background_compile.CompileTarget(90, 132)
+background_compile.make_compiler_command = lambda *_: ("true",)
+compiling = background_compile.BackgroundCompiler((64,))
 compiling.start()
 compiling._join_preparation()
 print(json.dumps(compiling._compiler.wait()))

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import recurring, replays
+from normserve.backends.cuda import client_memory_launches, graph_cache
 from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.backends.cuda.no_device import Instant
 from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs
@@ -24,8 +24,12 @@ SPEC = replace(FORWARD, stats=False)
 def registered(monkeypatch):
     """The memory that kernels can access."""
     known: list[memoryview] = []
-    monkeypatch.setattr(recurring, "is_registered", lambda memory: any(memory.obj is each.obj for each in known))
-    monkeypatch.setattr(recurring, "view_on_device", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
+    monkeypatch.setattr(
+        client_memory_launches, "is_registered", lambda memory: any(memory.obj is each.obj for each in known)
+    )
+    monkeypatch.setattr(
+        client_memory_launches, "view_on_device", lambda memory: torch.frombuffer(memory, dtype=torch.uint8)
+    )
     return known
 
 
@@ -43,7 +47,7 @@ def job_in(memory, recurrence, rows=3, start=0):
     place = memory[start + nbytes : start + 2 * nbytes + 100]
     job = NormJob(SPEC, {"x": x}, result_buffers={"y": place}, replay_slot=recurrence)
     if recurrence is not None:
-        recurrence.is_unbatched = recurring.is_computed_in_place(job)
+        recurrence.is_unbatched = client_memory_launches.is_computed_in_place(job)
     return job
 
 
@@ -65,7 +69,7 @@ def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, s
     assert not backend.can_launch_without_waiting(Batch((first,)))
     assert_placed(run(backend, first), first)
     prepared = recurrence.prepared
-    assert isinstance(prepared, recurring.ClientMemoryLaunch)
+    assert isinstance(prepared, client_memory_launches.ClientMemoryLaunch)
     again = job_in(memory, recurrence)
     assert backend.can_launch_without_waiting(Batch((again,)))
     assert_placed(run(backend, again), again)
@@ -122,7 +126,7 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", 2)
     recurrence = ReplaySlot()
     assert backend.get_captured_launch(recurrence) is None
     run(backend, job_in(memory, recurrence))
@@ -144,7 +148,7 @@ def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, mon
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_a_job_that_recurs_is_captured_once_and_replayed_from_then_on(backend, memory, graphs):
-    calls = replays._CALLS_BEFORE_CAPTURE
+    calls = graph_cache._CALLS_BEFORE_CAPTURE
     recurrence = ReplaySlot()
     for number in range(1, calls + 6):
         job = job_in(memory, recurrence)
@@ -155,7 +159,7 @@ def test_a_job_that_recurs_is_captured_once_and_replayed_from_then_on(backend, m
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", 1)
     seen = []
     pipeline = backend._pipelines[QueueLane.SMALL]
     start_one, capture = pipeline.start_single_stage, graphs.capture
@@ -178,7 +182,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_a_capture_that_fails_costs_no_response(backend, memory, graphs, monkeypatch, caplog):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", 1)
     graphs.broken = lambda: torch.OutOfMemoryError("dry")
     recurrence = ReplaySlot()
     for _ in range(3):
@@ -214,4 +218,4 @@ def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long
     weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
     places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
     job = NormJob(SPEC, {"x": x, "weight": weight}, result_buffers=places, replay_slot=ReplaySlot())
-    assert recurring.is_computed_in_place(job) == is_read
+    assert client_memory_launches.is_computed_in_place(job) == is_read

@@ -6,12 +6,12 @@ import pytest
 import torch
 from fusednorm.cpu import batch_invariant
 from normserve.backends.cuda import backend as triton
-from normserve.backends.cuda import places
-from normserve.backends.cuda.copied import ChunkLimits, divide_rows
-from normserve.backends.launch import ResidentParameters
-from normserve.backends.tensors import move_channels_first, restore_payload_order
+from normserve.backends.cuda import batch_buffers
+from normserve.backends.cuda.copied_launches import ChunkLimits, divide_rows
+from normserve.backends.library_calls import ResidentParameters
+from normserve.backends.tensor_conversion import move_channels_first, restore_payload_order
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.backends.cuda.test_host import backend, graphs, library, slabs
 from tests.service.jobs.fake_jobs import layer
@@ -28,7 +28,7 @@ SIZES = ChunkLimits(1024, 6)
 @pytest.fixture(autouse=True)
 def small_chunks(slabs, monkeypatch):
     monkeypatch.setattr(triton, "LAUNCHED", SIZES)
-    monkeypatch.setattr(places, "_PACKED_BYTES", 0)
+    monkeypatch.setattr(batch_buffers, "_PACKED_BYTES", 0)
 
 
 @pytest.fixture

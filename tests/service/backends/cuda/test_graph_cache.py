@@ -4,8 +4,8 @@ import gc
 import weakref
 
 import pytest
-from normserve.backends.cuda import replays
-from normserve.backends.cuda.replays import GraphCache, RepeatedCall
+from normserve.backends.cuda import graph_cache
+from normserve.backends.cuda.graph_cache import GraphCache, RepeatedCall
 
 from tests.service.backends.fake_graphs import FakeGraphs
 
@@ -19,7 +19,7 @@ def graphs():
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", SOON)
+    monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", SOON)
 
 
 class Scene:
@@ -108,7 +108,7 @@ def test_what_the_call_itself_raises_is_the_callers(graphs):
 
 
 def test_so_many_graphs_live_and_the_oldest_goes(graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_MOST_GRAPHS", 4)
+    monkeypatch.setattr(graph_cache, "_MOST_GRAPHS", 4)
     shared = GraphCache(graphs)
     scenes = [Scene(shared) for _ in range(6)]
     for scene in scenes:
@@ -123,7 +123,7 @@ def test_so_many_graphs_live_and_the_oldest_goes(graphs, monkeypatch):
 
 
 def test_graphs_of_calls_that_are_gone_make_room(graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_cache, "_MOST_GRAPHS", 2)
     shared = GraphCache(graphs)
     kept = Scene(shared)
     kept.send(SOON)
@@ -136,7 +136,7 @@ def test_graphs_of_calls_that_are_gone_make_room(graphs, monkeypatch):
 
 def test_captures_stay_rare_whatever_comes(graphs, monkeypatch):
     """Calls in turn, as many as make each graph useless as soon as it is there."""
-    monkeypatch.setattr(replays, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_cache, "_MOST_GRAPHS", 2)
     shared = GraphCache(graphs)
     scenes = [Scene(shared) for _ in range(5)]
     for _ in range(10):

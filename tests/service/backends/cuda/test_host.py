@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant
-from fusednorm.devices.device import H200
+from fusednorm.devices.device_properties import H200
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda.pinned import attach_device_view
-from normserve.backends.tensors import move_channels_first, restore_payload_order
+from normserve.backends.tensor_conversion import move_channels_first, restore_payload_order
 from normserve.errors import DeviceOutOfMemoryError
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
-from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import PLAIN, SlabPool
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.backends.cuda.no_device import HostStreams, Instant, Writing
 from tests.service.backends.fake_graphs import FakeGraphs

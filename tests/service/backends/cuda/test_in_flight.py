@@ -3,7 +3,7 @@
 import pytest
 from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents
 
-from tests.service.backends.cuda.test_streams import FakeDevice, FakeEvent
+from tests.service.backends.cuda.test_pipeline import FakeDevice, FakeEvent
 
 
 def seconds_of(parts, *, leaving=None, ended):

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from normserve.backends.cuda.batch_buffers import BatchBufferAllocator
 from normserve.backends.cuda.in_place import MOST_BYTES, get_in_place_call
 from normserve.backends.cuda.pinned import attach_device_view
-from normserve.backends.cuda.places import BatchBufferAllocator
-from normserve.backends.tensors import infer_batch_result_specs
+from normserve.backends.tensor_conversion import infer_batch_result_specs
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import PLAIN, SlabPool
+from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import host

@@ -8,9 +8,9 @@ import torch
 from fusednorm import reference
 from normserve.backends.cuda import in_place
 from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
-from normserve.memory.host_tensors import HostTensor
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import HostTensor
 
 from tests.service.backends.answers import assert_right
 from tests.service.backends.cuda.on_gpu import backend, run

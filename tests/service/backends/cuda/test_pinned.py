@@ -25,7 +25,7 @@ def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
     import os
 
     from normserve.backends.cuda.pinned import is_registered, register_memory, view_on_device
-    from normserve.memory.segments import HostSegment, make_segment
+    from normserve.memory.host_segments import HostSegment, make_segment
 
     descriptor, segment = make_segment(1 << 20, HostSegment)
     os.close(descriptor)

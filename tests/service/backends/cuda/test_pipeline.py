@@ -5,7 +5,7 @@ import time
 import weakref
 
 import pytest
-from normserve.backends.cuda.streams import StreamPipeline
+from normserve.backends.cuda.pipeline import StreamPipeline
 from normserve.jobs.job import BatchResult
 
 NAMES = ("in", "compute", "out")

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import recurring, replays
-from normserve.backends.cuda.copied import ChunkLimits, CopiedLaunch
-from normserve.backends.cuda.recurring import ChunkExecutionContext, ClientMemoryLaunch
-from normserve.backends.cuda.streams import StreamPipeline
-from normserve.backends.launch import ResidentParameters
+from normserve.backends.cuda import client_memory_launches, graph_cache
+from normserve.backends.cuda.client_memory_launches import ChunkExecutionContext, ClientMemoryLaunch
+from normserve.backends.cuda.copied_launches import ChunkLimits, CopiedLaunch
+from normserve.backends.cuda.pipeline import StreamPipeline
+from normserve.backends.library_calls import ResidentParameters
 from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.backends.cuda.no_device import HostStreams
 from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs
@@ -29,11 +29,11 @@ NBYTES = 4 * ROWS * COLS
 @pytest.fixture(autouse=True)
 def spaces(backend, graphs, monkeypatch):
     """Two, as of a device, and jobs of some KiB are large."""
-    monkeypatch.setattr(recurring, "REPLAYED", ChunkLimits(4096, 16))
-    monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2**18)
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 3)
-    monkeypatch.setattr(recurring, "_MOST_HOST_BYTES", 0)
-    monkeypatch.setattr(recurring, "is_registered", lambda memory: not memory.readonly)
+    monkeypatch.setattr(client_memory_launches, "REPLAYED", ChunkLimits(4096, 16))
+    monkeypatch.setattr(client_memory_launches, "_MOST_CHUNKED_BYTES", 2**18)
+    monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", 3)
+    monkeypatch.setattr(client_memory_launches, "_MOST_HOST_BYTES", 0)
+    monkeypatch.setattr(client_memory_launches, "is_registered", lambda memory: not memory.readonly)
     made = [ChunkExecutionContext(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
     backend._chunk_workspaces = iter(2 * made)
     return made
@@ -48,7 +48,7 @@ def job_in(memory, recurrence, registered=None, **changes):
     spec = replace(FORWARD, **changes)
     job = NormJob(spec, {"x": x}, registered, result_buffers=places, replay_slot=recurrence)
     if recurrence is not None:
-        recurrence.is_unbatched = recurring.is_computed_in_client_memory(job)
+        recurrence.is_unbatched = client_memory_launches.is_computed_in_client_memory(job)
     return job
 
 
@@ -135,16 +135,20 @@ def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
         job.spec, given["tensors"], None, given["may_overwrite"], given["result_buffers"], given["replay_slot"]
     )
     assert (
-        recurring.prepare_client_memory_launch(backend._buffer_allocator.own(other), None, None, None, iter(spaces))
+        client_memory_launches.prepare_client_memory_launch(
+            backend._buffer_allocator.own(other), None, None, None, iter(spaces)
+        )
         is None
     )
 
 
 def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, monkeypatch):
-    monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
+    monkeypatch.setattr(client_memory_launches, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
     job = job_in(memory, ReplaySlot(), stats=False)
     assert (
-        recurring.prepare_client_memory_launch(backend._buffer_allocator.own(job), None, None, None, iter(spaces))
+        client_memory_launches.prepare_client_memory_launch(
+            backend._buffer_allocator.own(job), None, None, None, iter(spaces)
+        )
         is None
     )
 
@@ -158,7 +162,7 @@ def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, 
     for _ in range(2):
         job = job_in(memory, ReplaySlot())
         assert (
-            recurring.prepare_client_memory_launch(
+            client_memory_launches.prepare_client_memory_launch(
                 backend._buffer_allocator.own(job), library, None, None, iter([place])
             )
             is None

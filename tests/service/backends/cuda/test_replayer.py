@@ -6,8 +6,8 @@ import time
 
 import pytest
 from normserve.backends.cuda.replayer import build
-from normserve.backends.replayer import FAILED, RECEIVED, UNSENT
-from normserve.codec import local_frames as frames
+from normserve.backends.replay_interface import FAILED, RECEIVED, UNSENT
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 
 from tests.service.backends.cuda.replayer_client import CONTENT, client, frame

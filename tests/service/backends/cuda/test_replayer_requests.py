@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from normserve.backends.replayer import LEFT, RECEIVED
+from normserve.backends.replay_interface import LEFT, RECEIVED
 
 from tests.service.backends.cuda.replayer_client import CONTENT, RESULTS, Client, client, frame
 

@@ -13,13 +13,13 @@ from math import prod
 import pytest
 import torch
 from fusednorm import reference
-from normserve.backends.cuda import replays
+from normserve.backends.cuda import graph_cache
 from normserve.backends.cuda.graphs import CudaGraphCapturer
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
-from normserve.jobs.results import infer_result_specs
-from normserve.memory.host_tensors import HostTensor
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.jobs.result_specs import infer_result_specs
+from normserve.memory.host_segments import HostSegment, make_segment
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import HostTensor
 
 from tests.service.backends.answers import assert_right
 from tests.service.jobs.fake_jobs import layer
@@ -27,7 +27,7 @@ from tests.service.memory.host_tensors import DTYPES, back, host
 
 pytestmark = pytest.mark.gpu
 
-SOON = replays._CALLS_BEFORE_CAPTURE
+SOON = graph_cache._CALLS_BEFORE_CAPTURE
 
 
 class Counting:

@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 from normserve.client import UnexpectedAnswerError
-from normserve.client.calls import arrays
-from normserve.client.calls.arrays import convert_tensor, describe_array
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.client.calls import array_conversion
+from normserve.client.calls.array_conversion import convert_tensor, describe_array
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.client.harness.fake_server import FakeServer, tensors_answer
 from tests.service.client.harness.plain_numpy import plain_numpy as plain_numpy
@@ -178,14 +178,14 @@ def test_neither_torch_nor_the_server_is_imported():
 def test_an_array_of_any_size_is_sent_from_where_it_lies(array, is_writable):
     array = np.array(array)
     array.flags.writeable = is_writable
-    sent = arrays.describe_array("x", array)
+    sent = array_conversion.describe_array("x", array)
     assert (sent.shape, bytes(sent.data), sent.data.format) == (array.shape, array.tobytes(), "B")
-    assert arrays.get_address(array) == array.__array_interface__["data"][0]
+    assert array_conversion.get_address(array) == array.__array_interface__["data"][0]
     assert not array.size or np.shares_memory(np.frombuffer(sent.data, np.uint8), array)
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_memory_of_the_host_lies_there_whatever_torch_takes_for_default(size):
     with torch.device("meta"):
-        made = arrays.make_array(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
+        made = array_conversion.make_array(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
     assert made.device.type == "cpu"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from normserve.client.calls import arrays
+from normserve.client.calls import array_conversion
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def plain_numpy(monkeypatch):
             raise TypeError(f"data type {what!r} not understood")
         return np.dtype(what)
 
-    arrays.get_numpy_dtype.cache_clear()
-    monkeypatch.setattr(arrays, "np", SimpleNamespace(**{**vars(np), "dtype": dtype}))
+    array_conversion.get_numpy_dtype.cache_clear()
+    monkeypatch.setattr(array_conversion, "np", SimpleNamespace(**{**vars(np), "dtype": dtype}))
     yield
-    arrays.get_numpy_dtype.cache_clear()
+    array_conversion.get_numpy_dtype.cache_clear()

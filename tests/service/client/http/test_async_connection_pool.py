@@ -5,8 +5,8 @@ import socket
 
 import pytest
 import uvloop
-from normserve.client.http.awaiting import run_steps
-from normserve.client.http.steps import READ
+from normserve.client.http.async_connection_pool import run_steps
+from normserve.client.http.socket_steps import READ
 
 
 def receiving(connected, count):

@@ -4,7 +4,7 @@ import ssl
 
 import pytest
 from normserve.client.http.connection import ClientHttpConnection
-from normserve.client.http.heads import ResponseHeadParser
+from normserve.client.http.message_heads import ResponseHeadParser
 
 INTERIM = b"HTTP/1.1 103 Early Hints\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import ServerAddress
-from normserve.client.http.blocking import ConnectionPool, make_blocking_receiver
-from normserve.client.http.opening import TlsSettings
+from normserve.client.http.connection_pool import ConnectionPool, make_blocking_receiver
+from normserve.client.http.server_address import ServerAddress
+from normserve.client.http.socket_opening import TlsSettings
 
 _PATIENCE_S = 1
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trustme
 from normserve import client as api
-from normserve.client.http.heads import HEAD_BYTES
+from normserve.client.http.message_heads import HEAD_BYTES
 
 from tests.service.client.harness.fake_server import tensors_answer
 from tests.service.client.harness.raw_server import gone, next_head

@@ -4,8 +4,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.client.http import heads
-from normserve.client.http.heads import HEAD_BYTES, ResponseHeadParser, encode_request_head
+from normserve.client.http import message_heads
+from normserve.client.http.message_heads import HEAD_BYTES, ResponseHeadParser, encode_request_head
 
 
 def read_head(raw):
@@ -160,7 +160,7 @@ def outcome(raw, reader):
 
 
 def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
-    monkeypatch.setattr(heads, "_run_parser", None)
+    monkeypatch.setattr(message_heads, "_run_parser", None)
     again = learnt.parse(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
     assert (again.status, again.body_bytes, again.chunk_decoder, again.is_keep_alive) == (200, 17, None, True)
     assert again.headers == {
@@ -244,5 +244,5 @@ def test_what_one_server_sends_is_not_remembered_for_another(monkeypatch):
     fill(ResponseHeadParser())
     other = ResponseHeadParser()
     other.parse(head(*ANSWER))
-    monkeypatch.setattr(heads, "_run_parser", None)
+    monkeypatch.setattr(message_heads, "_run_parser", None)
     assert other.parse(head(*ANSWER)).body_bytes == 4096

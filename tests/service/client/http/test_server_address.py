@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from normserve.client.http.address import ServerAddress
+from normserve.client.http.server_address import ServerAddress
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from normserve.client.http.opening import make_socket
+from normserve.client.http.socket_opening import make_socket
 
 
 def option(made, level, name):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from normserve.client.local.arena import HostArena
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 SEGMENT = 2**16
 

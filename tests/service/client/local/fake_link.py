@@ -1,7 +1,7 @@
 """A connection without a server."""
 
 import msgspec
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
 
 class FakeLink:

@@ -8,11 +8,11 @@ import time
 import pytest
 import uvloop
 from normserve.client import ConnectionFailedError
-from normserve.client.local.async_link import AsyncLocalClientConnection
-from normserve.client.local.protocol import LocalRequest
-from normserve.codec import local_frames as frames
+from normserve.client.local.async_connection import AsyncLocalClientConnection
+from normserve.client.local.client_protocol import LocalRequest
+from normserve.codec import local_messages as frames
 
-from tests.service.client.local.test_link import serving
+from tests.service.client.local.test_connection import serving
 
 INFO = frames.encode_frame(0, frames.GetInfoMessage())
 

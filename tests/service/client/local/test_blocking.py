@@ -1,9 +1,9 @@
 """Calls of the blocking client that come again."""
 
 from normserve.client import Client, RetryPolicy
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
-from tests.service.client.local.test_link import send_segment, serving
+from tests.service.client.local.test_connection import send_segment, serving
 
 
 def test_a_call_that_was_known_connects_anew_where_its_connection_ends(tmp_path):

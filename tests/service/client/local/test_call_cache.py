@@ -10,19 +10,19 @@ import torch
 from normserve.client.calls import operations
 from normserve.client.calls.on_device import TorchCudaTensor
 from normserve.client.errors import OverloadedError
-from normserve.client.local import device
+from normserve.client.local import device_arena
 from normserve.client.local.arena import HostArena
-from normserve.client.local.device import DeviceArena
-from normserve.client.local.memories import CudaArrayMemory
-from normserve.client.local.recurring import CallCache, CallCaches
+from normserve.client.local.array_memory import CudaArrayMemory
+from normserve.client.local.call_cache import CallCache, CallCaches
+from normserve.client.local.device_arena import DeviceArena
 from normserve.client.results import ForwardResult, Timing
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.memory.device_segments import ShareableDevice
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.client.local.fake_cuda import FakeStream, FakeTorch
 from tests.service.client.local.fake_link import FakeLink
-from tests.service.client.local.test_device import grow
+from tests.service.client.local.test_device_arena import grow
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 
@@ -43,7 +43,7 @@ def fake():
 
 @pytest.fixture
 def arena(monkeypatch, fake):
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: fake)
+    monkeypatch.setattr(device_arena.importlib, "import_module", lambda name: fake)
     made = DeviceArena(ShareableDevice(0, FakeDriver()))
     grow(made, ShareableDevice(0, FakeDriver()), 3)
     return made

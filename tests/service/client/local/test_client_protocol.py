@@ -8,10 +8,10 @@ import struct
 from pathlib import Path
 
 import pytest
-from normserve.client.answers.reception import DOCUMENT_BYTES
 from normserve.client.errors import ApiError, ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.local.protocol import LocalClientProtocol, LocalRequest
-from normserve.codec import local_frames as frames
+from normserve.client.local.client_protocol import LocalClientProtocol, LocalRequest
+from normserve.client.responses.body_limits import DOCUMENT_BYTES
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 
 SEGMENT = 2**20

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from normserve.client import AsyncClient, Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 
-from tests.service.client.local.test_link import send_segment, serving
+from tests.service.client.local.test_connection import send_segment, serving
 
 ONCE = RetryPolicy(tries=1)
 

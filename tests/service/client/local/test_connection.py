@@ -13,11 +13,11 @@ import pytest
 from normserve.client import Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy, UnexpectedAnswerError
 from normserve.client.deadlines import Deadline
 from normserve.client.local import sockets
-from normserve.client.local.link import LocalClientConnection
-from normserve.client.local.protocol import LocalRequest
-from normserve.codec import local_frames as frames
+from normserve.client.local.client_protocol import LocalRequest
+from normserve.client.local.connection import LocalClientConnection
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 LONG = {str(number): frames.TensorReference(0, 0, "x" * 200, (1,)) for number in range(200)}
 

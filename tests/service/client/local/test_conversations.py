@@ -23,11 +23,11 @@ from normserve.client import (
     UnauthorizedError,
     UnexpectedAnswerError,
 )
-from normserve.client.local.async_link import AsyncLocalClientConnection
-from normserve.client.local.protocol import LocalRequest
-from normserve.codec import local_frames as frames
+from normserve.client.local.async_connection import AsyncLocalClientConnection
+from normserve.client.local.client_protocol import LocalRequest
+from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 ONCE = RetryPolicy(tries=1)
 

@@ -9,13 +9,13 @@ import torch
 from normserve.client import UnexpectedAnswerError
 from normserve.client.calls import operations
 from normserve.client.calls.on_device import TorchCudaTensor
-from normserve.client.local import device
-from normserve.client.local.device import BusyStream, DeviceArena, make_device_arena
+from normserve.client.local import device_arena
+from normserve.client.local.device_arena import BusyStream, DeviceArena, make_device_arena
 from normserve.client.local.device_messages import get_device_x, make_device_response, prepare_device_call
-from normserve.codec import local_frames as frames
+from normserve.codec import local_messages as frames
 from normserve.memory import device_segments
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
-from normserve.memory.host_tensors import DType
+from normserve.memory.tensors import DType
 
 from tests.service.client.local.fake_cuda import FakeTorch
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
@@ -24,7 +24,7 @@ from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
 @pytest.fixture
 def fake(monkeypatch):
     made = FakeTorch()
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: made)
+    monkeypatch.setattr(device_arena.importlib, "import_module", lambda name: made)
     return made
 
 

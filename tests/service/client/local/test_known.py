@@ -9,12 +9,12 @@ import pytest
 import torch
 from normserve.client.calls import operations
 from normserve.client.local.arena import HostArena
-from normserve.client.local.memories import NumpyArrayMemory, TorchArrayMemory
-from normserve.client.local.recurring import CallCache
+from normserve.client.local.array_memory import NumpyArrayMemory, TorchArrayMemory
+from normserve.client.local.call_cache import CallCache
 from normserve.client.results import ForwardResult, Timing
-from normserve.codec import local_frames as frames
-from normserve.memory.host_tensors import DType
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.codec import local_messages as frames
+from normserve.memory.host_segments import HostSegment, make_segment
+from normserve.memory.tensors import DType
 
 from tests.service.client.local.fake_link import FakeLink
 

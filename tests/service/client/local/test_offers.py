@@ -8,7 +8,7 @@ import weakref
 
 from normserve.client.local.arena import HostArena
 from normserve.client.local.offers import DeviceMemoryOffer
-from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.host_segments import HostSegment, make_segment
 
 
 class Link:

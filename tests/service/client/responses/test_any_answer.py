@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve import client as api
-from normserve.client.answers.answer import ApiResponse
-from normserve.client.answers.failures import make_api_error
+from normserve.client.responses.api_errors import make_api_error
+from normserve.client.responses.api_response import ApiResponse
 
 from tests.service.client.harness.fake_server import HEADERS, FakeServer, tensors_answer
 

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from normserve import client as api
-from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
+from normserve.client.responses.body_limits import DOCUMENT_BYTES, LIST_BYTES
 
 from tests.service.client.harness.fake_server import HEADERS, FakeServer
 from tests.service.client.harness.small_call import ANSWER, OK, RIGHT, TOO_LONG_S, X, either, normalise

@@ -15,12 +15,12 @@ from normserve.errors import (
     OverloadedError,
     UnauthorizedError,
 )
-from normserve.http.edge.middleware import RequestMiddleware, parse_bearer_token
-from normserve.http.edge.origins import OriginPolicy
-from normserve.http.routes.scopes import ANY_KEY, RouteScopes
+from normserve.http.middleware.middleware import RequestMiddleware, parse_bearer_token
+from normserve.http.middleware.origin_policy import OriginPolicy
+from normserve.http.routes.route_scopes import ANY_KEY, RouteScopes
 from normserve.http.transport import AsgiAdapter
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import UNMATCHED
+from normserve.metrics.request_metrics import UNMATCHED
 from normserve.requests.lifecycle import RequestServices
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import ForbiddenOriginError, MisdirectedRequestError
-from normserve.http.edge.origins import OriginPolicy, list_allowed_hosts
+from normserve.http.middleware.origin_policy import OriginPolicy, list_allowed_hosts
 
 SCOPE = {"type": "http", "method": "POST", "scheme": "http", "path": "/v1/layer_norm", "client": ("127.0.0.1", 1)}
 

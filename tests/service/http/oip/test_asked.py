@@ -19,7 +19,7 @@ from normserve.http.oip.asked import (
     check_request,
     make_raw_request,
 )
-from normserve.http.oip.header import MAX_JSON_BYTES, parse_header, parse_json_length
+from normserve.http.oip.inference_request import MAX_JSON_BYTES, parse_header, parse_json_length
 from normserve.http.oip.models import OPERATIONS, InferenceModel
 from normserve.jobs.job import Op, PassDirection
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from normserve.errors import MalformedPayloadError
-from normserve.http.oip import header
-from normserve.http.oip.header import MAX_TENSORS, parse_header
+from normserve.http.oip import inference_request
+from normserve.http.oip.inference_request import MAX_TENSORS, parse_header
 
 INPUT = b'{"name":"x","shape":[1],"datatype":"FP32"}'
 
@@ -20,7 +20,7 @@ INPUT = b'{"name":"x","shape":[1],"datatype":"FP32"}'
     ids=["inputs", "outputs", "parameters"],
 )
 def test_too_many_fields_are_refused_unread(monkeypatch, text):
-    monkeypatch.setattr(header, "_DECODER", None)
+    monkeypatch.setattr(inference_request, "_DECODER", None)
     for body in (text, memoryview(text)):
         with pytest.raises(MalformedPayloadError, match="fields"):
             parse_header(body)

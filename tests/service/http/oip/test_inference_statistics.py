@@ -1,8 +1,8 @@
 """Counts and times of inferences, by model, of one process and of several."""
 
 import pytest
-from normserve.http.oip import statistics as module
-from normserve.http.oip.statistics import InferenceStatistics, make_document
+from normserve.http.oip import inference_statistics as module
+from normserve.http.oip.inference_statistics import InferenceStatistics, make_document
 from normserve.jobs.job import NormResult
 
 

@@ -1,7 +1,7 @@
 """A front end that notes what it is told."""
 
 import numpy as np
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 
@@ -26,11 +26,11 @@ class FakeFrontEnd:
         target = self._memory(receive.memory)
         target[receive.offset : receive.offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def body_of(self, response: messages.CompleteResponse) -> bytes:
+    def body_of(self, response: relay_messages.CompleteResponse) -> bytes:
         """What a front end would send of a response."""
         parts = [
             bytes(self._memory(part.memory)[part.offset : part.offset + part.nbytes])
-            if isinstance(part, messages.SharedSlabRange)
+            if isinstance(part, relay_messages.SharedSlabRange)
             else part
             for part in response.body
         ]

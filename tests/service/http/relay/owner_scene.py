@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from normserve.http.app import create_app
-from normserve.http.edge.middleware import choose_request_id
-from normserve.http.relay import messages
-from normserve.http.relay.link import RelayLink
-from normserve.http.relay.owner import RelayServer
-from normserve.http.service import ApplicationServices
+from normserve.http.application_services import ApplicationServices
+from normserve.http.middleware.middleware import choose_request_id
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relay_link import RelayLink
+from normserve.http.relay.relay_server import RelayServer
 from normserve.settings import Settings
 
 from tests.service.engine.fake_engine import FakeExecutor
@@ -47,8 +47,8 @@ class SpokenFor:
         self.heard: list[Any] = []
         self.ended = 0
         self._request_ids: dict[int, str] = {}
-        self.link = RelayLink(connected, messages.from_owner, self.heard.append, self._end)
-        self.link.send_message(messages.FrontEndHello(index, 1000 + index))
+        self.link = RelayLink(connected, relay_messages.from_owner, self.heard.append, self._end)
+        self.link.send_message(relay_messages.FrontEndHello(index, 1000 + index))
 
     def _end(self) -> None:
         self.ended += 1
@@ -69,12 +69,14 @@ class SpokenFor:
         if body is not None:
             headers = (*headers, (b"content-length", b"%d" % len(body)))
             announced = len(body)
-        head = messages.RequestHead(method, path, path.encode(), query, headers, "1.1", "http", ("localhost", 80))
+        head = relay_messages.RequestHead(
+            method, path, path.encode(), query, headers, "1.1", "http", ("localhost", 80)
+        )
         came = bytearray(body) if body else None
-        encoded = messages.encode(head)
+        encoded = relay_messages.encode(head)
         request_id = self._request_ids[number] = choose_request_id(dict(headers))
         self.link.send_message(
-            messages.RequestStarted(number, encoded, client, announced, came, time.perf_counter(), request_id)
+            relay_messages.RequestStarted(number, encoded, client, announced, came, time.perf_counter(), request_id)
         )
 
     def said_of(self, number: int) -> list[Any]:
@@ -85,15 +87,15 @@ class SpokenFor:
         """The response to a request, which is sent as soon as it comes."""
         await until(lambda: [each for each in self.said_of(number) if isinstance(each, ANSWERS)])
         (answer,) = [each for each in self.said_of(number) if isinstance(each, ANSWERS)]
-        self.link.send_message(messages.ResponseSent(number, 0.001, is_delivered=True))
+        self.link.send_message(relay_messages.ResponseSent(number, 0.001, is_delivered=True))
         return (
             answer.make_response(self._request_ids[number])
-            if isinstance(answer, messages.OperationResponse)
+            if isinstance(answer, relay_messages.OperationResponse)
             else answer
         )
 
 
-ANSWERS = messages.OperationResponse, messages.CompleteResponse, messages.ResponsePart
+ANSWERS = relay_messages.OperationResponse, relay_messages.CompleteResponse, relay_messages.ResponsePart
 
 
 class OwnerScene:
@@ -101,7 +103,7 @@ class OwnerScene:
 
     def __init__(self, *, is_direct: bool = True, **settings: Any) -> None:
         self.executor = FakeExecutor()
-        with mock.patch("normserve.http.service.Executor", return_value=self.executor):
+        with mock.patch("normserve.http.application_services.Executor", return_value=self.executor):
             self.app = create_app(Settings(**{"backend": "torch", "frontends": "2", **settings}))
         self.service: ApplicationServices = self.app.state.service
         self.relays: RelayServer = self.app.state.relays

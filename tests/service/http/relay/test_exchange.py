@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 from normserve.http.relay.exchange import RelayedIncomingBody, RelayedResponseSender
 from normserve.memory.slabs import PLAIN
 
@@ -16,7 +16,7 @@ PATIENT = {"pause_s": 20.0, "total_s": 20.0}
 
 
 def asked(announced, body=None):
-    return messages.RequestStarted(3, b"", ("127.0.0.1", 1), announced, body, began=1.5, request_id="asked")
+    return relay_messages.RequestStarted(3, b"", ("127.0.0.1", 1), announced, body, began=1.5, request_id="asked")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_body_comes_to_its_place(front_end):
         reception.on_progress(50 * KIB)
         assert reception.received_bytes == 50 * KIB
         front_end.write(receive, b"y" * 100 * KIB)
-        reception.on_body_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
+        reception.on_body_received(relay_messages.BodyReceived(3, 100 * KIB, ended=4.0))
         assert bytes(await task) == b"y" * 100 * KIB
         assert reception.receive_s == 2.5
         assert not reception.is_memory_shared
@@ -73,7 +73,7 @@ def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error
         with pytest.raises(type(error)):
             await task
         del task
-        assert front_end.said[-1] == messages.BodyStopRequest(3)
+        assert front_end.said[-1] == relay_messages.BodyStopRequest(3)
         assert reception.is_memory_shared
         assert front_end.slab_pool.used_bytes > 0
         reception.on_body_aborted(is_client_disconnected=False)
@@ -88,7 +88,7 @@ def test_one_that_was_whole_before_it_was_stopped_lets_its_place_go_too(front_en
         reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
         reception.abort(OverloadedError("share"))
-        reception.on_body_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
+        reception.on_body_received(relay_messages.BodyReceived(3, 100 * KIB, ended=4.0))
         with pytest.raises(OverloadedError):
             await task
         assert not reception.is_memory_shared
@@ -104,9 +104,9 @@ def test_a_body_comes_in_pieces(source):
     async def run():
         reception = RelayedIncomingBody(front_end, asked(None if source is None else 9))
         task = await begun(reception, front_end)
-        assert front_end.said == [messages.BodyPartRequest(3, all=True)]
+        assert front_end.said == [relay_messages.BodyPartRequest(3, all=True)]
         for piece, more in ((b"one", True), (b"", True), (b"two", True), (b"end", False)):
-            reception.on_body_part(messages.BodyPart(3, piece, more))
+            reception.on_body_part(relay_messages.BodyPart(3, piece, more))
         assert bytes(await task) == b"onetwoend"
         assert not reception.is_memory_shared
 
@@ -133,7 +133,7 @@ def test_a_body_that_is_too_slow_is_cut_off_by_what_has_come(front_end):
         task = await begun(reception, front_end, pause_s=0.05)
         with pytest.raises(RequestTimeoutError):
             await task
-        assert front_end.said[-1] == messages.BodyStopRequest(3)
+        assert front_end.said[-1] == relay_messages.BodyStopRequest(3)
 
     asyncio.run(run())
 
@@ -143,8 +143,8 @@ def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
         reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         receiving = asyncio.get_running_loop().create_task(reception.receive_message())
         await asyncio.sleep(0)
-        assert front_end.said == [messages.BodyPartRequest(3, all=False)]
-        reception.on_body_part(messages.BodyPart(3, b"some", more=True))
+        assert front_end.said == [relay_messages.BodyPartRequest(3, all=False)]
+        reception.on_body_part(relay_messages.BodyPart(3, b"some", more=True))
         assert await receiving == {"type": "http.request", "body": b"some", "more_body": True}
         assert not reception.is_complete
         late = asyncio.get_running_loop().create_task(reception.receive_message())
@@ -153,7 +153,7 @@ def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
         with pytest.raises(asyncio.CancelledError):
             await late
         # Else the front end would wait for the client while the answer is due.
-        assert front_end.said[-1] == messages.BodyStopRequest(3)
+        assert front_end.said[-1] == relay_messages.BodyStopRequest(3)
 
     asyncio.run(run())
 
@@ -169,10 +169,10 @@ def test_large_results_are_told_by_where_they_lie(front_end):
         await asyncio.sleep(0)
         (told,) = front_end.said
         number = front_end.locate_slab(slab).slab.number
-        assert told.body == [b"head", messages.SharedSlabRange(number, 0, 100 * KIB)]
+        assert told.body == [b"head", relay_messages.SharedSlabRange(number, 0, 100 * KIB)]
         del slab
         assert front_end.slab_pool.used_bytes > 0
-        departure.on_response_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
+        departure.on_response_sent(relay_messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
         del sending
         assert (departure.send_s, departure.is_delivered, departure.is_response_complete) == (0.25, True, True)
@@ -193,7 +193,7 @@ def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nb
         (memory,) = [each for each in front_end.shared._slabs_by_address.values() if each.number == part.memory]
         there = (np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(memory.address + part.offset)
         assert (np.frombuffer(there, np.uint8) == y).all()
-        departure.on_response_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
+        departure.on_response_sent(relay_messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
 
     asyncio.run(run())
@@ -237,11 +237,11 @@ def test_messages_of_a_response_go_along_one_by_one(front_end):
             )
             await asyncio.sleep(0)
             assert departure.is_response_complete is not more
-            departure.on_response_sent(messages.ResponseSent(3, 0.5, is_delivered=not more))
+            departure.on_response_sent(relay_messages.ResponseSent(3, 0.5, is_delivered=not more))
             await sending
         assert front_end.said == [
-            messages.ResponsePart(3, 404, [(b"a", b"b")], b"one", more=True),
-            messages.ResponsePart(3, 0, [], b"two", more=False),
+            relay_messages.ResponsePart(3, 404, [(b"a", b"b")], b"one", more=True),
+            relay_messages.ResponsePart(3, 0, [], b"two", more=False),
         ]
         assert departure.is_delivered
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from normserve.errors import HeadersTooLargeError
-from normserve.http.measured import LaunchMeasurements
-from normserve.http.relay import messages
+from normserve.http.launch_measurements import LaunchMeasurements
+from normserve.http.relay import relay_messages
 from normserve.http.relay.front_end import RelayApplication
-from normserve.http.relay.link import RelayLink
+from normserve.http.relay.relay_link import RelayLink
 from normserve.http.transport import IncomingBody
 
 from tests.service.http.relay.owner_scene import until
@@ -26,7 +26,7 @@ class Owner:
         here, there = socket.socketpair()
         front_end.connect_owner(here)
         self.heard: list[Any] = []
-        self.link = RelayLink(there, messages.from_front_end, self.heard.append, lambda: None)
+        self.link = RelayLink(there, relay_messages.from_front_end, self.heard.append, lambda: None)
 
     def heard_of(self, kind: type) -> list[Any]:
         return [each for each in self.heard if type(each) is kind]
@@ -110,7 +110,7 @@ async def fill(owner: Owner, front_end: RelayApplication) -> None:
     owner.is_slow()
     link = front_end._owners[0].link
     while not link.is_backlogged:
-        link.send_message(messages.BodyPart(10**6, bytes(2**20), more=True))
+        link.send_message(relay_messages.BodyPart(10**6, bytes(2**20), more=True))
         await asyncio.sleep(0)
 
 
@@ -119,15 +119,15 @@ def test_a_request_goes_along_and_its_response_comes_back():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end, b"whole")
-        (request,) = await owner.hear(messages.RequestStarted)
+        (request,) = await owner.hear(relay_messages.RequestStarted)
         assert (request.body, request.announced) == (b"whole", 5)
-        assert messages.read_head(request.head).path == "/v1/layer_norm"
+        assert relay_messages.read_head(request.head).path == "/v1/layer_norm"
         assert front_end.is_busy
-        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
+        owner.link.send_message(relay_messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
         await asked.task
         assert asked.sending.responses == [(200, b"of it")]
-        assert await owner.hear(messages.ResponseSent) == [
-            messages.ResponseSent(request.number, 0.25, is_delivered=True)
+        assert await owner.hear(relay_messages.ResponseSent) == [
+            relay_messages.ResponseSent(request.number, 0.25, is_delivered=True)
         ]
         assert not front_end.is_busy
         owner.link.close()
@@ -140,10 +140,10 @@ def test_a_result_is_sent_under_the_requests_own_id():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end, b"whole")
-        (request,) = await owner.hear(messages.RequestStarted)
+        (request,) = await owner.hear(relay_messages.RequestStarted)
         assert re.fullmatch("[0-9a-f]{32}", request.request_id)
         owner.link.send_message(
-            messages.OperationResponse(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"])
+            relay_messages.OperationResponse(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"])
         )
         await asked.task
         assert asked.sending.responses == [(200, b"of it")]
@@ -168,11 +168,11 @@ def test_a_request_waits_for_a_process_that_is_behind():
         await leaves.task
         assert len(link._pending_messages) <= said
         owner.reads_again()
-        (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        (request,) = await owner.hear(relay_messages.RequestStarted)
+        owner.link.send_message(relay_messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await stays.task
         assert stays.sending.responses == [(200, b"y")]
-        assert owner.heard_of(messages.ClientDisconnected) == leaves.sending.responses == []
+        assert owner.heard_of(relay_messages.ClientDisconnected) == leaves.sending.responses == []
         owner.link.close()
 
     asyncio.run(run())
@@ -205,9 +205,11 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
             front_end.count_late_disconnect()
         assert len(link._pending_messages) <= said
         owner.reads_again()
-        assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1000)]
-        assert owner.heard_of(messages.ConnectionCount) == [messages.ConnectionCount(1000)]
-        assert owner.heard_of(messages.RefusalCount) == [messages.RefusalCount(431, "headers_too_large", 1000)]
+        assert await owner.hear(relay_messages.LateDisconnectCount) == [relay_messages.LateDisconnectCount(1000)]
+        assert owner.heard_of(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(1000)]
+        assert owner.heard_of(relay_messages.RefusalCount) == [
+            relay_messages.RefusalCount(431, "headers_too_large", 1000)
+        ]
         owner.link.close()
 
     asyncio.run(run())
@@ -218,7 +220,7 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
         front_end = RelayApplication(0)
         gone = Owner(front_end)
         front_end.adjust_connection_count(3)
-        await gone.hear(messages.ConnectionCount)
+        await gone.hear(relay_messages.ConnectionCount)
         gone.link.close()
         await until(lambda: not front_end._owners)
         asked = [Asked(front_end) for _ in range(2)]
@@ -230,9 +232,9 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
         front_end.count_late_disconnect()
         front_end.adjust_connection_count(-1)
         owner = Owner(front_end)
-        assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1)]
-        assert owner.heard_of(messages.RefusalCount) == [messages.RefusalCount(503, "not_ready", 2)]
-        assert owner.heard_of(messages.ConnectionCount) == [messages.ConnectionCount(2)]
+        assert await owner.hear(relay_messages.LateDisconnectCount) == [relay_messages.LateDisconnectCount(1)]
+        assert owner.heard_of(relay_messages.RefusalCount) == [relay_messages.RefusalCount(503, "not_ready", 2)]
+        assert owner.heard_of(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(2)]
         owner.link.close()
 
     asyncio.run(run())
@@ -243,9 +245,9 @@ def test_of_two_processes_the_one_that_is_left_counts():
         front_end = RelayApplication(0)
         first, second = Owner(front_end), Owner(front_end)
         front_end.adjust_connection_count(3)
-        assert await first.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
+        assert await first.hear(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(3)]
         first.link.close()
-        assert await second.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
+        assert await second.hear(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(3)]
         second.link.close()
 
     asyncio.run(run())
@@ -256,7 +258,7 @@ def test_a_process_that_ends_before_a_response_has_its_requests_answered_here():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        await owner.hear(messages.RequestStarted)
+        await owner.hear(relay_messages.RequestStarted)
         owner.link.close()
         await asked.task
         assert asked.sent[0]["status"] == 503
@@ -269,10 +271,10 @@ def test_a_response_that_was_begun_is_cut_off_when_its_process_ends():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send_message(messages.ResponsePart(request.number, 200, [], b"a part", more=True))
-        assert await owner.hear(messages.ResponseSent) == [
-            messages.ResponseSent(request.number, 0.25, is_delivered=False)
+        (request,) = await owner.hear(relay_messages.RequestStarted)
+        owner.link.send_message(relay_messages.ResponsePart(request.number, 200, [], b"a part", more=True))
+        assert await owner.hear(relay_messages.ResponseSent) == [
+            relay_messages.ResponseSent(request.number, 0.25, is_delivered=False)
         ]
         owner.link.close()
         await asked.task
@@ -287,13 +289,15 @@ def test_a_client_that_leaves_is_told_of_at_once():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        (request,) = await owner.hear(messages.RequestStarted)
+        (request,) = await owner.hear(relay_messages.RequestStarted)
         asked.sending.handle_disconnect()
-        assert await owner.hear(messages.ClientDisconnected) == [messages.ClientDisconnected(request.number)]
-        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        assert await owner.hear(relay_messages.ClientDisconnected) == [
+            relay_messages.ClientDisconnected(request.number)
+        ]
+        owner.link.send_message(relay_messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await asked.task
-        assert await owner.hear(messages.ResponseSent) == [
-            messages.ResponseSent(request.number, 0.25, is_delivered=False)
+        assert await owner.hear(relay_messages.ResponseSent) == [
+            relay_messages.ResponseSent(request.number, 0.25, is_delivered=False)
         ]
         owner.link.close()
 
@@ -308,14 +312,16 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
         owner = Owner(front_end)
         asked = Asked(front_end)
         asked.sending.error = ZeroDivisionError()
-        (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        (request,) = await owner.hear(relay_messages.RequestStarted)
+        owner.link.send_message(relay_messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         with pytest.raises(ZeroDivisionError):
             await asked.task
-        assert await owner.hear(messages.ResponseSent) == [
-            messages.ResponseSent(request.number, 0.0, is_delivered=False)
+        assert await owner.hear(relay_messages.ResponseSent) == [
+            relay_messages.ResponseSent(request.number, 0.0, is_delivered=False)
         ]
-        assert owner.heard_of(messages.ClientDisconnected) == [messages.ClientDisconnected(request.number)]
+        assert owner.heard_of(relay_messages.ClientDisconnected) == [
+            relay_messages.ClientDisconnected(request.number)
+        ]
         owner.link.close()
 
     asyncio.run(run())
@@ -324,11 +330,23 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        (messages.CompleteResponse(77, 200, [], [], 0), messages.ResponseSent(77, 0.0, is_delivered=False)),
-        (messages.OperationResponse(77, "", MEASURED, [], []), messages.ResponseSent(77, 0.0, is_delivered=False)),
-        (messages.ResponsePart(77, 200, [], b"", more=True), messages.ResponseSent(77, 0.0, is_delivered=False)),
-        (messages.BodyIntoSlabRequest(77, 1, 2, 3), messages.BodyAborted(77, is_client_disconnected=True)),
-        (messages.BodyPartRequest(77, all=True), messages.BodyAborted(77, is_client_disconnected=True)),
+        (
+            relay_messages.CompleteResponse(77, 200, [], [], 0),
+            relay_messages.ResponseSent(77, 0.0, is_delivered=False),
+        ),
+        (
+            relay_messages.OperationResponse(77, "", MEASURED, [], []),
+            relay_messages.ResponseSent(77, 0.0, is_delivered=False),
+        ),
+        (
+            relay_messages.ResponsePart(77, 200, [], b"", more=True),
+            relay_messages.ResponseSent(77, 0.0, is_delivered=False),
+        ),
+        (
+            relay_messages.BodyIntoSlabRequest(77, 1, 2, 3),
+            relay_messages.BodyAborted(77, is_client_disconnected=True),
+        ),
+        (relay_messages.BodyPartRequest(77, all=True), relay_messages.BodyAborted(77, is_client_disconnected=True)),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -336,10 +354,10 @@ def test_what_is_said_of_a_request_that_is_over_is_answered(said, answer):
     async def run():
         front_end = RelayApplication(0)
         owner = Owner(front_end)
-        for each in (messages.BodyStopRequest(77), messages.ResponseAborted(77), said):
+        for each in (relay_messages.BodyStopRequest(77), relay_messages.ResponseAborted(77), said):
             owner.link.send_message(each)
         assert await owner.hear(type(answer)) == [answer]
-        assert [type(each) for each in owner.heard] == [messages.FrontEndHello, type(answer)]
+        assert [type(each) for each in owner.heard] == [relay_messages.FrontEndHello, type(answer)]
         owner.link.close()
 
     asyncio.run(run())

@@ -6,19 +6,19 @@ import time
 
 import numpy as np
 import pytest
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.admission.permits import AdmissionBudget
 from normserve.errors import ClientLeftError, DrainingError, OverloadedError, RequestTimeoutError
-from normserve.http.body import BodyReader
-from normserve.http.edge.origins import OriginPolicy
-from normserve.http.relay import messages
-from normserve.http.relay.direct import OperationDispatcher, OperationServices
+from normserve.http.body_reader import BodyReader
+from normserve.http.middleware.origin_policy import OriginPolicy
+from normserve.http.relay import relay_messages
 from normserve.http.relay.received import SharedBodyOperation
+from normserve.http.relay.relayed_operations import OperationDispatcher, OperationServices
 from normserve.http.routes.operations import OperationRoutes
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.slabs import SlabAllocator
-from normserve.requests.admission import MemoryAdmission
 from normserve.requests.lifecycle import RequestServices
+from normserve.requests.memory_admission import MemoryAdmission
 from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.engine.fake_engine import Scene, turn
@@ -64,7 +64,7 @@ class Owner:
         self.asked = SharedBodyOperation(
             direct.services,
             self.front_end,
-            messages.RequestStarted(
+            relay_messages.RequestStarted(
                 NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter(), "asked"
             ),
             prepared,
@@ -72,18 +72,18 @@ class Owner:
             lambda error, received: self.handed_over.append((type(error), received)),
         )
 
-    async def started(self) -> messages.BodyIntoSlabRequest:
+    async def started(self) -> relay_messages.BodyIntoSlabRequest:
         """Let the body come; where."""
         await self.scene.engine.start()
         self.scene.engine.accept_jobs()
         assert self.asked.start_receiving(len(self.body))
-        (receive,) = self.said(messages.BodyIntoSlabRequest)
+        (receive,) = self.said(relay_messages.BodyIntoSlabRequest)
         return receive
 
     def come(self, receive, body) -> None:
         """The front end has received a body."""
         self.front_end.write(receive, body)
-        self.asked.on_message(messages.BodyReceived(NUMBER, len(body), time.perf_counter()))
+        self.asked.on_message(relay_messages.BodyReceived(NUMBER, len(body), time.perf_counter()))
 
     def said(self, kind) -> list:
         return [each for each in self.front_end.said if isinstance(each, kind)]
@@ -113,15 +113,15 @@ def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
         await turn()
         owner.scene.executor.finish()
         await turn()
-        (result,) = owner.said(messages.OperationResponse)
+        (result,) = owner.said(relay_messages.OperationResponse)
         response = result.make_response("asked")
         assert response.status == 200
         assert (b"content-length", b"%d" % response.nbytes) in response.headers
         np.testing.assert_array_equal(np.load(io.BytesIO(owner.front_end.body_of(response))), X)
         # What is long is read from shared memory.
-        assert any(isinstance(part, messages.SharedSlabRange) for part in response.body)
+        assert any(isinstance(part, relay_messages.SharedSlabRange) for part in response.body)
         assert owner.front_end.slab_pool.used_bytes > 0
-        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.25, is_delivered=True))
+        owner.asked.on_message(relay_messages.ResponseSent(NUMBER, 0.25, is_delivered=True))
         assert owner.front_end.said[-1] == ("end", NUMBER)
         assert (owner.limits.request_count, owner.count(code="200", op="layer_norm")) == (0, 1)
 
@@ -186,10 +186,10 @@ def test_a_body_that_is_nonsense_is_refused():
     async def play(owner):
         receive = await owner.started()
         owner.come(receive, b"\0" * len(owner.body))
-        (answer,) = owner.said(messages.ResponsePart)
+        (answer,) = owner.said(relay_messages.ResponsePart)
         assert answer.status == 400
         assert not answer.more
-        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
+        owner.asked.on_message(relay_messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
         assert (owner.limits.request_count, owner.count(code="400")) == (0, 1)
 
     played(play)
@@ -199,13 +199,13 @@ def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_fr
     async def play(owner):
         await owner.started()
         owner.asked.on_progress(500)
-        while not owner.said(messages.BodyStopRequest):
+        while not owner.said(relay_messages.BodyStopRequest):
             await asyncio.sleep(0.01)
         # The permit is home, the memory not before the front end has let go.
         assert owner.limits.request_count == 0
         assert owner.front_end.slab_pool.used_bytes > 0
         assert owner.handed_over == []
-        owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=False))
+        owner.asked.on_message(relay_messages.BodyAborted(NUMBER, is_client_disconnected=False))
         assert owner.handed_over == [(RequestTimeoutError, 500)]
         assert owner.front_end.slab_pool.used_bytes == 0
         assert owner.count() == 0
@@ -218,7 +218,7 @@ def test_a_body_gives_way_to_a_newcomer_though_it_became_whole_meanwhile():
         receive = await owner.started()
         owner.asked.abort(OverloadedError("another's share"))
         owner.asked.abort(RequestTimeoutError("slow as well"))
-        assert len(owner.said(messages.BodyStopRequest)) == 1
+        assert len(owner.said(relay_messages.BodyStopRequest)) == 1
         owner.come(receive, owner.body)
         await turn()
         assert owner.scene.executor.running == []
@@ -240,17 +240,17 @@ def test_only_a_body_that_is_not_whole_gives_way_to_who_has_less(is_whole):
         if is_whole:
             with pytest.raises(OverloadedError):
                 owner.limits.acquire(nbytes, "another")
-            assert not owner.said(messages.BodyStopRequest)
+            assert not owner.said(relay_messages.BodyStopRequest)
             owner.scene.executor.finish()
             await turn()
-            (result,) = owner.said(messages.OperationResponse)
+            (result,) = owner.said(relay_messages.OperationResponse)
             assert result.number == NUMBER
-            owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
+            owner.asked.on_message(relay_messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
         else:
             permit = owner.limits.acquire(nbytes, "another")
-            assert len(owner.said(messages.BodyStopRequest)) == 1
+            assert len(owner.said(relay_messages.BodyStopRequest)) == 1
             permit.release()
-            owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=False))
+            owner.asked.on_message(relay_messages.BodyAborted(NUMBER, is_client_disconnected=False))
             assert owner.handed_over == [(OverloadedError, 0)]
         assert (owner.limits.request_count, owner.limits.used_bytes) == (0, 0)
 
@@ -265,13 +265,13 @@ def test_the_time_of_a_body_is_from_the_header_to_its_last_byte():
         receive = await owner.started()
         owner.front_end.write(receive, owner.body)
         # It became whole a while after.
-        owner.asked.on_message(messages.BodyReceived(NUMBER, len(owner.body), time.perf_counter() + 5))
+        owner.asked.on_message(relay_messages.BodyReceived(NUMBER, len(owner.body), time.perf_counter() + 5))
         await turn()
         owner.scene.executor.finish()
         await turn()
-        (result,) = owner.said(messages.OperationResponse)
+        (result,) = owner.said(relay_messages.OperationResponse)
         assert 5 <= result.measured.recv_s <= 5 + time.perf_counter() - start
-        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
+        owner.asked.on_message(relay_messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
 
     played(play)
 
@@ -280,9 +280,9 @@ def test_a_client_that_leaves_while_it_sends():
     async def play(owner):
         await owner.started()
         owner.asked.on_progress(700)
-        owner.asked.on_message(messages.ClientDisconnected(NUMBER))
+        owner.asked.on_message(relay_messages.ClientDisconnected(NUMBER))
         assert owner.handed_over == []
-        owner.asked.on_message(messages.BodyAborted(NUMBER, is_client_disconnected=True))
+        owner.asked.on_message(relay_messages.BodyAborted(NUMBER, is_client_disconnected=True))
         assert owner.handed_over == [(ClientLeftError, 700)]
         assert (owner.limits.request_count, owner.front_end.slab_pool.used_bytes) == (0, 0)
 
@@ -293,10 +293,10 @@ def test_a_client_that_leaves_while_it_is_computed():
     async def play(owner):
         receive = await owner.started()
         owner.come(receive, owner.body)
-        owner.asked.on_message(messages.ClientDisconnected(NUMBER))
+        owner.asked.on_message(relay_messages.ClientDisconnected(NUMBER))
         await turn()
         assert owner.scene.executor.running == []
-        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=False))
+        owner.asked.on_message(relay_messages.ResponseSent(NUMBER, 0.0, is_delivered=False))
         assert (owner.limits.request_count, owner.count(code="499")) == (0, 1)
 
     played(play)

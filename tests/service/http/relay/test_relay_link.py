@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import uvloop
 from normserve.codec.framing import PREFIX
-from normserve.http.relay import messages
-from normserve.http.relay.link import RelayLink
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relay_link import RelayLink
 
 from tests.service.engine.fake_polling import FakePolling
 
@@ -25,7 +25,7 @@ class End:
     def _hear(self, message):
         if message == self.faulty:
             raise ZeroDivisionError
-        descriptor = self.link.pop_descriptor() if isinstance(message, messages.SharedSlabAdded) else None
+        descriptor = self.link.pop_descriptor() if isinstance(message, relay_messages.SharedSlabAdded) else None
         self.heard.append(message if descriptor is None else (message.number, os.fstat(descriptor).st_ino))
         if descriptor is not None:
             os.close(descriptor)
@@ -36,7 +36,7 @@ class End:
 
 def linked(**how):
     here, there = socket.socketpair()
-    return End(here, messages.from_front_end, **how), End(there, messages.from_owner)
+    return End(here, relay_messages.from_front_end, **how), End(there, relay_messages.from_owner)
 
 
 def faults_of(loop):
@@ -65,21 +65,21 @@ def test_messages_and_descriptors_come_in_order():
         owner, front_end = linked()
         files = [os.memfd_create("one"), os.memfd_create("two")]
         inodes = [os.fstat(each).st_ino for each in files]
-        owner.link.send_message(messages.OwnerReadiness(True))
-        owner.link.send_message(messages.SharedSlabAdded(1), files[0])
-        owner.link.send_message(messages.BodyPartRequest(7, all=True))
-        owner.link.send_message(messages.SharedSlabAdded(2), files[1])
+        owner.link.send_message(relay_messages.OwnerReadiness(True))
+        owner.link.send_message(relay_messages.SharedSlabAdded(1), files[0])
+        owner.link.send_message(relay_messages.BodyPartRequest(7, all=True))
+        owner.link.send_message(relay_messages.SharedSlabAdded(2), files[1])
         # They stay the caller's.
         for each in files:
             os.close(each)
-        owner.link.send_message(messages.SharedSlabRemoved([1]))
+        owner.link.send_message(relay_messages.SharedSlabRemoved([1]))
         await until(lambda: len(front_end.heard) == 5)
         assert front_end.heard == [
-            messages.OwnerReadiness(True),
+            relay_messages.OwnerReadiness(True),
             (1, inodes[0]),
-            messages.BodyPartRequest(7, all=True),
+            relay_messages.BodyPartRequest(7, all=True),
             (2, inodes[1]),
-            messages.SharedSlabRemoved([1]),
+            relay_messages.SharedSlabRemoved([1]),
         ]
         owner.link.close()
         front_end.link.close()
@@ -97,10 +97,10 @@ def test_a_descriptor_that_was_sent_is_the_callers_and_the_others_alone(is_full)
     async def run():
         owner, front_end = linked()
         if is_full:
-            owner.link.send_message(messages.ResponsePart(1, 200, [], bytes(2**24), more=False))
+            owner.link.send_message(relay_messages.ResponsePart(1, 200, [], bytes(2**24), more=False))
         file = os.memfd_create("sent")
         for number in range(5):
-            owner.link.send_message(messages.SharedSlabAdded(number), file)
+            owner.link.send_message(relay_messages.SharedSlabAdded(number), file)
         await until(lambda: len(front_end.heard) == 5 + is_full)
         await owner.link.wait_flushed()
         assert len(open_files("sent")) == 1
@@ -118,7 +118,7 @@ def test_descriptors_that_nobody_has_taken_are_closed_with_the_link():
         front_end.link.pop_descriptor = lambda: os.open(os.devnull, os.O_RDONLY)
         file = os.memfd_create("left")
         for number in range(3):
-            owner.link.send_message(messages.SharedSlabAdded(number), file)
+            owner.link.send_message(relay_messages.SharedSlabAdded(number), file)
         os.close(file)
         await until(lambda: len(front_end.heard) == 3)
         assert len(open_files("left")) == 3
@@ -136,16 +136,16 @@ def test_more_than_the_kernel_takes_waits_and_comes_whole():
         file = os.memfd_create("late")
         inode = os.fstat(file).st_ino
         for number in range(30):
-            owner.link.send_message(messages.ResponsePart(number, 200, [], data, more=False))
-        owner.link.send_message(messages.SharedSlabAdded(3), file)
-        owner.link.send_message(messages.ResponseAborted(31))
+            owner.link.send_message(relay_messages.ResponsePart(number, 200, [], data, more=False))
+        owner.link.send_message(relay_messages.SharedSlabAdded(3), file)
+        owner.link.send_message(relay_messages.ResponseAborted(31))
         os.close(file)
         drained = asyncio.get_running_loop().create_task(owner.link.wait_flushed())
         await until(lambda: len(front_end.heard) == 32)
         await drained
         assert [each.number for each in front_end.heard[:30]] == list(range(30))
         assert all(each.data == data for each in front_end.heard[:30])
-        assert front_end.heard[30:] == [(3, inode), messages.ResponseAborted(31)]
+        assert front_end.heard[30:] == [(3, inode), relay_messages.ResponseAborted(31)]
         owner.link.close()
         front_end.link.close()
 
@@ -155,16 +155,18 @@ def test_more_than_the_kernel_takes_waits_and_comes_whole():
 def test_a_message_cut_anywhere_is_heard_once_it_is_whole():
     async def run():
         here, there = socket.socketpair()
-        end = End(there, messages.from_owner)
-        response = messages.CompleteResponse(5, 200, [(b"a", b"b")], [b"xyz", messages.SharedSlabRange(1, 2, 3)], 6)
-        content = messages.encode([response, messages.ResponseAborted(6)])
+        end = End(there, relay_messages.from_owner)
+        response = relay_messages.CompleteResponse(
+            5, 200, [(b"a", b"b")], [b"xyz", relay_messages.SharedSlabRange(1, 2, 3)], 6
+        )
+        content = relay_messages.encode([response, relay_messages.ResponseAborted(6)])
         with here:
             for byte in PREFIX.pack(len(content), 0) + content:
                 assert end.heard == []
                 here.sendall(bytes([byte]))
                 await asyncio.sleep(0)
             await until(lambda: end.heard)
-        assert end.heard == [response, messages.ResponseAborted(6)]
+        assert end.heard == [response, relay_messages.ResponseAborted(6)]
         end.link.close()
 
     asyncio.run(run())
@@ -175,11 +177,11 @@ def test_the_end_is_told_once_and_nothing_is_said_after_it(closes):
     async def run():
         owner, front_end = linked()
         file = os.memfd_create("unsent")
-        owner.link.send_message(messages.SharedSlabAdded(1), file)
+        owner.link.send_message(relay_messages.SharedSlabAdded(1), file)
         os.close(file)
         (owner if closes == "here" else front_end).link.close()
         await until(lambda: owner.ended and front_end.ended)
-        owner.link.send_message(messages.OwnerReadiness(True))
+        owner.link.send_message(relay_messages.OwnerReadiness(True))
         owner.link.close()
         front_end.link.close()
         await owner.link.wait_flushed()
@@ -194,7 +196,7 @@ def test_what_waits_for_room_is_let_go_when_the_other_is_gone():
     async def run():
         owner, front_end = linked()
         for number in range(30):
-            owner.link.send_message(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
+            owner.link.send_message(relay_messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
         drained = asyncio.get_running_loop().create_task(owner.link.wait_flushed())
         await asyncio.sleep(0)
         front_end.link.close()
@@ -213,8 +215,8 @@ def test_a_lost_descriptor_ends_the_link_before_another_takes_its_place():
         asyncio.get_running_loop().remove_reader(front_end.link._socket)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         with Path("/dev/zero").open("rb") as file:
-            owner.link.send_message(messages.SharedSlabAdded(1), file.fileno())
-            owner.link.send_message(messages.SharedSlabAdded(2), file.fileno())
+            owner.link.send_message(relay_messages.SharedSlabAdded(1), file.fileno())
+            owner.link.send_message(relay_messages.SharedSlabAdded(2), file.fileno())
             await until(lambda: not owner.link._send_queue)
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
             try:
@@ -233,11 +235,11 @@ def test_a_callback_that_raises_ends_the_link():
     async def run():
         owner, front_end = linked()
         faults = faults_of(asyncio.get_running_loop())
-        front_end.faulty = messages.ResponseAborted(2)
+        front_end.faulty = relay_messages.ResponseAborted(2)
         for number in range(1, 5):
-            owner.link.send_message(messages.ResponseAborted(number))
+            owner.link.send_message(relay_messages.ResponseAborted(number))
         await until(lambda: owner.ended and front_end.ended)
-        assert front_end.heard == [messages.ResponseAborted(1)]
+        assert front_end.heard == [relay_messages.ResponseAborted(1)]
         assert (owner.ended, front_end.ended, faults) == (1, 1, [ZeroDivisionError])
 
     asyncio.run(run())
@@ -247,12 +249,12 @@ def test_a_message_that_cannot_be_encoded_ends_the_link():
     async def run():
         owner, front_end = linked()
         faults = faults_of(asyncio.get_running_loop())
-        owner.link.send_message(messages.ResponseAborted(object()))
-        owner.link.send_message(messages.ResponseAborted(1))
+        owner.link.send_message(relay_messages.ResponseAborted(object()))
+        owner.link.send_message(relay_messages.ResponseAborted(1))
         await until(lambda: owner.ended and front_end.ended)
         assert (front_end.heard, faults) == ([], [TypeError])
         # Nothing is kept for it any more.
-        owner.link.send_message(messages.ResponseAborted(2))
+        owner.link.send_message(relay_messages.ResponseAborted(2))
         assert not owner.link._pending_messages
 
     asyncio.run(run())
@@ -263,9 +265,11 @@ def test_a_long_backlog_is_heard_in_one_go_and_in_order():
         owner, front_end = linked()
         asyncio.get_running_loop().remove_reader(front_end.link._socket)
         while not owner.link.is_backlogged:
-            owner.link.send_message(messages.ResponsePart(0, 200, [], bytes(2**20), more=True))
+            owner.link.send_message(relay_messages.ResponsePart(0, 200, [], bytes(2**20), more=True))
             await asyncio.sleep(0)
-        said = [messages.ResponsePart(number, 0, [], bytes([number]) * 2**18, more=True) for number in range(64)]
+        said = [
+            relay_messages.ResponsePart(number, 0, [], bytes([number]) * 2**18, more=True) for number in range(64)
+        ]
         for each in said:
             owner.link.send_message(each)
         asyncio.get_running_loop().add_reader(front_end.link._socket, front_end.link._receive_messages)
@@ -280,7 +284,7 @@ def test_a_long_backlog_is_heard_in_one_go_and_in_order():
 def test_a_message_that_cannot_be_read_ends_the_link():
     async def run():
         here, there = socket.socketpair()
-        end = End(there, messages.from_owner)
+        end = End(there, relay_messages.from_owner)
         faults = faults_of(asyncio.get_running_loop())
         with here:
             here.sendall(PREFIX.pack(1, 0) + b"\xc1")
@@ -298,12 +302,12 @@ def test_what_is_lent_stays_so_until_the_other_side_has_ended_the_link():
         loop = asyncio.get_running_loop()
         faults = faults_of(loop)
         loop.remove_reader(front_end.link._socket)
-        owner.faulty = messages.ClientDisconnected(1)
-        front_end.link.send_message(messages.ClientDisconnected(1))
-        front_end.link.send_message(messages.ClientDisconnected(2))
+        owner.faulty = relay_messages.ClientDisconnected(1)
+        front_end.link.send_message(relay_messages.ClientDisconnected(1))
+        front_end.link.send_message(relay_messages.ClientDisconnected(2))
         await until(lambda: faults)
-        front_end.link.send_message(messages.ClientDisconnected(3))
-        owner.link.send_message(messages.ResponseAborted(3))
+        front_end.link.send_message(relay_messages.ClientDisconnected(3))
+        owner.link.send_message(relay_messages.ResponseAborted(3))
         await asyncio.sleep(0.05)
         assert (owner.ended, owner.heard) == (0, [])
         loop.add_reader(front_end.link._socket, front_end.link._receive_messages)
@@ -320,12 +324,12 @@ def test_it_says_when_it_is_behind_and_when_not_any_more():
         loop = asyncio.get_running_loop()
         drained = []
         owner.link.on_flushed = lambda: drained.append(owner.link.is_backlogged)
-        owner.link.send_message(messages.ResponseAborted(1))
+        owner.link.send_message(relay_messages.ResponseAborted(1))
         await until(lambda: front_end.heard)
         assert not owner.link.is_backlogged
         loop.remove_reader(front_end.link._socket)
         for number in range(30):
-            owner.link.send_message(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
+            owner.link.send_message(relay_messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
         await until(lambda: owner.link.is_backlogged)
         assert drained == []
         loop.add_reader(front_end.link._socket, front_end.link._receive_messages)
@@ -342,10 +346,10 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
 
     async def run():
         here, there = linked(polling=polling)
-        here.link.send_message(messages.OwnerReadiness(True))
+        here.link.send_message(relay_messages.OwnerReadiness(True))
         await until(lambda: there.heard)
         assert polling.noted == ["sent"]
-        there.link.send_message(messages.ConnectionCount(3))
+        there.link.send_message(relay_messages.ConnectionCount(3))
         await until(lambda: here.heard)
         assert polling.noted == ["sent", "received"]
         here.link.close()
@@ -360,8 +364,8 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
 def test_a_process_that_ends_with_messages_unread_is_noticed(shares_memory, nbytes, loop):
     async def run():
         here, there = socket.socketpair()
-        owner = End(here, messages.from_front_end, shares_memory=shares_memory)
-        owner.link.send_message(messages.ResponsePart(1, 200, [], bytes(nbytes), more=False))
+        owner = End(here, relay_messages.from_front_end, shares_memory=shares_memory)
+        owner.link.send_message(relay_messages.ResponsePart(1, 200, [], bytes(nbytes), more=False))
         await asyncio.sleep(0.01)
         there.send(b"the beginning of a frame")
         there.close()

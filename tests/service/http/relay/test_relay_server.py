@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 
 from tests.service.http.relay.owner_scene import HEADERS, OwnerScene, _play, either_way, scene, until
 
@@ -56,11 +56,11 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
     loop.call_exception_handler = lambda context: faults.append(type(context.get("exception")))
     front_end.request(1)
     await until(lambda: owner.executor.running)
-    front_end.link.send_message(messages.ConnectionCount(3))
+    front_end.link.send_message(relay_messages.ConnectionCount(3))
     await until(lambda: owner.relays.connection_count == 3)
     (there,) = [each for each in owner.relays._front_ends if each.hello.index == 0]
     there._requests[1].on_progress = None
-    front_end.link.send_message(messages.BodyProgress({1: 6}))
+    front_end.link.send_message(relay_messages.BodyProgress({1: 6}))
     await until(lambda: front_end.ended)
     assert faults == [TypeError]
     await until(lambda: owner.relays.describe_front_ends() == [{"index": 1, "pid": 1001}])
@@ -78,10 +78,10 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
 async def test_what_front_ends_count_is_in_the_metrics(owner):
     one, other = owner.front_end(), owner.front_end()
     before = samples(owner)
-    one.link.send_message(messages.ConnectionCount(3))
-    other.link.send_message(messages.ConnectionCount(2))
-    one.link.send_message(messages.RefusalCount(431, "headers_too_large", 4))
-    one.link.send_message(messages.LateDisconnectCount(5))
+    one.link.send_message(relay_messages.ConnectionCount(3))
+    other.link.send_message(relay_messages.ConnectionCount(2))
+    one.link.send_message(relay_messages.RefusalCount(431, "headers_too_large", 4))
+    one.link.send_message(relay_messages.LateDisconnectCount(5))
     await until(lambda: owner.relays.connection_count == 5)
     await until(lambda: len(owner.records) == 4)
     read = samples(owner)
@@ -98,9 +98,9 @@ async def test_what_front_ends_count_is_in_the_metrics(owner):
 async def test_readiness_is_told_at_once_and_with_every_beat(owner):
     front_end = owner.front_end()
     await until(lambda: front_end.heard)
-    assert set(map(repr, front_end.heard)) == {repr(messages.OwnerReadiness(True))}
+    assert set(map(repr, front_end.heard)) == {repr(relay_messages.OwnerReadiness(True))}
     owner.relays.report_readiness(ready=False)
-    await until(lambda: messages.OwnerReadiness(False) in front_end.heard)
+    await until(lambda: relay_messages.OwnerReadiness(False) in front_end.heard)
     said = len(front_end.heard)
     await until(lambda: len(front_end.heard) > said)
 
@@ -112,7 +112,7 @@ async def test_a_front_end_that_reads_nothing_is_not_told_more_and_more(owner):
     asyncio.get_running_loop().remove_reader(front_end.link._socket)
     (there,) = owner.relays._front_ends
     while not there._link.is_backlogged:
-        there.send_message(messages.ResponsePart(9, 200, [], bytes(2**20), more=True))
+        there.send_message(relay_messages.ResponsePart(9, 200, [], bytes(2**20), more=True))
         await asyncio.sleep(0)
     unsent = len(there._link._pending_messages)
     for _ in range(100):
@@ -149,14 +149,14 @@ def numbered(number: int, key: bytes = b"") -> tuple:
 def parsed(monkeypatch):
     """The numbers of the headers that have been parsed."""
     numbers = []
-    read_head = messages.read_head
+    read_head = relay_messages.read_head
 
-    def read(encoded: bytes) -> messages.RequestHead:
+    def read(encoded: bytes) -> relay_messages.RequestHead:
         head = read_head(encoded)
         numbers.extend(int(value) for name, value in head.headers if name == b"x-number")
         return head
 
-    monkeypatch.setattr(messages, "read_head", read)
+    monkeypatch.setattr(relay_messages, "read_head", read)
     return numbers
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 
 from tests.service.http.relay.owner_scene import OwnerScene, either_way, npy, until
 
@@ -49,7 +49,7 @@ async def test_what_waits_is_not_run_for_a_front_end_that_is_gone(owner):
 async def test_a_permit_is_kept_until_the_work_is_over_of_a_client_that_left(owner):
     front_end = owner.front_end()
     await running(owner, front_end)
-    front_end.link.send_message(messages.ClientDisconnected(1))
+    front_end.link.send_message(relay_messages.ClientDisconnected(1))
     # Answered in order: the departure has been heard.
     front_end.request(2, method="GET", path="/livez", body=None, announced=0)
     assert (await front_end.answer(2)).status == 200
@@ -57,7 +57,7 @@ async def test_a_permit_is_kept_until_the_work_is_over_of_a_client_that_left(own
     assert owner.service.admission_budget.request_count == 1
     owner.executor.finish()
     await until(lambda: front_end.said_of(1))
-    front_end.link.send_message(messages.ResponseSent(1, 0.0, is_delivered=False))
+    front_end.link.send_message(relay_messages.ResponseSent(1, 0.0, is_delivered=False))
     await until(lambda: owner.is_idle)
     assert [(each.op, each.status) for each in owner.records if each.op == "layer_norm"] == [("layer_norm", 499)]
 

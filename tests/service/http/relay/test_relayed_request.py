@@ -3,8 +3,8 @@
 import asyncio
 
 from normserve.errors import OverloadedError
-from normserve.http.relay import messages
-from normserve.http.relay.relayed import RelayedRequest
+from normserve.http.relay import relay_messages
+from normserve.http.relay.relayed_request import RelayedRequest
 
 from tests.service.http.relay.test_exchange import FakeFrontEnd, asked
 
@@ -59,8 +59,8 @@ async def test_it_is_over_once_its_response_has_been_sent(front_end):
     assert "client" not in SCOPE
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.CompleteResponse(3, 200, [], [b"y"], 1)]
-    relayed.on_message(messages.ResponseSent(3, 0.5, is_delivered=True))
+    assert front_end.said == [relay_messages.CompleteResponse(3, 200, [], [b"y"], 1)]
+    relayed.on_message(relay_messages.ResponseSent(3, 0.5, is_delivered=True))
     await turn()
     assert front_end.said[1:] == [("end", 3)]
     assert application.scope["state"]["sending"].is_delivered
@@ -72,7 +72,7 @@ async def test_an_application_that_says_nothing_ends_it(front_end):
     RelayedRequest(front_end, asked(0), SCOPE, application)
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.ResponseAborted(3), ("end", 3)]
+    assert front_end.said == [relay_messages.ResponseAborted(3), ("end", 3)]
 
 
 @play
@@ -81,7 +81,7 @@ async def test_an_application_that_fails_ends_it(front_end):
     relayed = RelayedRequest(front_end, asked(0), SCOPE, application)
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.ResponseAborted(3), ("end", 3)]
+    assert front_end.said == [relay_messages.ResponseAborted(3), ("end", 3)]
     assert isinstance(relayed._task.exception(), ZeroDivisionError)
 
 
@@ -96,8 +96,11 @@ async def test_its_number_is_free_once_its_body_has_no_place_any_more(front_end)
     relayed._incoming_body.abort(OverloadedError("no"))
     application.proceed.set()
     await turn()
-    assert [type(each) for each in front_end.said[1:]] == [messages.BodyStopRequest, messages.ResponseAborted]
-    relayed.on_message(messages.BodyAborted(3, is_client_disconnected=False))
+    assert [type(each) for each in front_end.said[1:]] == [
+        relay_messages.BodyStopRequest,
+        relay_messages.ResponseAborted,
+    ]
+    relayed.on_message(relay_messages.BodyAborted(3, is_client_disconnected=False))
     assert front_end.said[-1] == ("end", 3)
 
 
@@ -125,8 +128,8 @@ async def test_a_client_that_has_left_is_noticed_by_body_and_response(front_end)
     await turn()
     left = []
     application.scope["state"]["sending"].on_disconnect = lambda: left.append(1)
-    relayed.on_message(messages.ClientDisconnected(3))
+    relayed.on_message(relay_messages.ClientDisconnected(3))
     application.proceed.set()
     await turn()
     assert (left, application.refused) == ([1], "ClientLeftError")
-    assert not [each for each in front_end.said if isinstance(each, messages.CompleteResponse)]
+    assert not [each for each in front_end.said if isinstance(each, relay_messages.CompleteResponse)]

@@ -4,10 +4,10 @@ import asyncio
 import os
 import socket
 
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 from normserve.http.relay.front_end import RelayApplication
-from normserve.http.relay.link import RelayLink
-from normserve.http.relay.owner import RelayServer
+from normserve.http.relay.relay_link import RelayLink
+from normserve.http.relay.relay_server import RelayServer
 from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
@@ -68,10 +68,10 @@ def test_memory_that_cannot_be_mapped_ends_the_link():
         front_end.on_link_lost = lambda: lost.append(1)
         here, there = socket.socketpair()
         front_end.connect_owner(here)
-        owner = RelayLink(there, messages.from_front_end, lambda message: None, lambda: None)
+        owner = RelayLink(there, relay_messages.from_front_end, lambda message: None, lambda: None)
         descriptor = os.open("/dev/zero", os.O_RDONLY)
-        owner.send_message(messages.OwnerReadiness(is_ready=True))
-        owner.send_message(messages.SharedSlabAdded(1), descriptor)
+        owner.send_message(relay_messages.OwnerReadiness(is_ready=True))
+        owner.send_message(relay_messages.SharedSlabAdded(1), descriptor)
         os.close(descriptor)
         await until(lambda: not owner.is_open)
         assert lost == [1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from normserve.errors import DeviceOutOfMemoryError, DrainingError
-from normserve.http.relay import messages
+from normserve.http.relay import relay_messages
 
 from tests.integration.harness.wire import SAFETENSORS, packed
 from tests.service.http.relay.owner_scene import BODY, HEADERS, OwnerScene, npy, until
@@ -36,7 +36,7 @@ def headers(**changed: str | None):
 
 
 def body_of(response) -> bytes:
-    return response.data if isinstance(response, messages.ResponsePart) else b"".join(response.body)
+    return response.data if isinstance(response, relay_messages.ResponsePart) else b"".join(response.body)
 
 
 def plain(answer) -> tuple:

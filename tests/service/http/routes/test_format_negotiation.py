@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import NotAcceptableError
-from normserve.http.routes.negotiation import AcceptHeader, is_preferred
+from normserve.http.routes.format_negotiation import AcceptHeader, is_preferred
 
 RANGES = st.sampled_from([NPY, SAFETENSORS, "application/*", "*/*", "text/html", "text/*"])
 QUALITIES = st.sampled_from(["0", "0.001", "0.25", "0.5", "0.999", "1", "1.000"])

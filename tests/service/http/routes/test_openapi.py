@@ -9,7 +9,7 @@ import pytest
 from normserve.errors import NormserveError
 from normserve.errors.problems import STATUSES
 from normserve.http.app import create_app
-from normserve.http.routes.docs import make_operation_id
+from normserve.http.routes.openapi import make_operation_id
 from normserve.settings import Settings
 
 PROBLEM = "application/problem+json"

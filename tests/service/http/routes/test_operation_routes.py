@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from normserve.admission.callers import ClientIdentity
+from normserve.admission.client_identity import ClientIdentity
 from normserve.codec import safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import InvalidShapeError, NormserveError, OverloadedError
-from normserve.http.routes import operations, payloads
-from normserve.http.routes.negotiation import AcceptHeader
+from normserve.http.routes import operation_routes, operations
+from normserve.http.routes.format_negotiation import AcceptHeader
 from normserve.http.routes.operations import OperationEndpoint, OperationHead
 from normserve.jobs.job import NormSpec, Op, PassDirection
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.tensors import DType, HostTensor
 from normserve.metrics.metrics import Metrics
 from normserve.requests.prepared_calls import PreparedCallCache
 
@@ -169,7 +169,7 @@ def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
     here, parsed = operation(2**20), []
     monkeypatch.setattr(
         "normserve.http.routes.operations.parse_payload",
-        lambda body, body_format: parsed.append(1) or payloads.parse_payload(body, body_format),
+        lambda body, body_format: parsed.append(1) or operation_routes.parse_payload(body, body_format),
     )
     asked = head()
 
@@ -209,4 +209,4 @@ def test_heads_are_kept_for_each_tenant(monkeypatch):
 
 def test_a_header_that_is_longer_than_the_codec_reads_is_no_key():
     text = b" " * 2**16
-    assert payloads.get_payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""
+    assert operation_routes.get_payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import uvicorn
 from normserve.errors import NormserveError
-from normserve.http.problems import render_problem_response
+from normserve.http.problem_responses import render_problem_response
 from normserve.http.transport import ConnectionPolicy, ConnectionTimeouts, DiscardLimits, make_connection_factory
-from normserve.http.transport.idle import IdleConnectionQueue
+from normserve.http.transport.idle_connections import IdleConnectionQueue
 from uvicorn.server import ServerState
 
 

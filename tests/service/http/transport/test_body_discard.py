@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from normserve.errors import OverloadedError
-from normserve.http.transport import ConnectionTimeouts, DiscardLimits, draining
+from normserve.http.transport import ConnectionTimeouts, DiscardLimits, body_discard
 
 from tests.service.http.transport.drive import Driver
 
@@ -54,7 +54,7 @@ def on_a_loop(play):
 @pytest.fixture
 def hurried(monkeypatch):
     """What takes two seconds takes less."""
-    monkeypatch.setattr(draining, "_SHORT_S", 0.05)
+    monkeypatch.setattr(body_discard, "_SHORT_S", 0.05)
 
 
 def post(*lines: str, version: str = "1.1") -> bytes:
@@ -215,7 +215,7 @@ async def test_body_that_announces_more_than_the_limit_has_little_time(hurried):
 @on_a_loop
 async def test_few_connections_may_take_long(hurried, monkeypatch, status, places):
     """Fewer of strangers."""
-    monkeypatch.setattr(draining, "_MAX_LONG_DRAINS", 8)
+    monkeypatch.setattr(body_discard, "_MAX_LONG_DRAINS", 8)
     drains = DiscardLimits(LENGTH)
     async with contextlib.AsyncExitStack() as stack:
         drivers = [await stack.enter_async_context(connected(Refusing(status), drains)) for _ in range(places + 1)]
@@ -253,7 +253,7 @@ async def test_body_is_dropped_while_the_server_ends(hurried):
 
 @on_a_loop
 async def test_connection_is_not_idle_if_the_next_request_has_come_with_the_end_of_the_body(monkeypatch):
-    monkeypatch.setattr("normserve.http.transport.idle._LEAST_IDLE_S", 0.0)
+    monkeypatch.setattr("normserve.http.transport.idle_connections._LEAST_IDLE_S", 0.0)
     for request in (post("Content-Length: 5"), b"GET /"):
         async with connected() as driver:
             # Only with chunks does one read cross the end of a body.

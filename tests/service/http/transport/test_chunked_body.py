@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.errors import HeadersTooLargeError, MalformedHttpError, NormserveError
-from normserve.http.transport.chunks import ChunkedBodyDecoder
+from normserve.http.transport.chunked_body import ChunkedBodyDecoder
 
 
 def taken(stream: bytes, *places: int) -> tuple[bytes, int, type[NormserveError] | None, bool]:

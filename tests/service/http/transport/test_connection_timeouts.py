@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from normserve.http.transport import pace as pace_module
-from normserve.http.transport import patience as patience_module
-from normserve.http.transport.patience import ConnectionTimeouts, SlowReaderMonitor
+from normserve.http.transport import connection_timeouts as patience_module
+from normserve.http.transport import transfer_progress as pace_module
+from normserve.http.transport.connection_timeouts import ConnectionTimeouts, SlowReaderMonitor
 from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender
 
 RATE = 1000

@@ -5,9 +5,9 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from normserve.http.transport import ConnectionTimeouts, idle
+from normserve.http.transport import ConnectionTimeouts, idle_connections
 from normserve.http.transport.http import PROBES
-from normserve.http.transport.idle import IdleConnectionQueue
+from normserve.http.transport.idle_connections import IdleConnectionQueue
 
 from tests.service.http.transport.drive import Driver, view
 
@@ -19,7 +19,7 @@ POST = f"POST /it HTTP/1.1\r\nContent-Length: 4\r\n{HEADS}"
 def clock(monkeypatch):
     """The time that it is."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(idle_connections, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -1,7 +1,7 @@
 """When a body is too slow."""
 
 import pytest
-from normserve.http.transport.pace import TransferProgress
+from normserve.http.transport.transfer_progress import TransferProgress
 
 
 @pytest.fixture

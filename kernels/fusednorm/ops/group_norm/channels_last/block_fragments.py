@@ -18,9 +18,9 @@ from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments, merge_moments
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.affine import compute_slope_and_offset
-from fusednorm.ops.group_norm.channels_last.blocks import split_into_runs, sum_squares_of_runs
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.affine_step import compute_slope_and_offset
+from fusednorm.ops.group_norm.channels_last.column_blocks import split_into_runs, sum_squares_of_runs
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)

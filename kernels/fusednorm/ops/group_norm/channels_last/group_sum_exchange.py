@@ -16,7 +16,7 @@ it needs DEPTH >= 2 * LAG, as rounds of `jit.exchange` do.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs, post_pairs
+from fusednorm.jit.program_exchange import HEADER_WORDS, PAIR_WORDS, collect_pairs, post_pairs
 from fusednorm.jit.reductions import sum_pair_to_scalars
 
 

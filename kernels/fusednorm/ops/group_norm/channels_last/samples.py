@@ -11,8 +11,8 @@ from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.channels_last.blocks import split_into_runs, sum_squares_of_runs
-from fusednorm.ops.group_norm.channels_last.positions import (
+from fusednorm.ops.group_norm.channels_last.column_blocks import split_into_runs, sum_squares_of_runs
+from fusednorm.ops.group_norm.channels_last.stream_positions import (
     count_split_steps,
     load_positions,
     locate_lanes,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Protocol, TypeVar
 
-from fusednorm.devices.device import GpuModel, count_multiprocessors
+from fusednorm.devices.device_properties import GpuModel, count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 from fusednorm.policy.batch_invariance import is_batch_invariant
 
 STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8

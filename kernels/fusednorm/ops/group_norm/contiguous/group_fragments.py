@@ -11,14 +11,14 @@ import triton.language as tl
 from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms
-from fusednorm.ops.group_norm.affine import compute_slope_and_offset, load_affine
+from fusednorm.ops.group_norm.affine_step import compute_slope_and_offset, load_affine
 from fusednorm.ops.group_norm.contiguous.frames import (
     count_group_elements,
     load_chunk,
     make_group_mask,
     store_chunk,
 )
-from fusednorm.ops.group_norm.contiguous.ranges import divide_by_multiplication
+from fusednorm.ops.group_norm.contiguous.group_ranges import divide_by_multiplication
 
 
 @triton.jit

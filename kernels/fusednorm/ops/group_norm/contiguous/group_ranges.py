@@ -18,7 +18,7 @@ from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import merge_moments
 from fusednorm.jit.reductions import multiply_sum_terms
-from fusednorm.ops.group_norm.affine import load_slope_and_offset
+from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 
 
 @triton.jit

@@ -10,15 +10,15 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch
-from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.loads import add_weight_offset, make_column_mask, make_unaligned_zero, widen
 from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
-from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
-from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.launch.launches import Launch, can_prefetch, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
+from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import (
+from fusednorm.ops.layer_norm.gradient_steps import (
     backpropagate_epilogue,
     load_unconverted_parameter,
     store_input_gradient,

@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous_launch
-from fusednorm.launch.launch import Launch, RowDependence, make_early_options
+from fusednorm.launch.launches import Launch, RowDependence, make_early_options
 from fusednorm.results import Backward
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8

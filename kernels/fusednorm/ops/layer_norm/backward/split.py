@@ -14,10 +14,10 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
 from fusednorm.jit.moments import compute_row_moments
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch
-from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.launch.launches import Launch
+from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import backpropagate_epilogue, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradient
 
 
 @dataclass(frozen=True, slots=True)

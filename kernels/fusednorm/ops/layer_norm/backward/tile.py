@@ -29,10 +29,10 @@ from fusednorm.jit.loads import (
 from fusednorm.jit.moments import compute_tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
-from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
-from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.launch.launches import Launch, RowDependence, can_prefetch
+from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradients import backpropagate_epilogue, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradient
 
 SHARED_BYTES_PER_SM = 200 << 10
 """Shared memory for tiles that are being loaded; a Hopper multiprocessor has 228 KB, some used by the system."""

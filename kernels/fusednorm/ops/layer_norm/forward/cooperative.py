@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.loads import add_residual_chunk, make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import (
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.register_fragments import (
     compute_fragment_moments,
     load_fragment,
     merge_equal_sets,
@@ -17,9 +18,8 @@ from fusednorm.jit.pieces import (
     store_normalised_chunk,
     store_residual_sum,
 )
-from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, can_prefetch, count_full_range_chunks, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.launch.launches import Launch, can_prefetch, count_full_range_chunks, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 

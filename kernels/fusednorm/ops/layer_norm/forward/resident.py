@@ -13,14 +13,14 @@ from fusednorm.jit.heads import (
 )
 from fusednorm.jit.loads import make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import (
+from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
+from fusednorm.jit.register_fragments import (
     compute_fragment_moments,
     load_fragment,
     store_normalised_fragment,
     store_residual_sum,
 )
-from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
-from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
+from fusednorm.launch.launches import Launch, compute_max_registers, count_full_chunks
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 

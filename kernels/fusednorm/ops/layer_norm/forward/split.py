@@ -15,7 +15,8 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.moments import store_row_statistics
-from fusednorm.jit.pieces import (
+from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.register_fragments import (
     compute_lane_moments,
     load_fragment,
     merge_sets,
@@ -23,15 +24,14 @@ from fusednorm.jit.pieces import (
     store_normalised_chunk,
     store_residual_sum,
 )
-from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import (
+from fusednorm.launch.launches import (
     Launch,
     can_prefetch,
     count_full_range_chunks,
     has_one_lane_per_thread,
     make_early_options,
 )
-from fusednorm.launch.workspace import get_counters
+from fusednorm.launch.workspaces import get_counters
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 MAX_PARTS = 1024

@@ -18,7 +18,7 @@ from fusednorm.jit.moments import compute_row_moments, store_row_statistics
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
 from fusednorm.jit.tiles import normalise
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 

@@ -23,7 +23,7 @@ from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
 from fusednorm.jit.tiles import load_tile
-from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
+from fusednorm.launch.launches import Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 TILE_AHEAD_PER_SM = 2

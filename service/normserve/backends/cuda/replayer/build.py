@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fusednorm.host.load import load_extension_module
+from fusednorm.host.extension_files import load_extension_module
 from triton.runtime.cache import get_cache_manager
 
-from normserve.backends.replayer import LaunchReplayer
+from normserve.backends.replay_interface import LaunchReplayer
 
 log = logging.getLogger(__name__)
 

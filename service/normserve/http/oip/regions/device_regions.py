@@ -4,12 +4,12 @@ import ipaddress
 import queue
 from typing import Any
 
-from normserve.admission.callers import ClientIdentity
-from normserve.codec.local_frames import ALIGNMENT
+from normserve.admission.client_identity import ClientIdentity
+from normserve.codec.local_messages import ALIGNMENT
 from normserve.engine.engine import Engine
 from normserve.errors import ForbiddenError, UnusableRegionError
 from normserve.http.oip.regions.region import Kind
-from normserve.memory.allocations import IpcAllocation, open_allocation_on_thread
+from normserve.memory.ipc_allocations import IpcAllocation, open_allocation_on_thread
 
 OFF = "this server registers no CUDA shared memory; its operator can allow that with --oip-cuda-shared-memory"
 

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from normserve.errors import UnusableRegionError
-from normserve.http.oip.regions.files import FileRegion
+from normserve.http.oip.regions.file_regions import FileRegion
 
 SHARED_MEMORY = Path("/dev/shm")
 """The system's folder of named shared memory."""

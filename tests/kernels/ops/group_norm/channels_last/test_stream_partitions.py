@@ -2,13 +2,13 @@
 
 import fusednorm
 import pytest
-from fusednorm.devices.device import H200
-from fusednorm.ops.group_norm import table as tables
+from fusednorm.devices.device_properties import H200
+from fusednorm.ops.group_norm import config_tables as tables
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
-from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, make_stream_partition
+from fusednorm.ops.group_norm.channels_last.stream_partitions import StreamPartition, make_stream_partition
 from fusednorm.ops.group_norm.forward_choice import find_stream_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.policy import batch_invariance
 
 SAMPLE = SampleShape(32, 10, 4096, channels_last=True)

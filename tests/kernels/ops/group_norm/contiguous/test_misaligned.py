@@ -5,7 +5,7 @@ from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm.call import GroupNormForwardCall
 from fusednorm.ops.group_norm.contiguous.forward import cooperative, resident
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.results import Forward
 
 from tests.kernels.harness.arrays import make

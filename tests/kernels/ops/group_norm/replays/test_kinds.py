@@ -5,9 +5,9 @@ import pytest
 import torch
 from fusednorm.api import autograd
 from fusednorm.api import group_norm as group_norm_passes
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import prepared, replay
-from fusednorm.policy import batch_invariance, waiting
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import prepared_kernels, replay_cache
+from fusednorm.policy import batch_invariance, cooperative_launches
 from fusednorm.results import Backward, Forward
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,8 +86,8 @@ def test_which_of_two_like_tensors_came_tells_calls_apart(pass_, one, other, rep
 
 
 def test_whether_programs_may_wait_tells_calls_apart(replaying, plans, monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
-    monkeypatch.setattr(waiting, "_allowed", True)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "_allowed", True)
     call()
     fusednorm.allow_waiting(False)
     assert not replaying.is_repeated(call)
@@ -214,10 +214,10 @@ def test_wrong_calls_are_refused_after_right_ones(pass_, wrong, replaying, plans
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_kinds_are_bounded_and_the_oldest_goes(pass_, replaying, plans, monkeypatch):
-    monkeypatch.setattr(replay, "MAX_KINDS", 3)
+    monkeypatch.setattr(replay_cache, "MAX_KINDS", 3)
     for eps in (1.0, 2.0, 3.0, 4.0):
         call(pass_, eps=eps)
-    assert len(replay._KNOWN) == 3
+    assert len(replay_cache._KNOWN) == 3
     assert replaying.is_repeated(lambda: call(pass_, eps=4.0))
     assert not replaying.is_repeated(lambda: call(pass_, eps=1.0))
 
@@ -225,14 +225,14 @@ def test_kinds_are_bounded_and_the_oldest_goes(pass_, replaying, plans, monkeypa
 @pytest.mark.parametrize("pass_", PASSES)
 def test_a_watched_call_is_planned(pass_, replaying, plans, monkeypatch):
     call(pass_)
-    monkeypatch.setattr(prepared, "can_bypass_triton", lambda: False)
+    monkeypatch.setattr(prepared_kernels, "can_bypass_triton", lambda: False)
     assert not replaying.is_repeated(lambda: call(pass_))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_a_kernel_that_is_still_being_compiled_is_not_kept(pass_, replaying, plans, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "find_prepared", lambda *_: None)
+        patch.setattr(prepared_kernels, "find_prepared", lambda *_: None)
         call(pass_)
     assert not replaying.is_repeated(lambda: call(pass_))
     assert replaying.is_repeated(lambda: call(pass_))
@@ -281,7 +281,7 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(pass_, 
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(replay, "current_device", lambda: current[0])
+    monkeypatch.setattr(replay_cache, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     assert replaying.is_repeated(lambda: call(pass_))
     assert (current, entered) == ([3], [-1])
@@ -306,4 +306,4 @@ def test_nothing_is_repeated_under_the_interpreter(pass_, monkeypatch):
     for _ in range(2):
         call(pass_)
     assert len(planned) == 2
-    assert not replay._KNOWN
+    assert not replay_cache._KNOWN

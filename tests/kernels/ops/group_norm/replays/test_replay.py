@@ -8,8 +8,8 @@ from itertools import product
 import fusednorm
 import pytest
 import torch
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import replay
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import replay_cache
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
@@ -58,7 +58,7 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, of, replayin
     last = use_configuration(monkeypatch, algorithm)
     first, second = (Operands(last, (2, 8, 5, 7), 2, **GIVEN[given]) for _ in range(2))
     planned = second.call(pass_, **OPTIONS)
-    replay.clear_replays()
+    replay_cache.clear_replays()
     first.call(pass_, **OPTIONS)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(second.call(pass_, **OPTIONS), planned))
@@ -110,7 +110,7 @@ def test_repeated_launches_are_the_planned_ones(
     first, second = (Operands(last, shape, groups, **GIVEN[given]) for _ in range(2))
     first.call(pass_, **OPTIONS)
     result = second.call(pass_, **OPTIONS)
-    replay.clear_replays()
+    replay_cache.clear_replays()
     second.call(pass_, **OPTIONS, out=result)
     _, plan = plans
     tensors = (second.x, second.dy, *second.affine, *second.options.values(), *second.gradients.values(), *result)
@@ -147,7 +147,7 @@ def test_a_call_has_one_workspace(pass_, replaying, plans, monkeypatch):
     last = use_configuration(monkeypatch, "stream")
     operands = Operands(last, scale=True, saved=False)
     operands.call(pass_, **OPTIONS)
-    (known,) = replay._KNOWN.values()
+    (known,) = replay_cache._KNOWN.values()
     workspaces = {t.untyped_storage().data_ptr() for launch in plans[0] for t in flat(launch.arguments) if own(t)}
     assert len(workspaces) > 1
     made = []
@@ -176,7 +176,7 @@ def test_parameters_come_one_by_one_where_the_launcher_wants_them_so(pass_, repl
     operands.call(pass_)
     results = [operands.call(pass_)]
     replaying.packed = False
-    replay.clear_replays()
+    replay_cache.clear_replays()
     operands.call(pass_)
     results.append(operands.call(pass_))
     half = len(replaying.launched) // 2

@@ -4,7 +4,7 @@ import fusednorm
 import fusednorm.api.group_norm as ours
 import pytest
 import torch
-from fusednorm.launch import replay
+from fusednorm.launch import replay_cache
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own, watched
 from tests.kernels.ops.group_norm.cases import make_case
@@ -72,7 +72,7 @@ def test_repeated_calls_give_the_bits_of_the_first(
     first, second = (Call(shape, groups, device, last, dtype, **given) for _ in range(2))
     planned = []
     for call in (first, second):
-        replay.clear_replays()
+        replay_cache.clear_replays()
         planned.append(call.both(saved))
     forbid_plans()
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_repeated_calls_give_the_bits_of_the_first(
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("last", [False, True])
 def test_two_streams_at_once(last, waits, device, forbid_plans, monkeypatch):
-    monkeypatch.setattr("fusednorm.policy.waiting._allowed", waits)
+    monkeypatch.setattr("fusednorm.policy.cooperative_launches._allowed", waits)
     calls = [Call((16, *WAITING[last]), 32, device, last, of_samples=True) for _ in range(2)]
     expected = [call.both() for call in calls]
     forbid_plans()
@@ -113,7 +113,7 @@ def test_repeated_calls_are_captured_into_a_graph(last, shape, groups, device, f
 def test_a_kind_first_seen_in_a_capture_is_right_outside_of_it(last, device, forbid_plans):
     call = Call((2, *WAITING[last]), 32, device, last)
     wanted = call.both()
-    replay.clear_replays()
+    replay_cache.clear_replays()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -154,7 +154,7 @@ def test_a_differentiable_call_is_repeated_in_both_passes(device, forbid_plans):
 
 def test_known_launches_go_straight_to_the_driver(device):
     Call((2, 320, 64, 64), 32, device, True).both()
-    starts = [start for known in replay._KNOWN.values() for start in known.template.launches]
+    starts = [start for known in replay_cache._KNOWN.values() for start in known.template.launches]
     assert len(starts) > 2
     for start in starts:
         assert start.kernel.launcher.function is start.kernel.compiled_kernel.run.launch
@@ -163,7 +163,7 @@ def test_known_launches_go_straight_to_the_driver(device):
 def test_hooks_see_every_launch(device):
     call = Call((2, 320, 64, 64), 32, device, True)
     wanted = call.both()
-    launches = sum(len(known.template.launches) for known in replay._KNOWN.values())
+    launches = sum(len(known.template.launches) for known in replay_cache._KNOWN.values())
     with watched() as seen:
         assert_same(call.both(), wanted)
     assert len(seen) == launches

@@ -5,10 +5,10 @@ import pytest
 import torch
 from fusednorm.api import autograd
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import prepared, replay
-from fusednorm.ops.layer_norm import choice
-from fusednorm.policy import waiting
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import prepared_kernels, replay_cache
+from fusednorm.ops.layer_norm import choices
+from fusednorm.policy import cooperative_launches
 from fusednorm.results import Forward
 
 from tests.kernels.api.norm_calls import Dispatched
@@ -53,8 +53,8 @@ def test_the_operation_and_the_residuals_dtype_and_strides_tell_calls_apart(repl
 
 
 def test_whether_programs_may_wait_tells_calls_apart(replaying, monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", False)
-    monkeypatch.setattr(waiting, "_allowed", True)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", False)
+    monkeypatch.setattr(cooperative_launches, "_allowed", True)
     fusednorm.allow_waiting(False)
     call()
     fusednorm.allow_waiting(True)
@@ -122,17 +122,17 @@ def test_wrong_backward_calls_are_refused_after_right_ones(what, replaying, plan
 
 
 def test_kinds_are_bounded_and_the_oldest_goes(replaying, monkeypatch):
-    monkeypatch.setattr(replay, "MAX_KINDS", 3)
+    monkeypatch.setattr(replay_cache, "MAX_KINDS", 3)
     for eps in (1.0, 2.0, 3.0, 4.0):
         call(eps=eps)
-    assert len(replay._KNOWN) == 3
+    assert len(replay_cache._KNOWN) == 3
     assert replaying.is_repeated(lambda: call(eps=4.0))
     assert not replaying.is_repeated(lambda: call(eps=1.0))
 
 
 def test_a_watched_call_is_planned(replaying, monkeypatch):
     call()
-    monkeypatch.setattr(prepared, "can_bypass_triton", lambda: False)
+    monkeypatch.setattr(prepared_kernels, "can_bypass_triton", lambda: False)
     assert not replaying.is_repeated(call)
 
 
@@ -177,23 +177,23 @@ def test_a_call_on_another_device_than_the_current_one_is_launched_there(replayi
         def __exit__(self, *_):
             current[0] = self.before
 
-    monkeypatch.setattr(replay, "current_device", lambda: current[0])
+    monkeypatch.setattr(replay_cache, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     assert replaying.is_repeated(call)
     assert current == [3]
 
 
 def test_nothing_is_repeated_under_the_interpreter(monkeypatch):
-    if not prepared.INTERPRETED:
+    if not prepared_kernels.INTERPRETED:
         pytest.skip("kernels are compiled here")
     planned = []
 
     def plan(*arguments, **options):
-        planned.append(choice.plan_forward(*arguments, **options))
+        planned.append(choices.plan_forward(*arguments, **options))
         return planned[-1]
 
     monkeypatch.setattr(layer_norm_passes, "plan_forward", plan)
     for _ in range(2):
         assert isinstance(call(), Forward)
     assert len(planned) == 2
-    assert not replay._KNOWN
+    assert not replay_cache._KNOWN

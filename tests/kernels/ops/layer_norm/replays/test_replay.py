@@ -11,9 +11,9 @@ import pytest
 import torch
 from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch import replay
-from fusednorm.policy import waiting
+from fusednorm.devices.device_properties import INTERPRETED
+from fusednorm.launch import replay_cache
+from fusednorm.policy import cooperative_launches
 from fusednorm.results import Backward, Forward
 
 from tests.kernels.harness.compiled import compile_elsewhere
@@ -36,8 +36,8 @@ GIVEN = {
 def planned_into(result, call, monkeypatch):
     """Have a call planned, whatever is known, that writes to these results."""
     with monkeypatch.context() as patch:
-        patch.setattr(replay, "_KNOWN", {})
-        patch.setattr(replay, "_extension", None)
+        patch.setattr(replay_cache, "_KNOWN", {})
+        patch.setattr(replay_cache, "_extension", None)
         for module in (layer_norm_passes, chain_pass):
             patch.setattr(module, "places", lambda *_: result)
         call()
@@ -54,7 +54,7 @@ LAUNCHED = [(*each, waits) for each in LAUNCHED for waits in ((False, True) if e
     ("cols", "given", "waits", "pass_"), mark_rest_slow((*each, pass_) for each in LAUNCHED for pass_ in PASSES)
 )
 def test_a_repeated_launch_is_the_planned_one(cols, waits, given, pass_, replaying, plans, monkeypatch):
-    monkeypatch.setattr(waiting, "INTERPRETED", not waits)
+    monkeypatch.setattr(cooperative_launches, "INTERPRETED", not waits)
     workspaces = note_workspaces(monkeypatch)
     sizes = (2, 1, 5, 700) if cols < 20000 else (2, 1, 3)
     Operands(sizes[0], cols, **GIVEN[given]).call(pass_)
@@ -85,7 +85,7 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(size, given, pass_, rep
     cols, rows = size
     first, second = (Operands(count, cols, **GIVEN[given]) for count in (3, rows))
     planned = second.call(pass_)
-    replay.clear_replays()
+    replay_cache.clear_replays()
     first.call(pass_)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(second.call(pass_), planned))
@@ -96,9 +96,9 @@ def test_heads_with_parameters_of_their_own_are_repeated_for_as_many_tokens(pass
     tokens = [Operands(size, COLS, heads=2) for size in (3, 3, 4)]
     planned = []
     for operands in tokens:
-        replay.clear_replays()
+        replay_cache.clear_replays()
         planned.append(operands.call(pass_))
-    replay.clear_replays()
+    replay_cache.clear_replays()
     tokens[0].call(pass_)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(tokens[1].call(pass_), planned[1]))
@@ -150,10 +150,10 @@ import json
 import torch
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch import prepared
-from fusednorm.ops.layer_norm import table as tables
+from fusednorm.launch import prepared_kernels
+from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
 
@@ -175,7 +175,7 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
             keys, fixed = set(), set()
             for rows in (1, 2, 131, 133, 10**6):
                 launches = list(plan(rows, cols, dtype, residual, stats))
-                keys.add(tuple(prepared._make_key(l, 0)[0] for l in launches))
+                keys.add(tuple(prepared_kernels._make_key(l, 0)[0] for l in launches))
                 for number, launch in enumerate(launches):
                     rule = launch.row_dependence
                     if rule is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from normserve.errors import OverloadedError, UnusableRegionError
 from normserve.http.oip.regions.folder import SHARED_MEMORY, SharedMemoryFolder
-from normserve.http.oip.regions.registry import RegionRegistry
+from normserve.http.oip.regions.region_registry import RegionRegistry
 
 KEY = "ns-a"
 

@@ -7,21 +7,21 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.early_start import allow_next_launch
-from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, end_exchange, load_first_tag, post_pairs
 from fusednorm.jit.loads import widen
+from fusednorm.jit.program_exchange import PAIR_WORDS, collect_pairs, end_exchange, load_first_tag, post_pairs
 from fusednorm.jit.reductions import multiply_rounded, sum_pair
-from fusednorm.ops.group_norm.channels_last.blocks import (
+from fusednorm.ops.group_norm.channels_last.column_blocks import (
     load_group_statistic,
     make_vector_mask,
     prefetch_addresses,
     select_for_columns,
 )
-from fusednorm.ops.group_norm.channels_last.group_sums import (
+from fusednorm.ops.group_norm.channels_last.group_sum_exchange import (
     locate_group_slots,
     post_totals,
     sum_collected_partials,
 )
-from fusednorm.ops.group_norm.gradients import (
+from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_gradient,
     load_gradient_tiles,
     load_scaled_slope_and_offset,

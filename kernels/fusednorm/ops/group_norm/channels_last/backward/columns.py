@@ -11,16 +11,20 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import multiply_rounded, sum_pair
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.backward_split import (
     plan_sums_and_apply,
     store_fragment_gradients,
     sum_fragment_gradients,
 )
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_group_statistic, make_vector_mask
-from fusednorm.ops.group_norm.gradients import load_scaled_slope_and_offset
-from fusednorm.ops.group_norm.sample import compute_access_width
+from fusednorm.ops.group_norm.channels_last.column_blocks import (
+    count_max_overlaps,
+    load_group_statistic,
+    make_vector_mask,
+)
+from fusednorm.ops.group_norm.gradient_tiles import load_scaled_slope_and_offset
+from fusednorm.ops.group_norm.sample_shape import compute_access_width
 
 _SIZES = ["splits", "blocks", "fragments", "hw", "column_units", "groups", "channels", "seed", "dropout_threshold"]
 

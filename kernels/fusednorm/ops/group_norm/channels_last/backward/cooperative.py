@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from math import gcd
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.launch.launch import Launch, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.launch.launches import Launch, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
-from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
-from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in_l2
+from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps
+from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
+from fusednorm.ops.group_norm.sample_shape import MAX_OFFSET, SampleShape, can_stay_in_l2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import triton.language as tl
 from fusednorm.jit.loads import add_residual_chunk, widen
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.channels_last.positions import make_position_mask, make_store_mask
-from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue
+from fusednorm.ops.group_norm.channels_last.stream_positions import make_position_mask, make_store_mask
+from fusednorm.ops.group_norm.gradient_tiles import backpropagate_scaled_epilogue
 
 
 @triton.jit

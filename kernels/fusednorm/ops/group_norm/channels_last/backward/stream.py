@@ -13,7 +13,7 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.loads import add_residual_chunk, widen
 from fusednorm.jit.reductions import multiply_rounded
-from fusednorm.launch.launch import Launch, can_prefetch, make_early_options
+from fusednorm.launch.launches import Launch, can_prefetch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.positions import (
     accumulate_gradient_positions,
@@ -22,12 +22,12 @@ from fusednorm.ops.group_norm.channels_last.backward.positions import (
     prefetch_gradient_positions,
     sum_columns,
 )
-from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_group_statistic
-from fusednorm.ops.group_norm.channels_last.positions import count_split_steps, locate_lanes, make_store_mask
-from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
-from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
-from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
-from fusednorm.ops.group_norm.sample import allocate_statistics
+from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps, load_group_statistic
+from fusednorm.ops.group_norm.channels_last.stream_partitions import make_stream_partition
+from fusednorm.ops.group_norm.channels_last.stream_positions import count_split_steps, locate_lanes, make_store_mask
+from fusednorm.ops.group_norm.gradient_reductions import plan_group_reduction, plan_parameter_reductions
+from fusednorm.ops.group_norm.gradient_tiles import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
+from fusednorm.ops.group_norm.sample_shape import allocate_statistics
 
 
 @dataclass(frozen=True, slots=True)

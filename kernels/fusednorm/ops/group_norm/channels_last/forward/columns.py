@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array, new_workspace
-from fusednorm.devices.device import is_hopper_or_newer
+from fusednorm.devices.device_properties import is_hopper_or_newer
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
-from fusednorm.launch.launch import Launch, make_early_options
-from fusednorm.ops.group_norm.affine import load_slope_and_offset
+from fusednorm.launch.launches import Launch, make_early_options
+from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.columns import (
     compute_channel_moments,
@@ -22,8 +22,13 @@ from fusednorm.ops.group_norm.channels_last.columns import (
     locate_columns,
     normalise_positions,
 )
-from fusednorm.ops.group_norm.reduce import plan_moment_reduction
-from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics, allocate_triple, compute_access_width
+from fusednorm.ops.group_norm.moment_reduction import plan_moment_reduction
+from fusednorm.ops.group_norm.sample_shape import (
+    SampleShape,
+    allocate_statistics,
+    allocate_triple,
+    compute_access_width,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.exchange import collect_tile, end_exchange, load_first_tag, locate_slot, post_tile
 from fusednorm.jit.prefetch import prefetch_row_lines
-from fusednorm.launch.launch import Launch, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.jit.program_exchange import collect_tile, end_exchange, load_first_tag, locate_slot, post_tile
+from fusednorm.launch.launches import Launch, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
-from fusednorm.ops.group_norm.channels_last.pieces import (
+from fusednorm.ops.group_norm.channels_last.block_fragments import (
     compute_group_moments,
     compute_lane_columns,
     compute_lane_rows,
@@ -26,7 +26,7 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
     store_group_statistics,
     store_normalised_rows,
 )
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 
 @dataclass(frozen=True, slots=True)

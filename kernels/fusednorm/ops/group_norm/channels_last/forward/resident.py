@@ -6,16 +6,16 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
-from fusednorm.launch.launch import Launch, compute_max_registers
+from fusednorm.launch.launches import Launch, compute_max_registers
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
     GroupNormForwardConfig,
     count_writers,
     fit_resident_programs,
 )
-from fusednorm.ops.group_norm.channels_last.pieces import (
+from fusednorm.ops.group_norm.channels_last.block_fragments import (
     compute_group_moments,
     compute_lane_columns,
     compute_lane_rows,

@@ -12,17 +12,17 @@ from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.moments import merge_moments
-from fusednorm.launch.launch import Launch, make_early_options
-from fusednorm.ops.group_norm.affine import load_slope_and_offset
+from fusednorm.launch.launches import Launch, make_early_options
+from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.channels_last.positions import count_split_steps, locate_lanes
 from fusednorm.ops.group_norm.channels_last.samples import (
     compute_split_moments,
     load_sample_fragment,
     store_normalised_sample_fragment,
 )
-from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
-from fusednorm.ops.group_norm.sample import allocate_triple
+from fusednorm.ops.group_norm.channels_last.stream_partitions import make_stream_partition
+from fusednorm.ops.group_norm.channels_last.stream_positions import count_split_steps, locate_lanes
+from fusednorm.ops.group_norm.sample_shape import allocate_triple
 
 _REDUCE_CHANNELS = 512
 """The most channels for which a reduction writes coefficients at a time."""

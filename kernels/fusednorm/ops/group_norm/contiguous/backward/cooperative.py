@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch
-from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair, sum_pair_to_scalars
-from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.launch.launches import Launch, can_prefetch, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import compute_run_positions, prefetch_channel_runs
-from fusednorm.ops.group_norm.gradients import (
+from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions, prefetch_channel_runs
+from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
+from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_gradient,
     load_gradient_tiles,
     load_scaled_slope_and_offset,
@@ -26,8 +27,7 @@ from fusednorm.ops.group_norm.gradients import (
     make_tile_mask,
     store_tile_gradient,
 )
-from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
-from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in_l2
+from fusednorm.ops.group_norm.sample_shape import MAX_OFFSET, SampleShape, can_stay_in_l2
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.backward_split import (
     plan_sums_and_apply,
     store_fragment_gradients,
     sum_fragment_gradients,
 )
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.runs import compute_run_positions
-from fusednorm.ops.group_norm.gradients import load_scaled_slope_and_offset
+from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions
+from fusednorm.ops.group_norm.gradient_tiles import load_scaled_slope_and_offset
 
 _SIZES = [
     "parts", "blocks", "fragments", "channel_units", "groups", "channels", "scale_stride", "seed",

@@ -17,10 +17,10 @@ from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.loads import load_masked, load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
 from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.gradients import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
-from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
+from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
+from fusednorm.ops.group_norm.gradient_tiles import backpropagate_scaled_epilogue, load_scaled_slope_and_offset
 
 
 @dataclass(frozen=True, slots=True)

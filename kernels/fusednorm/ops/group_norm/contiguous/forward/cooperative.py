@@ -6,23 +6,23 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import next_power_of_2
-from fusednorm.jit.exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
-from fusednorm.jit.pieces import merge_equal_sets, merge_sets, reduce_lane_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, count_full_range_chunks, make_cooperative_options
-from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
+from fusednorm.jit.register_fragments import merge_equal_sets, merge_sets, reduce_lane_moments
+from fusednorm.launch.launches import Launch, count_full_range_chunks, make_cooperative_options
+from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
 from fusednorm.ops.group_norm.contiguous.frames import count_group_elements, locate_frame, round_up_to_vectors
-from fusednorm.ops.group_norm.contiguous.pieces import (
+from fusednorm.ops.group_norm.contiguous.group_fragments import (
     compute_group_lane_moments,
     load_chunk_affine,
     load_group_fragment,
     store_normalised_group_fragment,
     unify_mean,
 )
-from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import count_multiprocessors
+from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
-from fusednorm.jit.pieces import reduce_lane_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_lines
-from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
+from fusednorm.jit.register_fragments import reduce_lane_moments
+from fusednorm.launch.launches import Launch, compute_max_registers, count_full_chunks
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
     GroupNormForwardConfig,
@@ -18,7 +18,7 @@ from fusednorm.ops.group_norm.call import (
     fit_resident_programs,
 )
 from fusednorm.ops.group_norm.contiguous.frames import locate_frame, round_up_to_vectors
-from fusednorm.ops.group_norm.contiguous.pieces import (
+from fusednorm.ops.group_norm.contiguous.group_fragments import (
     compute_group_lane_moments,
     load_chunk_affine,
     load_group_fragment,

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import is_hopper_or_newer
+from fusednorm.devices.device_properties import is_hopper_or_newer
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
-from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import compute_range_moments, normalise_range
-from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, plan_moment_reduction, reduce_moments
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape, allocate_triple, compute_access_width
+from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_moments, normalise_range
+from fusednorm.ops.group_norm.moment_reduction import REDUCE_BLOCK, plan_moment_reduction, reduce_moments
+from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape, allocate_triple, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import compute_range_moments, normalise_range
+from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_moments, normalise_range
 
 
 @dataclass(frozen=True, slots=True)

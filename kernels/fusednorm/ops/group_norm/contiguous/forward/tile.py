@@ -9,9 +9,9 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
 from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
-from fusednorm.launch.launch import Launch
+from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
-from fusednorm.ops.group_norm.contiguous.ranges import store_normalised_tile
+from fusednorm.ops.group_norm.contiguous.group_ranges import store_normalised_tile
 
 
 @dataclass(frozen=True, slots=True)
