@@ -21,8 +21,8 @@ from fusednorm.devices.device_properties import INTERPRETED
 from benchmarks.fingerprints import files, group_norm_cases, layer_norm_cases
 from benchmarks.fingerprints.cases import FingerprintCase, plan_case
 from benchmarks.fingerprints.launch_text import format_case, summarise_launches
+from benchmarks.fingerprints.machine_code import make_code_line, map_on_all_cores
 from benchmarks.fingerprints.specialisations import list_distinct, select_covering
-from benchmarks.fingerprints.workers import make_code_line, map_on_all_cores
 
 PARTS = ("launches", "sm_90")
 _WRITTEN_EVERY = 50

@@ -1,12 +1,16 @@
 """The suite `models`: milliseconds of a training step and of a forward pass, for torch, fusednorm and Liger.
 
-All providers have the same weights and inputs.  Loss and norm of the gradients of each are compared with torch's
-before anything is timed; one that differs by more than rounding explains has a row without times.  `max_error` is
-the larger relative difference of the two.
+All providers have the same weights and inputs.  Before anything is timed, the loss and the norm of the gradients
+of each provider are compared with torch's; a provider that differs by more than rounding explains has rows without
+times.  `max_error` is the larger relative difference of the two.
+
+Times are wall times of passes, each with a synchronisation at its end.  Providers take turns, except with graphs,
+because each graph keeps its pass's memory.
 """
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,13 +19,50 @@ from fusednorm.launch import replay_cache
 from benchmarks.harness import records
 from benchmarks.harness.compile_ahead import fix_triton_cache, limit_inductor
 from benchmarks.harness.suite import Note, Row
-from benchmarks.harness.timing import TimeQuantiles, synchronize
+from benchmarks.harness.timing import TimeQuantiles, compute_quantiles, disable_garbage_collection, synchronize
 from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cells import CELLS, ModelCell
 from benchmarks.models.model_passes import ModelPasses, StepOutcome
 from benchmarks.models.norm_providers import PROVIDERS, NothingReplacedError
-from benchmarks.models.timing import time_in_turns
+
+CALLS = 3
+"""Timed calls of a provider per round; every provider has a turn in each round, so that drift affects all."""
+
+ROUNDS = 8
+"""Minimum number of rounds."""
+
+MOST_ROUNDS = 40
+"""Maximum, for passes so short that other work of the host affects them."""
+
+SECONDS = 1.5
+"""Time of the timed calls of each provider, unless `MOST_ROUNDS` are reached before."""
+
+_WARMUP = 3
+
+
+def time_in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, TimeQuantiles]:
+    """Quantiles of each one's calls, in milliseconds, after a few warm-up calls."""
+    for call in calls.values():
+        for _ in range(_WARMUP):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with disable_garbage_collection():
+        for done in range(MOST_ROUNDS):
+            if done >= ROUNDS and all(sum(of_call) >= SECONDS * 1e3 for of_call in samples.values()):
+                break
+            for name, call in calls.items():
+                samples[name] += (_measure_wall_ms(call) for _ in range(CALLS))
+    return {name: compute_quantiles(of_call) for name, of_call in samples.items()}
+
+
+def _measure_wall_ms(call: Callable[[], object]) -> float:
+    synchronize()
+    began = time.perf_counter_ns()
+    call()
+    synchronize()
+    return (time.perf_counter_ns() - began) / 1e6
+
 
 REFERENCE = "torch"
 

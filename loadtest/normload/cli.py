@@ -20,7 +20,7 @@ from normload.load import scenarios
 from normload.load_run import SAMPLE, TargetServer, run_scenario
 from normload.measurements.objectives import LoadObjective, parse_objective
 from normload.measurements.results import RunResult, read_result
-from normload.report import comparison, comparison_report, csv_report, html_report, markdown, terminal_report
+from normload.report import comparison, comparison_report, csv_report, html_report, report_tables, terminal_report
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
@@ -71,7 +71,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
     if options.csv is not None:
         options.csv.write_text(csv_report.render_csv(result), encoding="utf-8")
     if options.markdown is not None:
-        options.markdown.write_text(markdown.render_markdown(result, outcomes), encoding="utf-8")
+        options.markdown.write_text(report_tables.render_markdown(result, outcomes), encoding="utf-8")
     if written := [str(file) for file in files if file is not None]:
         console.print(f"Wrote {', '.join(written)}.", markup=False)
     return _exit_code(result, outcomes)

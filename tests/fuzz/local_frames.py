@@ -7,7 +7,7 @@ from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
 from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
 from normserve.memory.device_segments import DeviceMemoryView, DeviceSegment
-from normserve.memory.device_tensors import DeviceTensor
+from normserve.memory.tensors import DeviceTensor
 
 from tests.fuzz.streams import cut
 

@@ -35,7 +35,7 @@ import json, sys
 from benchmarks.fingerprints.cases import plan_case
 from benchmarks.fingerprints.__main__ import iterate_all_cases
 from benchmarks.fingerprints.launch_text import summarise_launches
-from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
+from benchmarks.fingerprints.machine_code import make_code_line, compute_ir_hash
 from fusednorm.launch.inspection import specialise_kernel
 
 of_ir, of_code = json.loads(sys.argv[1])

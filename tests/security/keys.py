@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from normserve.admission.keys.generate import format_key_table
+from normserve.admission.keys.keys_file import format_key_table
 
 INFER, LAYERS, METRICS, EXPIRED, SLOW = "infer-key", "layers-key", "metrics-key", "old-key", "slow-key"
 EVERYTHING = "everything-key"

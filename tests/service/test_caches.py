@@ -15,7 +15,7 @@ import pytest
 from normserve.client.calls import operations
 from normserve.client.http.direct_transport import RequestEncoder
 from normserve.client.http.server_address import ServerAddress
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 from normserve.client.local.array_memory import NumpyArrayMemory
 from normserve.client.local.call_cache import CallCache
 from normserve.client.results import ForwardResult, Timing

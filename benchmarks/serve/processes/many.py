@@ -1,11 +1,12 @@
 """Savings by one server for many processes: `python -m benchmarks.serve.processes.many --out FILE.csv`.
 
-1, 4 and 16 processes that normalise, either all through one server, which shares its memory with each, or each with
-its own kernels (and on a GPU its own CUDA context).  LayerNorm forward of [rows, 1024] float32, whole calls,
-complete when they return: rates and latencies with all processes active, the time from a process's start to its
+1, 4 and 16 processes normalise, either all through one server, which shares its memory with each, or each with its
+own kernels (and on a GPU its own CUDA context).  The workload is LayerNorm forward of [rows, 1024] float32 in
+complete calls.  Measured are rates and latencies with all processes active, the time from a process's start to its
 first result, the memory of all processes including the server, and the effect on the others when one is killed.
-Then the server's latencies for one client while another process keeps the device, or a core, busy with its own
-kernels.
+
+Then the server's latencies for one client are measured while another process keeps the device, or a core, busy
+with its own kernels.
 """
 
 import argparse
@@ -27,9 +28,26 @@ import torch
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report import memory
 from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
+
+
+def read_resident_bytes(pids: Sequence[int]) -> int:
+    """Host memory of all processes together; memory that several share counts once."""
+    kib = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                kib += int(line.split()[1])
+    return 1024 * kib
+
+
+def read_device_bytes() -> int:
+    """Used memory of the first GPU, by all processes."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(said.stdout) * 2**20
+
 
 SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"
 COLUMNS = (
@@ -55,7 +73,7 @@ def main() -> int:
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, number of clients, caller and round."""
     server_cores, client_cores = asked.cores
-    before = memory.read_device_bytes() if asked.device == "cuda" else 0
+    before = read_device_bytes() if asked.device == "cuda" else 0
     shared = folder / "many.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     backend = "triton" if asked.device == "cuda" else "torch"
@@ -103,8 +121,8 @@ class _ProcessLoad:
             first = [client.wait_until_ready() for client in clients]
             taken = _run_turn(clients, self._asked.seconds)
             pids = [client.pid for client in clients] + ([] if server is None else [server])
-            resident = memory.read_resident_bytes(pids)
-            on_device = memory.read_device_bytes() - self._device_before if self._asked.device == "cuda" else 0
+            resident = read_resident_bytes(pids)
+            on_device = read_device_bytes() - self._device_before if self._asked.device == "cuda" else 0
             killed = _measure_kill(clients) if self._count > 1 else ("", "")
         seconds = sorted(each for one in taken for _, each in one["calls"])
         assert not any(one["errors"] for one in taken), "calls failed that nobody disturbed"

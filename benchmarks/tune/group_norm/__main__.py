@@ -12,8 +12,14 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.worker_pool import run_in_workers
-from benchmarks.tune.group_norm.passes import GroupNormTuningCell
-from benchmarks.tune.group_norm.trials import COLUMNS, TuningItem, compile_cells, select_distinct_kernels, time_item
+from benchmarks.tune.group_norm.trials import (
+    COLUMNS,
+    GroupNormTuningCell,
+    TuningItem,
+    compile_cells,
+    select_distinct_kernels,
+    time_item,
+)
 from benchmarks.workload.cell_suites import PASSES
 
 LAYOUTS = ("nchw", "nhwc")

@@ -16,8 +16,12 @@ from pathlib import Path
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.tune.layer_norm.candidates import iterate_candidates
-from benchmarks.tune.layer_norm.passes import LayerNormTuningCell
-from benchmarks.tune.layer_norm.trials import compile_config, select_distinct_kernels, time_cell
+from benchmarks.tune.layer_norm.trials import (
+    LayerNormTuningCell,
+    compile_config,
+    select_distinct_kernels,
+    time_cell,
+)
 from benchmarks.workload.cell_suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")

@@ -5,10 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.api.autocast import AUTOCASTS_RMS_NORM, casts_to_float32
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
+
+AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
+"""Whether CUDA's autocast casts rms_norm, as in newer versions of torch."""
+
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def casts_to_float32(x: Tensor) -> bool:
+    """Return whether autocast makes norms of x compute and return float32.
+
+    CUDA's does, the CPU's does not.
+    """
+    return _any_autocast() and x.is_cuda and torch.is_autocast_enabled("cuda")
+
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

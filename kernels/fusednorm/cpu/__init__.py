@@ -4,7 +4,8 @@ The functions of `fusednorm.reference` with the same arguments and results, exce
 `fusednorm.cpu.batch_invariant` computes calls that torch's kernels do not support or compute less accurately:
 dropout, parameters for each head, scale and shift, backward passes without saved statistics, rows of RMSNorm with
 more than 65536 columns, and channels-last groups whose mean is far from zero.  `fusednorm.cpu.fallback_passes`
-determines which of these the reference computes with float64; it also handles all calls that the checks here reject.
+determines which of these the reference computes with float64; it also handles all calls that the checks here
+reject.
 
 torch computes statistics of contiguous memory by Welford's algorithm, which has no cancellation for a mean far
 from zero, though the mean that it subtracts is rounded to float32; for channels-last groups it computes

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from fusednorm.host import compile_program
-from fusednorm.host.build import make_compiler_command
-from fusednorm.host.extension_files import ExtensionFiles, check_owner, is_accessible
+from fusednorm.host.extension_files import ExtensionFiles, check_owner, is_accessible, make_compiler_command
 
 SWITCH = "FUSEDNORM_BUILD_EXTENSION"
 """The environment variable that disables builds in the background if it is 0."""

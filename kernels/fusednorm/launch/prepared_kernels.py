@@ -4,22 +4,113 @@ For each launch Triton binds all parameters by name and builds a string of all o
 costs the host several times as much as the driver call.  Here a kernel is found by the values that Triton's lookup
 depends on, and is called as `triton.runtime.jit.JITFunction.run` of Triton 3.6 to 3.9 calls it, with addresses
 instead of tensors.
+
+The driver's launch function is called directly instead of through Triton's launcher of a compiled kernel.
+`CudaLauncher.__call__` allocates scratch memory for kernels that need it, and otherwise passes on constants of the
+launcher, which takes about as much Python time as all other steps of a prepared launch.  The constants differ
+between Triton 3.6 and 3.7 to 3.9, so they are determined once, by calling the launcher with a driver function that
+records its arguments.
+
+Keys of kernels in Triton's cache are equal in every process.  Triton's key of a function includes the constants
+used by the functions it calls, but only of functions that were hashed before, so processes that compile the same
+kernels in another order would not find each other's kernels (Triton 3.6 and 3.7).  Here called functions are
+hashed first.
 """
 
-from collections.abc import Iterable, Mapping
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from threading import RLock
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from fusednorm.arguments.arrays import ITEMSIZES, Array
 from fusednorm.devices.device_properties import INTERPRETED
-from fusednorm.launch.driver import DriverLauncher, find_launcher
-from fusednorm.launch.keys import compute_stable_key
 from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
+
+# While one thread computes a key, other threads would treat the key as complete.
+_SETTLING = RLock()
+
+
+def compute_stable_key(function: Any) -> None:
+    """Compute the key of a jit function, after the keys of the functions that it calls."""
+    if not isinstance(function, JITFunction):
+        return
+    with _SETTLING:
+        if function.hash is None:
+            for called in _iterate_called(function):
+                if called is not function:
+                    compute_stable_key(called)
+            _ = function.cache_key
+
+
+def _iterate_called(function: Any) -> Iterator[Any]:
+    for node in ast.walk(function.parse()):
+        yield _resolve_name(node, function.__globals__)
+
+
+def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
+    """Return the value of a name, or of an attribute of a module."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        module = _resolve_name(node.value, names)
+        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+    return None
+
+
+_GRID_AND_STREAM = (2, 3, 5, 7)
+_PARAMETERS = (object(), object())
+
+
+class DriverLauncher(NamedTuple):
+    """The function that launches a compiled kernel, without hooks.
+
+    Attributes:
+        function: called with the grid's three sizes, the stream, `constant_arguments`, and then every parameter of
+            the kernel.
+        constant_arguments: the arguments that are the same at each launch.
+        packs_parameters: whether the parameters are passed as one tuple.
+    """
+
+    function: Any
+    constant_arguments: tuple[Any, ...]
+    packs_parameters: bool
+
+
+def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
+    """Find the fastest equivalent of Triton's `run(x, y, z, stream, function, metadata, ...)`."""
+    head = (function, metadata, None, None, None)
+    return _find_driver_function(run, head) or DriverLauncher(run, head, packs_parameters=False)
+
+
+def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | None:
+    """Find the driver function that `run` calls and its constant arguments; None if `run` does more."""
+    if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
+        return None
+    # Triton's sanitizer keeps state for each launch.
+    if getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+        return None
+    noted: list[tuple[Any, ...]] = []
+    probe = copy(run)
+    probe.launch = lambda *arguments: noted.append(arguments)
+    probe(*_GRID_AND_STREAM, *head, *_PARAMETERS)
+    if len(noted) != 1 or noted[0][:4] != _GRID_AND_STREAM:
+        return None
+    passed = noted[0][4:]
+    if passed[-1] == _PARAMETERS:
+        return DriverLauncher(run.launch, passed[:-1], packs_parameters=True)
+    if passed[-2:] == _PARAMETERS:
+        return DriverLauncher(run.launch, passed[:-2], packs_parameters=False)
+    return None
+
 
 Key = tuple[Any, ...]
 

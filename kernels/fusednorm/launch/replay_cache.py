@@ -1,15 +1,16 @@
 """Repeated calls without checks and planning: they repeat the launches of the first call of their kind.
 
-The kind of a call is the pass, its options, the process's policy and everything that checks, plan and compiler
-depend on in its tensors, which is all but their addresses.  The first call of a kind is checked and planned.  If
-its tensors are aligned, the remaining work for later calls is stored: how results are allocated, and the recipe of
-the launches.
+The kind of a call is the pass, its options, the process's policy, and everything in its tensors that checks, plan
+and compiler depend on, which is all but their addresses.  The first call of a kind is checked and planned.  If its
+tensors are aligned, the remaining work for later calls is stored: how results are allocated, and the recipe of the
+launches.
 
 If the launches declare how they depend on the number of rows, calls with any number of rows are of one kind.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 from typing import Any, Generic
 
@@ -20,7 +21,6 @@ from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.launch import prepared_kernels
 from fusednorm.launch.extension_calls import describe_call
-from fusednorm.launch.kinds import Inputs, Options, make_call_key, make_row_free_key
 from fusednorm.launch.launch_template import LaunchTemplate
 from fusednorm.launch.launches import Launch
 from fusednorm.policy.batch_invariance import is_batch_invariant
@@ -28,6 +28,62 @@ from fusednorm.policy.cooperative_launches import may_wait
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from fusednorm.tensors.outputs import Result, fits
+
+Inputs = tuple[Tensor | None, ...]
+Options = tuple[Hashable, ...]
+_LIKE_X, _OF_ROWS = ShapeRole.LIKE_X, ShapeRole.PER_ROW
+
+
+def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
+    """Make the key of a call of a pass.
+
+    Raises:
+        TypeError: an option has no hash; raised when the key is first looked up.
+    """
+    kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options]
+    for tensor in inputs:
+        if tensor is None:
+            kind.append(None)
+        else:
+            kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.is_neg())
+    return tuple(kind)
+
+
+def make_row_free_key(
+    whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
+) -> Hashable | None:
+    """Make the key of a call without its number of rows.
+
+    The result is None if the memory layout of the rows depends on that number.
+
+    Args:
+        roles: the roles of the inputs, x first; those beyond are parameters.  Empty if calls differ by more than
+            their number of rows.
+    """
+    x: Any = inputs[0]
+    shape = x.shape
+    if not (roles and shape):
+        return None
+    kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options, shape[-1]]
+    for role, tensor in zip_longest(roles, inputs):
+        if tensor is None:
+            kind.append(None)
+        elif role is _LIKE_X:
+            # A single row is contiguous for any stride between rows.
+            strides: Any = tensor.is_contiguous()
+            if not strides:
+                if len(shape) != 2:
+                    return None
+                strides = tensor.stride()
+            fits = tensor is x or tensor.shape == shape
+            kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
+        elif role is _OF_ROWS:
+            fits = tensor.is_contiguous() and tensor.shape == shape[:-1]
+            kind += (tensor.dtype, fits, tensor.get_device(), tensor.is_neg())
+        else:
+            kind += (tensor.dtype, tensor.shape, tensor.is_contiguous(), tensor.get_device(), tensor.is_neg())
+    return tuple(kind)
+
 
 MAX_KINDS = 4096
 """The most kinds of calls that are kept; the oldest is dropped, and recorded again at its next call."""

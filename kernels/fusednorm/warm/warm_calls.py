@@ -1,7 +1,13 @@
-"""The calls whose kernels are compiled in advance for a row length."""
+"""The calls whose kernels are compiled in advance for a row length, and the compilation of a call's kernels.
+
+The kernels of one call are compiled in parallel, in threads of this process; the call itself would compile them
+one after another.  Triton's compiler holds Python's lock while it processes a kernel's source, for a fifth to a
+half of its time, but not while it generates machine code.
+"""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -10,11 +16,12 @@ import torch
 import fusednorm
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.launch.inspection import specialise_kernel
-from fusednorm.launch.keys import compute_stable_key
 from fusednorm.launch.launches import Launch
+from fusednorm.launch.prepared_kernels import compute_stable_key
 from fusednorm.launch.recorded_launches import bind_to_nothing, recording_launches
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
+from fusednorm.warm.absent_driver import build_launcher
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROWS = 8
@@ -86,3 +93,19 @@ def compile_kernel(launch: Launch) -> Any:
     options = {"enable_fp_fusion": True, **launch.options}
     compute_stable_key(launch.kernel)
     return launch.kernel.warmup(*bind_to_nothing(launch.arguments), grid=launch.grid, **options)
+
+
+def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:
+    """Compile the kernels that `call` on meta tensors would launch on this process's GPU `gpu`; one call at a time.
+
+    A single kernel is not compiled here, but by the call that needs it.  The current device is the first.
+
+    Raises:
+        KernelInputError: the call raises it.
+    """
+    with recording_launches(gpu) as noted:
+        call()
+        kernels = list(iterate_distinct_launches(noted))
+    if len(kernels) > 1:
+        with ThreadPoolExecutor(len(kernels)) as threads:
+            list(threads.map(lambda launch: build_launcher(compile_kernel(launch)), kernels))

@@ -7,8 +7,8 @@ from normserve.client import BackwardResult, ForwardResult, HostTensor
 from normserve.client.calls import operations
 from normserve.client.calls.api_call import ApiCall
 from normserve.client.responses.api_response import ApiResponse
+from normserve.codec.api_names import PARAMETER_GRADIENTS, PARAMETERS
 from normserve.codec.media_types import SAFETENSORS
-from normserve.codec.tensor_names import PARAMETER_GRADIENTS, PARAMETERS
 
 from normload.adapters import AdapterRequest
 from normload.load.request_cases import RequestCase

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
+from normserve.client.responses.api_errors import parse_strict_json
 from normserve.client.responses.api_response import ApiResponse
-from normserve.client.responses.documents import parse_strict_json
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError

@@ -12,8 +12,8 @@ from normserve.client import ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.http import connection as http
+from normserve.client.http.connection import IncompleteResponseError
 from normserve.client.http.connection_pool import run_steps
-from normserve.client.http.receiving import IncompleteResponseError
 from normserve.client.http.server_address import ServerAddress
 from normserve.client.http.socket_opening import (
     Place,

@@ -14,10 +14,10 @@ import msgspec
 from normserve.client.errors import ApiError
 from normserve.client.http.socket_opening import connect
 from normserve.client.http.socket_steps import READ, WRITE, Steps
-from normserve.client.local.arena import ArenaBlock
+from normserve.client.local.allocator import ArenaBlock
 from normserve.client.local.call_messages import make_arena_response, prepare_host_call
 from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest
-from normserve.client.local.sockets import RECEIVED_AT_ONCE
+from normserve.client.local.connection import RECEIVED_AT_ONCE
 from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.framing import SendQueue
 from normserve.codec.local_messages import LazyLocalResponse

@@ -1,14 +1,21 @@
-"""The records of completed exchanges, created, and their responses checked, while no response is waiting."""
+"""The requests of a client process in progress, and the records of those that have ended.
+
+Records are created, and responses are checked, while no response waits to be received, or as soon as too many
+ended requests wait for their records.
+"""
 
 import collections
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
+from normserve.client.http.socket_steps import Steps
+from normserve.client.responses.api_errors import parse_strict_json
 from normserve.client.responses.api_response import ApiResponse
-from normserve.client.responses.documents import parse_strict_json
 
-from normload.clients.exchange import SentRequest
+from normload.clients.http_connection import HttpLoadConnection
+from normload.clients.local_connection import LocalLoadConnection
 from normload.clients.prepared_requests import PreparedRequest
 from normload.clients.response_checker import ResponseChecker
 from normload.load.schedules import ScheduledRequest
@@ -20,6 +27,36 @@ from normload.measurements.tallies import (
     UNEXPECTED_ANSWER,
     RequestOutcome,
 )
+
+AnyConnection = HttpLoadConnection | LocalLoadConnection
+
+
+@dataclass(slots=True)
+class SentRequest:
+    """A request in flight, or ended.
+
+    Attributes:
+        connection: the one it uses.
+        scheduled: the request, and its scheduled time.
+        free_at, sent_at, ended_at: when the connection was free, and the request was sent and ended, by the clock.
+        is_checked: whether the response is compared with the expected one.
+        steps: the remaining steps.
+        descriptor: the one that it waits for.
+        response: the response.
+        code: as in `Record`; "" if it follows from the response.
+    """
+
+    connection: AnyConnection
+    scheduled: ScheduledRequest
+    free_at: float
+    sent_at: float
+    is_checked: bool
+    steps: Steps[ApiResponse]
+    descriptor: int = -1
+    ended_at: float = 0.0
+    response: ApiResponse | None = None
+    code: str = ""
+
 
 # The API has some twenty codes; a server with invented ones must not fill the report.
 _CODE = re.compile("[a-z][a-z0-9_]{0,63}")

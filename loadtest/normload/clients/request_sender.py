@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from normserve.client import ClientError
 from normserve.client.http.server_address import ServerAddress
 
-from normload.clients.exchange import AnyConnection, SentRequest
 from normload.clients.http_connection import FAILURES, HttpLoadConnection, translate_failure
 from normload.clients.local_connection import LocalLoadConnection
 from normload.clients.prepared_requests import PreparedRequest
-from normload.clients.request_recorder import Records, RequestRecorder, get_error_code
+from normload.clients.request_recorder import AnyConnection, Records, RequestRecorder, SentRequest, get_error_code
 from normload.clients.response_checker import ResponseChecker
 from normload.load.schedules import RequestSchedule, ScheduledRequest
 from normload.measurements.tallies import CONNECTION_FAILED, TIMEOUT, RequestOutcome

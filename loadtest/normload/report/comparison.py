@@ -11,6 +11,7 @@ servers no number is called a change.
 Source: H. R. Künsch, The jackknife and the bootstrap for general stationary observations, 1989.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,37 @@ from numpy.typing import NDArray
 from normload.measurements.latency_histogram import compute_upper_bounds_s
 from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
 from normload.measurements.tallies import INTERVALS, RequestTotals
-from normload.report import spread
+
+# Points of the integral below; its error is far below the accuracy of such an interval.
+_POINTS = 100_001
+
+
+def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Compute bounds of the difference of means, after less before, of numbers with equal spread in both sets.
+
+    Args:
+        before, after: a number for each run; three or more together, all finite.
+        confidence: the fraction of such intervals that contain the true difference, below 1.
+    """
+    degrees = len(before) + len(after) - 2
+    squares = sum(float(np.var(side)) * len(side) for side in (before, after))
+    error = math.sqrt(squares / degrees * (1 / len(before) + 1 / len(after)))
+    difference = float(np.mean(after)) - float(np.mean(before))
+    reach = error * compute_student_quantile((1 + confidence) / 2, degrees)
+    return difference - reach, difference + reach
+
+
+@functools.cache
+def compute_student_quantile(probability: float, degrees: int) -> float:
+    """Compute the quantile of Student's distribution.
+
+    With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.
+    """
+    angle = np.linspace(-math.pi / 2, math.pi / 2, _POINTS)
+    density = np.cos(angle) ** (degrees - 1)
+    sums = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return math.sqrt(degrees) * math.tan(float(np.interp(probability * sums[-1], sums, angle)))
+
 
 Floats = NDArray[np.float64]
 
@@ -226,9 +257,9 @@ def _compare_repeated_runs(
     means = float(np.mean(before)), float(np.mean(after))
     if metric.name == ERRORS:
         all_finite = all(map(math.isfinite, (*before, *after)))
-        bounds = spread.compute_interval(before, after, confidence) if all_finite else (0.0, 0.0)
+        bounds = compute_interval(before, after, confidence) if all_finite else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
-        low, high = spread.compute_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
+        low, high = compute_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
         # Larger than any change, and still finite.
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:

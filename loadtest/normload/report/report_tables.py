@@ -1,4 +1,4 @@
-"""The texts and table cells that all reports of a run have in common."""
+"""Texts and table cells that all reports of a run share, and a run as Markdown for issues and pull requests."""
 
 import math
 from collections.abc import Sequence
@@ -179,3 +179,19 @@ def escape_formula(name: str) -> str:
 
 def _format_bytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def render_markdown(result: RunResult, outcomes: Sequence[Outcome] = ()) -> str:
+    """Render the summary; `outcomes` are the results of its objectives."""
+    title = f"{result.scenario}: {result.description}" if result.description else result.scenario
+    facts = [f"- {name}: {escape_markdown(value)}" for name, value in list_facts(result).items()]
+    remarks = [f"- {escape_markdown(text)}" for text in (*list_sentences(result), *result.faults, *result.remarks)]
+    blocks = [
+        [f"**normload {escape_markdown(title)}**"],
+        facts,
+        make_markdown_table(OBJECTIVE_HEADINGS, make_objective_rows(outcomes)),
+        make_markdown_table(PART_HEADINGS, make_phase_rows(result)),
+        make_markdown_table(OPERATION_HEADINGS, make_operation_rows(result)),
+        remarks,
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"

@@ -11,7 +11,7 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.tensor_conversion import TORCH_DTYPES, move_channels_first
-from normserve.codec.tensor_names import PARAMETERS, count_norms
+from normserve.codec.api_names import PARAMETERS, count_norms
 from normserve.jobs.chain_layers import ChainParameters
 from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
 from normserve.memory.tensors import DType

@@ -11,7 +11,7 @@ import torch
 from fusednorm.kernel_bytes import compute_backward_bytes, compute_forward_bytes
 from torch import Tensor
 
-from normserve.codec.tensor_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
+from normserve.codec.api_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
 from normserve.jobs import result_specs
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.tensors import DType, HostTensor

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from normserve import __version__
 from normserve.admission.keys import KeysFileError, KeysFileReader
-from normserve.admission.keys.generate import format_key_table, generate_key
+from normserve.admission.keys.keys_file import format_key_table, generate_key
 from normserve.logs.formatting import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles

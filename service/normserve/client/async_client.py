@@ -15,7 +15,7 @@ from normserve.client.calls.api_call import ApiCall
 from normserve.client.calls.concatenation import SEVERAL, TensorListCall, get_first_argument
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
-from normserve.client.local.awaiting import AsyncLocalTransport
+from normserve.client.local.async_connection import AsyncLocalTransport
 from normserve.client.method_signatures import DEFAULT_URL, copy_signature
 from normserve.client.retries import RetryPolicy, RetrySchedule
 from normserve.client.transport_choice import ClientOptions, choose_async_transport

@@ -1,4 +1,7 @@
-"""The choice of a client's transport, by its URL, its arguments and the environment."""
+"""The choice of a client's transport, by its URL, its arguments and the environment.
+
+The arguments are validated here, among them the API key and the certificates.
+"""
 
 import ssl
 import sys
@@ -12,14 +15,39 @@ from normserve.client.argument_checks import check_count, check_type
 from normserve.client.deadlines import check_timeout
 from normserve.client.http.async_connection_pool import AsyncConnectionPool
 from normserve.client.http.connection_pool import ConnectionPool
-from normserve.client.http.credentials import make_verify_argument, validate_api_key
 from normserve.client.http.direct_transport import AsyncDirectTransport, DirectTransport, RequestEncoder
 from normserve.client.http.httpx_transport import AsyncHttpxTransport, HttpxTransport
 from normserve.client.http.server_address import ServerAddress
 from normserve.client.http.socket_opening import TlsSettings
-from normserve.client.local.awaiting import AsyncLocalTransport
-from normserve.client.local.blocking import LocalTransport
+from normserve.client.local.async_connection import AsyncLocalTransport
+from normserve.client.local.connection import LocalTransport
 from normserve.client.transport import AsyncCallTransport, CallTransport
+
+
+def validate_api_key(api_key: str) -> str:
+    """Return the key if a header can contain it.
+
+    Raises:
+        ValueError: a header cannot contain the key.
+    """
+    # As part of a header, anything else fails with each request, and with the key in the error's text.
+    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
+        raise ValueError("the API key must be printable ASCII, without a blank or a line break at its ends")
+    return api_key
+
+
+def make_verify_argument(
+    verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
+) -> ssl.SSLContext | bool:
+    """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
+    if certificate is None:
+        return verify
+    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
+    return context
+
 
 # How long an idle connection is kept, as httpx keeps them.
 _KEEP_S = 5.0

@@ -19,22 +19,21 @@ from normserve.http.application_services import ApplicationServices
 from normserve.http.body_reader import BodyReader
 from normserve.http.direct_routes import DirectRouter
 from normserve.http.middleware import error_handlers
-from normserve.http.middleware.middleware import RequestMiddleware
 from normserve.http.middleware.origin_policy import OriginPolicy, list_allowed_hosts
-from normserve.http.oip.catalogue import ModelRoutes
-from normserve.http.oip.infer import InferenceRoutes
+from normserve.http.middleware.request_middleware import RequestMiddleware
+from normserve.http.oip.inference_routes import InferenceRoutes
 from normserve.http.oip.inference_statistics import InferenceStatistics
+from normserve.http.oip.model_routes import ModelRoutes
 from normserve.http.oip.models import ModelCatalogue
-from normserve.http.oip.region_tensors import RegionTransfer
+from normserve.http.oip.region_tensors import RegionTensorAccess, RegionTransfer
 from normserve.http.oip.regions.device_regions import DeviceRegionOpener
 from normserve.http.oip.repository_routes import RepositoryRoutes
 from normserve.http.oip.shared_memory_routes import SharedMemoryRoutes
-from normserve.http.oip.shared_tensors import RegionTensorAccess
 from normserve.http.relay.relay_server import RelayServer
 from normserve.http.relay.relayed_operations import OperationDispatcher, OperationServices
 from normserve.http.routes.layer_routes import LayerRoutes
 from normserve.http.routes.openapi import make_openapi_getter
-from normserve.http.routes.operations import OperationRoutes
+from normserve.http.routes.operation_routes import OperationRoutes
 from normserve.http.routes.page_routes import PageRoutes
 from normserve.http.routes.route_scopes import RouteScopes
 from normserve.http.routes.status_routes import StatusRoutes

@@ -16,7 +16,7 @@ from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
 from normserve.engine.progress import StallDetector
-from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.file_regions import SharedMemoryFolder
 from normserve.http.oip.regions.region_registry import RegionRegistry
 from normserve.layers.checkpoint import register_checkpoint
 from normserve.layers.layer_changes import FleetLayerChanges, LayerChanges
@@ -27,8 +27,8 @@ from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.sibling_processes import SiblingProcesses
 from normserve.requests.layer_requests import load_layer
-from normserve.requests.lifecycle import RequestServices
 from normserve.requests.memory_admission import MemoryAdmission
+from normserve.requests.request_lifecycle import RequestServices
 from normserve.settings import Settings
 
 if TYPE_CHECKING:

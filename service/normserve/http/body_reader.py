@@ -10,7 +10,7 @@ from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTyp
 from normserve.http.http_exchange import HttpExchange
 from normserve.memory.slabs import SlabPool, allocate_plain
 from normserve.memory.thread_allocation import make_on_thread
-from normserve.requests.lifecycle import RequestLifecycle
+from normserve.requests.request_lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.
 _FIRST_BYTES = 2**20

@@ -1,4 +1,7 @@
-"""One request over HTTP and its response, from the first header to the last byte."""
+"""A request over HTTP and its response, from the first header to the last byte, and the request's span.
+
+The span has the attributes of OpenTelemetry's semantic conventions.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,14 +11,49 @@ from starlette.types import Scope
 
 from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import NormserveError
-from normserve.http.spans import describe_request_span
 from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
 from normserve.jobs.job import NormJob, NormResult
 from normserve.metrics.request_metrics import RequestRecord
-from normserve.requests.lifecycle import RequestLifecycle, RequestServices
+from normserve.requests.request_lifecycle import RequestLifecycle, RequestServices
 
 if TYPE_CHECKING:
+    # It imports OpenTelemetry, which is installed only where traces are used.
     from normserve.traces.request_tracer import Attributes
+
+
+UNMATCHED = "(unmatched)"
+"""The route of a request that no route handles."""
+
+_LONGEST_PATH = 200
+
+
+def describe_request_span(request: RequestLifecycle, scope: Scope, route: str) -> "tuple[str, Attributes]":
+    """Return the name and the attributes of a request's span.
+
+    Args: route: the path's template.
+    """
+    method = scope["method"]
+    attributes: Attributes = {
+        "http.request.method": method,
+        "http.response.status_code": request.record.status,
+        "http.request.body.size": request.record.received_bytes,
+        "http.response.body.size": request.record.sent_bytes,
+        "url.path": scope["path"][:_LONGEST_PATH],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope["http_version"],
+        "client.address": request.client_identity.address,
+        "normserve.request_id": request.request_id,
+    }
+    if agent := request.headers.get(b"user-agent"):
+        attributes["user_agent.original"] = agent.decode("latin-1")[:_LONGEST_PATH]
+    if (server := scope.get("server")) is not None:
+        attributes["server.address"] = str(server[0])
+        if server[1] is not None:
+            attributes["server.port"] = server[1]
+    if route == UNMATCHED:
+        return method, attributes
+    attributes["http.route"] = route
+    return f"{method} {route}", attributes
 
 
 class HttpExchange(RequestLifecycle):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from normserve.codec.tensor_names import MAX_NORMS
+from normserve.codec.api_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPTIONS, NormSpec, Op, PassDirection, RegisteredLayer
 

@@ -8,8 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from normserve.codec.api_names import ACTIVATIONS
-from normserve.codec.tensor_names import PARAMETERS, is_parameter
+from normserve.codec.api_names import ACTIVATIONS, PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
     RequestParameter,
     make_choice_parameter,
@@ -20,8 +19,7 @@ from normserve.jobs.option_values import (
     parse_seed,
     parse_zero_or_one,
 )
-from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.tensors import FLOATS, DType, HostTensor
+from normserve.memory.tensors import FLOATS, DeviceTensor, DType, HostTensor
 
 MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
 """The largest parameters, in bytes, that are compared for batching: for larger ones a shared launch saves less time

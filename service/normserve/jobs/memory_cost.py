@@ -8,7 +8,7 @@ this model with measured peaks, which are never more than `SCRATCH_BYTES` above 
 from math import prod
 from typing import NamedTuple
 
-from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS
+from normserve.codec.api_names import OF_SAMPLES, PARAMETERS
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
 from normserve.jobs.result_specs import Described, LayerParameterSpec, infer_result_specs
 from normserve.memory.tensors import DType
@@ -22,7 +22,7 @@ REUSED_ELEMENTS = 256 * 1024
 """The number of elements above which the CPU backend writes y over x, if their sizes are equal and x is not read
 again.
 
-A test checks that `fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS` is equal.
+A test checks that `fusednorm.cpu.batch_invariant.row_norms.WHOLE_ELEMENTS` is equal.
 """
 
 SCRATCH_BYTES = 64 * 2**20

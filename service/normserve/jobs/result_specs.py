@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.codec.api_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.memory.tensors import DType
 

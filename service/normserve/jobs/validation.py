@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from normserve.codec.tensor_names import (
+from normserve.codec.api_names import (
     CHAIN_PARAMETERS,
     COMPANIONS,
     OF_SAMPLES,

@@ -17,10 +17,9 @@ from normserve.local.local_session import LocalSession
 from normserve.local.operation_planner import copy_tensors
 from normserve.local.segment_table import SegmentTable
 from normserve.logs import audit
-from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.tensors import HostTensor
+from normserve.memory.tensors import DeviceTensor, HostTensor
 from normserve.requests.layer_requests import describe_layer, require_layer_query
-from normserve.requests.lifecycle import RequestServices
+from normserve.requests.request_lifecycle import RequestServices
 
 _CHANGES = frozenset([KeyScope.LAYERS])
 _READS = frozenset([KeyScope.INFER, KeyScope.LAYERS])

@@ -12,7 +12,7 @@ from normserve.jobs.job import NormJob, NormResult
 from normserve.local.frame_socket import FrameSocket
 from normserve.local.local_session import LocalSession
 from normserve.metrics.request_metrics import NONE, RequestRecord
-from normserve.requests.lifecycle import CallbackRequest, RequestServices
+from normserve.requests.request_lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
     from normserve.traces.request_tracer import Attributes

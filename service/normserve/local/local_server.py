@@ -12,7 +12,7 @@ from normserve.errors.problems import get_status, make_problem_document
 from normserve.local.client_segments import ClientSegment
 from normserve.local.frame_socket import FrameSocket
 from normserve.local.local_services import LocalServices
-from normserve.local.peer import LocalUsers, PeerProcess
+from normserve.local.local_session import LocalUsers, PeerProcess
 from normserve.local.server_connection import LocalServerConnection
 from normserve.socket_readers import has_ended
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from normserve.engine.busy_polling import BusyPoller
-from normserve.local.client_segments import HostSegmentAllocator, OrphanedSegments
-from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.client_segments import DeviceSegmentAllocator, HostSegmentAllocator, OrphanedSegments
 from normserve.local.layer_messages import LayerMessageDispatcher
 from normserve.local.operation_planner import OperationPlanner
 from normserve.requests.key_authorisation import KeyAuthorisation
-from normserve.requests.lifecycle import RequestServices
+from normserve.requests.request_lifecycle import RequestServices
 
 if TYPE_CHECKING:
     # Imports only for types, because the import would be circular.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UnsetType
 
+from normserve.codec.api_names import is_parameter
 from normserve.codec.local_messages import ComputeMessage, ComputeResponse, StageMilliseconds, TensorReference
-from normserve.codec.tensor_names import is_parameter
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
 from normserve.jobs.job import (
@@ -26,8 +26,7 @@ from normserve.layers.registry import LayerRegistry
 from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
 from normserve.memory.tensors import HostTensor
 from normserve.metrics.request_metrics import RequestRecord
-from normserve.requests.prepared_calls import PreparedCallCache
-from normserve.requests.prepared_jobs import prepare_job
+from normserve.requests.prepared_calls import PreparedCallCache, prepare_job
 from normserve.requests.request_parameters import find_layer_name, list_operation_parameters, make_spec, parse_query
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}

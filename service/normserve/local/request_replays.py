@@ -29,7 +29,7 @@ from normserve.layers.registry import LayerRegistry
 from normserve.local.local_responder import LocalResponder
 from normserve.local.operation_planner import ComputeRequest
 from normserve.metrics.request_metrics import CLIENT_LEFT, RequestRecord, RequestTimes
-from normserve.requests.lifecycle import RequestServices
+from normserve.requests.request_lifecycle import RequestServices
 
 # The event loop's other callbacks wait so long for a replayer that has something to do all the time.
 _TURN_S = 0.5e-3

@@ -9,8 +9,7 @@ from normserve.codec.shapes import count_bits
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
 from normserve.jobs.result_specs import Described
 from normserve.memory.device_segments import DeviceMemoryView
-from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.tensors import FLOATS, HostTensor
+from normserve.memory.tensors import FLOATS, DeviceTensor, HostTensor
 
 _DTYPES = {dtype.value: dtype for dtype in FLOATS}
 _LONGEST_NAME = 64

@@ -1,6 +1,6 @@
-"""The server's description of a tensor in host memory that has another owner.
+"""Descriptions of tensors in host or device memory that has another owner.
 
-It uses neither torch nor numpy: the codec creates these from a request body, and the executor returns them as
+They use neither torch nor numpy: the codec creates them from a request body, and the executor returns them as
 results.
 """
 
@@ -55,3 +55,13 @@ class HostTensor:
     def nbytes(self) -> int:
         """Bytes that the shape and dtype require."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class DeviceTensor(HostTensor):
+    """A contiguous, row-major tensor in the memory of a device.
+
+    All attributes are as in `HostTensor` except `data`, a `DeviceMemoryView`: it has a size and keeps the memory,
+    and code that uses it as host memory gets a TypeError.
+    """
+
+    __slots__ = ()

@@ -19,8 +19,8 @@ from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problem_responses import render_problem_response
 from normserve.http.relay.front_end import RelayApplication
 from normserve.logs.formatting import configure_logging
-from normserve.process.channel import SupervisorChannel
 from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
+from normserve.process.supervisor_channel import SupervisorChannel
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
 

@@ -1,4 +1,4 @@
-"""The sockets that the server listens on."""
+"""The sockets that the server listens on, and the message that announces their URL."""
 
 import contextlib
 import os
@@ -6,7 +6,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from normserve.local.peer import LocalUsers
+from normserve.http.curl import make_example_line
+from normserve.local.local_session import LocalUsers
 from normserve.settings import Settings
 
 _BACKLOG = 2048
@@ -133,3 +134,12 @@ def make_url(listener: socket.socket, *, encrypted: bool) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if encrypted else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def print_announcement(settings: Settings, url: str) -> None:
+    """Print the URL for operations, with an example command; print nothing if the log format is JSON."""
+    if settings.log_format == "json":
+        return
+    with_key = settings.api_key is not None or settings.api_keys_file is not None
+    example = make_example_line(url, with_key=with_key, with_certificate=settings.tls_client_ca is not None)
+    print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)

@@ -5,13 +5,12 @@ from typing import Any
 
 from normserve.engine.busy_polling import SOON_S, make_busy_poller
 from normserve.http.application_services import ApplicationServices
-from normserve.local.client_segments import HostSegmentAllocator, OrphanedSegments
-from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.client_segments import DeviceSegmentAllocator, HostSegmentAllocator, OrphanedSegments
 from normserve.local.layer_messages import LayerMessageDispatcher
 from normserve.local.local_server import LocalServer, make_refusal_frame
 from normserve.local.local_services import LocalServices
+from normserve.local.local_session import LocalUsers
 from normserve.local.operation_planner import OperationPlanner
-from normserve.local.peer import LocalUsers
 from normserve.local.request_replays import RequestReplays
 from normserve.process.connection_limits import ConnectionLimits
 from normserve.requests.key_authorisation import KeyAuthorisation

@@ -1,28 +1,225 @@
-"""A server with given settings, run until it ends."""
+"""The server process that owns a device, from listening and announcing to draining and exit."""
 
+import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
 import sys
-from typing import NoReturn
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+import uvicorn
 from fastapi import FastAPI
 
 from normserve import __version__
-from normserve.errors import NormserveError, TooManyConnectionsError
+from normserve.errors import ConfigurationError, NormserveError, TooManyConnectionsError
 from normserve.errors.problems import get_status
 from normserve.http.app import create_app
 from normserve.http.application_services import ApplicationServices
 from normserve.http.problem_responses import render_problem_response
+from normserve.http.relay.relay_server import RelayServer
+from normserve.local.local_server import LocalServer
 from normserve.logs import audit
 from normserve.metrics.request_metrics import RequestRecord
+from normserve.process.connection_limits import (
+    AcceptedConnection,
+    ConnectionLimits,
+    raise_descriptor_limit_for_connections,
+)
 from normserve.process.exit_codes import ExitCode
-from normserve.process.http_server import make_uvicorn_config
-from normserve.process.listeners import ListenError, open_listeners, open_local_listener
-from normserve.process.server import OwnerServer
+from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
+from normserve.process.listeners import (
+    ListenError,
+    is_local_connection,
+    make_url,
+    open_listeners,
+    open_local_listener,
+    print_announcement,
+)
+from normserve.process.local_setup import make_local_limits, make_local_server
+from normserve.process.supervisor_channel import SupervisorChannel
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
+
+_DRAIN_POLL_S = 0.02
+# Time to send the last error responses.
+_FAREWELL_S = 0.3
+
+
+class OwnerServer(HttpServer):
+    """The server that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        listeners: Sequence[socket.socket],
+        stop_listening: Callable[[], None],
+        channel: socket.socket | None,
+        tls: TlsContext | None,
+        local_listener: socket.socket | None = None,
+    ) -> None:
+        """Args:
+        listeners, channel: the source of connections, one or the other.
+        local_listener: the source of connections of clients that share memory.
+        """
+        self._app = app
+        self._services: ApplicationServices = app.state.service
+        settings = self._services.settings
+        super().__init__(config, settings, tls)
+        self._listeners = listeners
+        self._stop_listening = stop_listening
+        self._accept_tasks: list[asyncio.Task[None]] = []
+        self._is_failing = False
+        self._connection_limits = ConnectionLimits(
+            max_all=raise_descriptor_limit_for_connections(settings.max_connections),
+            max_per_address=settings.max_connections_per_address,
+            on_refused=self._services.metrics.observe_refused_connection,
+        )
+        self._local_listener = local_listener
+        self._local_limits = make_local_limits(settings, self._services.metrics.observe_refused_connection)
+        self._local_server: LocalServer | None = None
+        self._relay_server: RelayServer = app.state.relays
+        self._services.metrics.track_connections(self._count_connections)
+        self._channel = None if channel is None else self._make_channel(channel)
+        self._services.engine.on_failure = self._on_device_failure
+        self._services.layer_changes.on_divergence = self._start_drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
+        if (server := await self._services.sibling_processes.start_listening()) is not None:
+            self.servers.append(server)
+        if self._services.settings.local is not None:
+            self._local_server = make_local_server(self._services, self._app.state.describe)
+        if self._channel is not None:
+            self._channel.start()
+        if self._local_listener is not None:
+            accepting = self._local_limits.accept_connections(self._local_listener, self._serve_local)
+            self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
+        for listener in self._listeners:
+            accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
+            self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
+        self._start_task(self._announce_when_ready())
+
+    def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log a callback's exception.  A MemoryError ends the server: a caller may be left waiting forever."""
+        if not isinstance(context.get("exception"), MemoryError):
+            loop.default_exception_handler(context)
+        elif not self._is_failing:
+            log.critical("out of memory: the server ends")
+            self._services.report_crash("there is no memory left to go on with", context["exception"])
+            self._end_with_failure()
+
+    def _announce_drain(self) -> None:
+        self._report_readiness(ready=False)
+        audit.log_drain()
+        log.info("draining: admitted requests are finished, new ones are refused")
+        self._services.engine.start_draining()
+
+    async def _finish_requests(self) -> None:
+        give_up = time.monotonic() + self._services.settings.drain_s
+        while self._services.admission_budget.request_count and time.monotonic() < give_up:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self._services.admission_budget.request_count:
+            log.warning("%d requests were not finished in time", self._services.admission_budget.request_count)
+            self._services.engine.fail_pending_jobs()
+            await asyncio.sleep(_FAREWELL_S)
+        self.should_exit = True
+
+    async def _serve_accepted(self, connection: socket.socket, admission: AcceptedConnection) -> None:
+        """Serve a connection that this process accepted."""
+        on_end = functools.partial(self._connection_limits.release_address, admission.address)
+        self._start_task(self._serve_connection(connection, on_end, admission.exceeded_limit))
+
+    async def _serve_local(self, connection: socket.socket, admission: AcceptedConnection) -> None:
+        """Serve a connection that this process accepted from a client that shares memory."""
+        assert self._local_server is not None
+        self._local_server.serve_connection(
+            connection, functools.partial(self._local_limits.release_address, admission.address)
+        )
+
+    def _make_channel(self, channel: socket.socket) -> SupervisorChannel:
+        """Make a channel for connections that another process accepts; when that process ends, this one ends as
+        well.
+        """
+        service = self._services
+        return SupervisorChannel(
+            channel,
+            is_stalled=lambda: service.stall_detector.is_stalled,
+            on_connection=self._serve_handed_over,
+            on_refused=service.metrics.observe_refused_connection,
+            on_link=self._relay_server.serve_front_end,
+            on_closed=self._start_drain,
+        )
+
+    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
+        if self._local_server is not None and is_local_connection(connection, self._services.settings):
+            self._local_server.serve_connection(connection, on_end)
+        else:
+            self._start_task(self._serve_connection(connection, on_end, beyond))
+
+    def _report_readiness(self, *, ready: bool) -> None:
+        """Report readiness to the process that accepts connections, if there is one, and to the front ends."""
+        self._relay_server.report_readiness(ready=ready)
+        if self._channel is not None:
+            self._channel.report_readiness(ready=ready)
+
+    def _count_connections(self) -> int:
+        return len(self.server_state.connections) + self._relay_server.connection_count
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accept_tasks:
+            task.cancel()
+        await asyncio.gather(*self._accept_tasks, return_exceptions=True)
+        self._stop_listening()
+        within_s = 0.0 if self.force_exit else CLOSE_S
+        if self._local_server is not None:
+            await self._local_server.close(within_s)
+        await self._relay_server.close(within_s)
+        await super().shutdown(sockets)
+
+    async def _announce_when_ready(self) -> None:
+        try:
+            await self._app.state.warming
+        except NormserveError as error:
+            log.critical("the server cannot start: %s", error.detail)
+            self._end_with_failure(
+                ExitCode.MISCONFIGURED if isinstance(error, ConfigurationError) else ExitCode.FAILED
+            )
+            return
+        except Exception as error:
+            self._services.report_crash("the server cannot start", error)
+            self._end_with_failure()
+            return
+        engine = self._services.engine
+        assert engine.device_description is not None
+        log.info(
+            "backend %s on %s, device copy %.1f GB/s",
+            engine.backend_name,
+            engine.device_description.name,
+            engine.device_description.copy_bandwidth / 1e9,
+        )
+        if self._channel is not None:
+            self._report_readiness(ready=True)
+            return
+        url = make_url(self._listeners[0], encrypted=self._tls is not None)
+        log.info("ready on %s", url)
+        print_announcement(self._settings, url)
+
+    def _on_device_failure(self) -> None:
+        self._services.report_crash("the device failed")
+        self._end_with_failure()
+
+    def _end_with_failure(self, code: ExitCode = ExitCode.FAILED) -> None:
+        self._is_failing = True
+        self.exit_code = code
+        self._report_readiness(ready=False)
+        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
+
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from normserve.peers.sibling_processes import FleetPosition
-from normserve.process.announcement import print_announcement
 from normserve.process.child import FRONT_END, OWNER, ChildProcess, HandedConnection, describe_exit
 from normserve.process.connection_limits import (
     AcceptedConnection,
@@ -30,7 +29,13 @@ from normserve.process.connection_limits import (
     raise_descriptor_limit_for_connections,
 )
 from normserve.process.exit_codes import ExitCode
-from normserve.process.listeners import ListenError, make_url, open_listeners, open_local_listener
+from normserve.process.listeners import (
+    ListenError,
+    make_url,
+    open_listeners,
+    open_local_listener,
+    print_announcement,
+)
 from normserve.process.local_setup import make_local_limits
 from normserve.process.supervisor_channel import BEAT_S, LINK, REFUSED
 from normserve.settings import Settings

@@ -6,7 +6,7 @@ from collections.abc import Set
 from normserve.admission.keys import Keyring, KeyringEntry, KeyScope
 from normserve.errors import ForbiddenError, NormserveError, UnauthorizedError
 from normserve.logs.audit import KeyRefusalLog
-from normserve.requests.lifecycle import RequestLifecycle
+from normserve.requests.request_lifecycle import RequestLifecycle
 
 
 class KeyAuthorisation:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS, is_parameter
+from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS, is_parameter
 from normserve.errors import InvalidShapeError, MissingTensorError, UnexpectedTensorError, UnsupportedDtypeError
 from normserve.memory.tensors import DType, HostTensor
 

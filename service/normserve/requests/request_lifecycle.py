@@ -1,10 +1,34 @@
-"""The access log: one line for each completed request of any transport, with the logger `normserve.access`."""
+"""The lifecycle of a request, from its permit to its line in the access log, for all transports.
+
+The access log, with the logger `normserve.access`, has one line for each completed request.
+"""
 
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from normserve.admission.client_identity import ClientIdentity
-from normserve.metrics.request_metrics import RequestRecord
+from normserve.admission.permits import AdmissionBudget, Permit
+from normserve.engine.engine import Engine
+from normserve.engine.progress import CompletionTracker
+from normserve.errors import NormserveError
+from normserve.errors.problems import convert_unexpected_error, get_status
+from normserve.jobs.job import NormJob, NormResult
+from normserve.jobs.memory_cost import MemoryCost
+from normserve.logs import failures
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.request_metrics import CLIENT_LEFT, RequestRecord
+from normserve.requests.memory_admission import MemoryAdmission
+from normserve.traces.parent_span import make_log_fields
+
+if TYPE_CHECKING:
+    # It imports OpenTelemetry, which is installed only where traces are used.
+    from normserve.traces.request_tracer import Attributes, RequestTracer
+
 
 _log = logging.getLogger("normserve.access")
 
@@ -30,3 +54,230 @@ def log_request(
         **named,
     }
     _log.info("request", extra={"fields": fields})
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestServices:
+    """The objects that all requests share.
+
+    Attributes:
+        request_progress: counts the requests that have been received completely and have no response yet.
+        timeout_ms: default limit of the time from a request's arrival to its start on the device.
+        tracer: None if requests are not traced.
+        is_logged: whether the access log has a line for each request.
+    """
+
+    engine: Engine
+    admission_budget: AdmissionBudget
+    memory_admission: MemoryAdmission
+    request_progress: CompletionTracker
+    metrics: Metrics
+    timeout_ms: float
+    tracer: "RequestTracer | None" = None
+    is_logged: bool = False
+
+
+class RequestLifecycle(ABC):
+    """One request: it is admitted, charged for memory, computed, answered and accounted for.
+
+    A transport's subclass sends the result or the error of the job in `conclude_job`, and calls `finish_request`
+    once the response has been sent or never will be.
+
+    Attributes:
+        request_id: the client's own, if it sent a valid one.
+        headers: the request's headers by lower-case name; without HTTP those of its trace.
+        client_identity: the client.
+        record: the values for the metrics.
+        permit: None until the request is admitted; released by `finish_request` at the latest.
+        job: set while the engine has it.
+        is_traced: whether the request may have a span.
+    """
+
+    is_traced = True
+    permit: Permit | None = None
+    job: NormJob | None = None
+    _is_processing = False
+
+    def __init__(
+        self,
+        services: RequestServices,
+        request_id: str,
+        headers: Mapping[bytes, bytes],
+        caller: ClientIdentity,
+        record: RequestRecord,
+    ) -> None:
+        self.services = services
+        self.request_id = request_id
+        self.headers = headers
+        self.client_identity = caller
+        self.record = record
+
+    @abstractmethod
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Respond with a job's result or error; the engine calls this after `submit_job` has returned."""
+
+    @abstractmethod
+    def describe_span(self) -> "tuple[str, Attributes]":
+        """Return the name and the attributes that the transport gives the request's span."""
+
+    @abstractmethod
+    def describe_log_target(self) -> tuple[str, str]:
+        """Return the method and the path by which the access log names the request."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The log fields that identify the request."""
+        return make_log_fields(self.request_id, self.record.trace_id, self.headers)
+
+    def acquire_permit(self, nbytes: int) -> Permit:
+        """Take a permit for a request with `nbytes`, and return it.
+
+        Raises:
+            OverloadedError, TooLargeError: the server's budget or that of the caller's key is exceeded.
+        """
+        caller = self.client_identity
+        self.permit = permit = self.services.admission_budget.acquire(
+            nbytes, caller.tenant_name, caller.max_inflight_bytes
+        )
+        return permit
+
+    def record_received(self, seconds: float) -> None:
+        """Record that the body was received completely, `seconds` after the header."""
+        self.record.stage_seconds["recv"] = seconds
+        self.record.current_stage = "parse"
+
+    def begin_processing(self) -> None:
+        """Count the request as completely received: from now on the server is responsible for a response.
+
+        A second call does nothing.
+        """
+        if not self._is_processing:
+            self._is_processing = True
+            self.services.request_progress.begin_work()
+
+    def end_processing(self) -> None:
+        """Count the request as processed: its response is ready or not needed.  A second call does nothing."""
+        if self._is_processing:
+            self._is_processing = False
+            self.services.request_progress.end_work()
+
+    def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+        """Charge a job's results and temporaries to the permit.
+
+        Args: body_bytes: bytes that the permit covers already.
+
+        Raises:
+            TooLargeError, OverloadedError: the job takes too much memory, ever or now.
+        """
+        record = self.record
+        self.services.memory_admission.charge_results_and_temporaries(self.permit, job, cost, body_bytes)
+        record.dtype, record.rows = job.x.dtype.label, job.rows
+        record.stage_seconds["parse"] = time.perf_counter() - record.began_at - record.stage_seconds["recv"]
+        record.current_stage = "queue"
+
+    def charge_copy(self, nbytes: int) -> None:
+        """Charge a copy of the body to the permit.
+
+        Raises:
+            TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
+        """
+        self.services.memory_admission.charge_copy(self.permit, nbytes)
+
+    def compute_deadline(self, timeout_ms: float | None) -> float:
+        """Return the latest time at which execution may begin, by `time.perf_counter`.
+
+        Args: timeout_ms: None for the server's default.
+        """
+        wait_ms = self.services.timeout_ms if timeout_ms is None else timeout_ms
+        return self.record.began_at + wait_ms / 1000
+
+    def submit_job(self, job: NormJob, timeout_ms: float | None) -> None:
+        """Submit a charged job to the engine, which later calls `conclude_job` with its result or error.
+
+        Args: timeout_ms: None for the server's default.
+
+        Raises:
+            DeadlineExceededError: the deadline has passed.
+            NormserveError: the engine does not take the job.
+        """
+        self.services.engine.submit(job, self.compute_deadline(timeout_ms), self._on_job_end)
+        self.begin_processing()
+        self.job = job
+
+    def cancel_job(self) -> None:
+        """Cancel the job if it is queued; a running job still ends with its result."""
+        if self.job is not None:
+            self.services.engine.cancel(self.job)
+
+    def log_failure(self, error: BaseException) -> NormserveError:
+        """Log an error of the server itself; return the error for the client."""
+        if isinstance(error, NormserveError):
+            if get_status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.log_failure(error.detail, self._make_failure_fields())
+            return error
+        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._make_failure_fields()})
+        return convert_unexpected_error(error)
+
+    def finish_request(self, *, is_delivered: bool) -> None:
+        """End the request, whose response has been sent or never will be.
+
+        The processing ends, the permit is released, and the request is traced, counted and logged.
+        """
+        services, record = self.services, self.record
+        self.end_processing()
+        if self.permit is not None:
+            self.permit.release()
+        if not is_delivered:
+            record.status = CLIENT_LEFT
+        if services.tracer is not None and self.is_traced:
+            services.tracer.end_span(record, self.headers, self.describe_span)
+        services.metrics.observe_request(record)
+        if services.is_logged:
+            log_request(*self.describe_log_target(), record, self.client_identity, self.log_fields)
+
+    def _on_job_end(self, ended: NormResult | NormserveError) -> None:
+        job, self.job = self.job, None
+        assert job is not None
+        self.services.engine.release(job)
+        self.conclude_job(ended, job)
+
+    def _make_failure_fields(self) -> dict[str, str | None]:
+        """The log fields that identify the request and its caller."""
+        if self.services.tracer is not None and self.is_traced:
+            self.services.tracer.begin_span(self.record, self.headers)
+        return {**self.log_fields, "key": self.client_identity.key}
+
+
+class CallbackRequest(RequestLifecycle):
+    """A request that is answered from the engine's callback, without a task that waits.
+
+    A transport's subclass sends results and problems.
+    """
+
+    @abstractmethod
+    def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Send the result of a job; an error that this raises is sent in its place."""
+
+    @abstractmethod
+    def send_problem(self, error: NormserveError) -> None:
+        """Send an error, which has been written into the record."""
+
+    def respond_error(self, error: BaseException) -> None:
+        """Send an error, and log an error of the server itself."""
+        reported_error = self.log_failure(error)
+        self.record.error_code, self.record.status = reported_error.code, get_status(reported_error)
+        self.send_problem(reported_error)
+
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        self.end_processing()
+        # Not raised: its traceback would hold this frame, and with it the job.
+        if isinstance(ended, NormserveError):
+            self.respond_error(ended)
+            return
+        try:
+            self.send_result(ended, job)
+        except Exception as error:
+            self.respond_error(error)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from normserve.codec.tensor_names import MAX_NORMS
+from normserve.codec.api_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, list_options
 from normserve.jobs.option_values import RequestParameter, make_choice_parameter, parse_number

@@ -39,7 +39,7 @@ RENAMED = {name: f"longer_name_of_{value}" for name, value in NAMES.items()} | {
 COMPILE = """
 import importlib.util, json, sys
 import torch
-from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
+from benchmarks.fingerprints.machine_code import make_code_line, compute_ir_hash
 from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.launches import Launch
 from fusednorm.tensors.arrays import describe

@@ -5,7 +5,7 @@ import pytest
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from benchmarks.models import architectures, suite, timing
+from benchmarks.models import architectures, suite
 from benchmarks.models.architectures import ModelArchitecture
 
 TINY = ModelArchitecture(
@@ -45,8 +45,8 @@ def tiny(monkeypatch):
     monkeypatch.setitem(architectures.ARCHITECTURES, "blocks", TINY)
     monkeypatch.setattr("gc.collect", lambda: 0)  # of all that tests have imported it takes long
     monkeypatch.setattr(suite, "fix_triton_cache", lambda: None)
-    monkeypatch.setattr(timing, "ROUNDS", 2)
-    monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(suite, "ROUNDS", 2)
+    monkeypatch.setattr(suite, "CALLS", 1)
 
     class FakeGraph:
         def __init__(self, call, clear):

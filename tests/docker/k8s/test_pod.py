@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from normserve.http.app import _STOP_S
-from normserve.process.server import _FAREWELL_S, CLOSE_S
+from normserve.process.owner_server import _FAREWELL_S, CLOSE_S
 from normserve.settings import Settings
 
 from tests.docker.k8s.conftest import DOCKERFILE

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 from normserve.client import Client
-from normserve.http.routes.examples import PARAMETERS, find_example, make_command_line
+from normserve.http.routes.api_descriptions import PARAMETERS, find_example, make_command_line
 from normserve.jobs.job import LAYER_OPS, Op, PassDirection
 
 from tests.integration.harness.wire import packed

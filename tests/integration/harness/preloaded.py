@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-import normload.clients.client_worker  # noqa: F401
-
 # Imported for the processes that are forked.
-import normload.clients.oracle
+import normload.clients.client_worker
+import normload.clients.oracle  # noqa: F401
 import normserve.backends.cpu.backend
 import normserve.cli.commands
 import normserve.http.app

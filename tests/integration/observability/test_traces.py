@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from normserve.traces.stages import SHORTEST_S
+from normserve.traces.request_tracer import SHORTEST_S
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.integration.harness.collector import SOON, Collector, collecting

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant, chunks, dropout_mask
-from fusednorm.cpu.batch_invariant import outputs
+from fusednorm.cpu.batch_invariant import row_norms
 from fusednorm.reference.dropout import compute_dropout_mask, compute_philox_words
 
 from tests.sampling import mark_rest_slow
@@ -26,7 +26,7 @@ SUMS = ("dweight", "dbias")
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(11)
-    monkeypatch.setattr(outputs, "WHOLE_ELEMENTS", 0)
+    monkeypatch.setattr(row_norms, "WHOLE_ELEMENTS", 0)
     monkeypatch.setattr(dropout_mask, "_QUADS", 7)
     # With weights torch's backward of GroupNorm rounds otherwise on another number of threads.
     before = torch.get_num_threads()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.launch import prepared_kernels, replay_cache
-from fusednorm.launch.driver import DriverLauncher
 from fusednorm.launch.memories import PlanTensors
+from fusednorm.launch.prepared_kernels import DriverLauncher
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from torch.utils.weak import WeakIdKeyDictionary
 

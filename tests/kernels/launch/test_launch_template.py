@@ -7,9 +7,9 @@ import pytest
 import torch
 from fusednorm.arguments.arrays import new_workspace, workspace_like
 from fusednorm.launch import prepared_kernels, workspaces
-from fusednorm.launch.driver import DriverLauncher
 from fusednorm.launch.launch_template import LaunchTemplate
 from fusednorm.launch.launches import Launch, RowDependence
+from fusednorm.launch.prepared_kernels import DriverLauncher
 from fusednorm.tensors.arrays import describe
 
 KERNEL = SimpleNamespace(name="kernel")

@@ -53,7 +53,8 @@ driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 launch = list_warm_launches(H200, int(sys.argv[1]), True)[0]
-prepared_kernels.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), PlanTensors(None, {}), 0)
+launch = replace(launch, arguments=bind_to_nothing(launch.arguments))
+prepared_kernels.launch_kernel(launch, PlanTensors(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """
 

@@ -2,9 +2,8 @@
 
 import pytest
 from normload.adapters.native import NativeAdapter
-from normload.clients.exchange import SentRequest
 from normload.clients.prepared_requests import make_request
-from normload.clients.request_recorder import RequestRecorder
+from normload.clients.request_recorder import RequestRecorder, SentRequest
 from normload.clients.response_checker import ResponseChecker
 from normload.load.schedules import ScheduledRequest
 from normserve.client.http.server_address import ServerAddress

@@ -8,7 +8,7 @@ from normload.load.scenarios import load_built_in_scenarios
 from normload.measurements.loopback_echo import LoopbackEcho
 from normload.measurements.results import PhaseResult
 from normload.measurements.tallies import PhaseTally
-from normload.report import html_report, markdown, report_tables, terminal_report
+from normload.report import html_report, report_tables, terminal_report
 from rich.console import Console
 
 from tests.loadtest.conftest import made_result
@@ -90,7 +90,11 @@ def test_a_sweep_has_its_knee_marked():
 def test_without_a_knee_no_report_has_the_word():
     with_one, without = sweep(), sweep((0.01, 0.01, 0.01))
     assert html_report.make_plot_data(without)["load"]["knee"] is None
-    for render in (lambda result: " ".join(report_tables.list_sentences(result)), markdown.render_markdown, shown):
+    for render in (
+        lambda result: " ".join(report_tables.list_sentences(result)),
+        report_tables.render_markdown,
+        shown,
+    ):
         assert "knee" in render(with_one).lower()
         assert "knee" not in render(without).lower()
     assert not any("knee" in each.description for each in load_built_in_scenarios().values())

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from normload.measurements.objectives import parse_objective
-from normload.report import csv_report, html_report, markdown, report_tables
+from normload.report import csv_report, html_report, report_tables
 
 from tests.loadtest.conftest import made_result
 
@@ -36,7 +36,7 @@ def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
         for cell in row
     }
     wanted |= {*report_tables.list_facts(result).values(), "1234/s", "passed", "failed"}
-    text, summary = html_report.render_html(result, outcomes), markdown.render_markdown(result, outcomes)
+    text, summary = html_report.render_html(result, outcomes), report_tables.render_markdown(result, outcomes)
     for cell in wanted - {result.url}:
         assert cell.replace("<", "&lt;") in text
         assert cell.replace("_", "\\_") in summary
@@ -55,13 +55,13 @@ def test_statuses_hold_the_warm_up_and_errors_do_not(result):
 
 
 def test_without_objectives_there_is_no_table_of_them(result):
-    assert "objective" not in markdown.render_markdown(result)
+    assert "objective" not in report_tables.render_markdown(result)
     assert "<th>objective" not in html_report.render_html(result)
 
 
 def test_what_a_server_says_is_no_markup(result):
     result.server = {"version": "1](http://evil)|x\n# y", "backend": "<b>", "device": {"name": "`z`"}}
-    lines = markdown.render_markdown(result).splitlines()
+    lines = report_tables.render_markdown(result).splitlines()
     (server,) = [line for line in lines if line.startswith("- server")]
     assert not any(line.startswith("#") for line in lines)
     for mark in "]<`|":
@@ -95,4 +95,4 @@ def test_a_run_without_answers_is_written_as_well():
     assert math.isnan(empty.all_phases.total.latency.compute_percentile_s(99))
     lines = list(csv.DictReader(io.StringIO(csv_report.render_csv(empty))))
     assert {line["p99_s"] for line in lines} == {""}
-    assert "| all |" in markdown.render_markdown(empty)
+    assert "| all |" in report_tables.render_markdown(empty)

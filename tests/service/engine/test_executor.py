@@ -7,7 +7,7 @@ import pytest
 from normserve.engine.executor import Executor
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import Batch, BatchResult, Op, QueueLane
-from normserve.memory.device_tensors import DeviceTensor
+from normserve.memory.tensors import DeviceTensor
 
 from tests.service.engine.fake_backend import EXECUTION, FakeBackend, Landing, Replies
 from tests.service.jobs.fake_jobs import job, tensor

@@ -10,8 +10,8 @@ from normserve.http.http_exchange import HttpExchange
 from normserve.http.transport import IncomingBody
 from normserve.http.transport.asgi_adapter import AsgiResponseSender
 from normserve.metrics.request_metrics import RequestRecord
-from normserve.requests.lifecycle import RequestServices
 from normserve.requests.memory_admission import MemoryAdmission
+from normserve.requests.request_lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fusednorm.cpu.batch_invariant.outputs import WHOLE_ELEMENTS
+from fusednorm.cpu.batch_invariant.row_norms import WHOLE_ELEMENTS
 from fusednorm.cpu.chunks import PIECE_ELEMENTS
 from normserve.jobs import memory_cost as model
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection

@@ -13,19 +13,18 @@ from normserve.admission.permits import AdmissionBudget
 from normserve.codec import local_messages as frames
 from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LayerRegistry
-from normserve.local.client_segments import HostSegmentAllocator, OrphanedSegments
-from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.client_segments import DeviceSegmentAllocator, HostSegmentAllocator, OrphanedSegments
 from normserve.local.layer_messages import LayerMessageDispatcher
 from normserve.local.local_services import LocalServices
+from normserve.local.local_session import PeerProcess
 from normserve.local.operation_planner import OperationPlanner
-from normserve.local.peer import PeerProcess
 from normserve.local.server_connection import LocalServerConnection
 from normserve.memory.device_segments import ShareableDevice
 from normserve.peers.sibling_processes import SiblingProcesses
 from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.layer_requests import load_layer
-from normserve.requests.lifecycle import RequestServices
 from normserve.requests.memory_admission import MemoryAdmission
+from normserve.requests.request_lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver

@@ -17,7 +17,7 @@ from normserve.codec import local_messages as frames
 from normserve.codec.framing import FrameReader
 from normserve.jobs.job import ReplaySlot
 from normserve.local.frame_socket import FrameSocket
-from normserve.local.peer import PeerProcess
+from normserve.local.local_session import PeerProcess
 from normserve.local.request_replays import RequestReplays
 from normserve.local.server_connection import LocalServerConnection
 from normserve.requests.key_authorisation import KeyAuthorisation

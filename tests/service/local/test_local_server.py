@@ -8,7 +8,7 @@ import pytest
 import uvloop
 from normserve.local import local_server
 from normserve.local.local_server import LocalServer
-from normserve.local.peer import LocalUsers
+from normserve.local.local_session import LocalUsers
 
 from tests.service.local.fake_wire import Client
 

@@ -11,7 +11,7 @@ import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.codec import local_messages as frames
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, TooLargeError
-from normserve.local import computations
+from normserve.local import server_connection
 from normserve.local.server_connection import MOST_UNDER_WAY
 
 from tests.service.engine.fake_engine import turn
@@ -385,7 +385,7 @@ def test_an_unknown_error_is_not_told(caplog, monkeypatch):
     def fail(*_):
         raise RuntimeError("the secret of another client")
 
-    monkeypatch.setattr(computations, "make_response", fail)
+    monkeypatch.setattr(server_connection, "make_response", fail)
 
     async def body(client):
         client.send(client.compute(), 1)

@@ -14,16 +14,16 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 from normserve.admission.client_identity import ClientIdentity
-from normserve.backends.cpu.recurring import find_prepared_job
+from normserve.backends.cpu.backend import find_prepared_job
 from normserve.codec import local_messages as frames
 from normserve.codec import safetensors
 from normserve.http.middleware.origin_policy import OriginPolicy
-from normserve.http.oip.infer import InferenceRoutes
+from normserve.http.oip.inference_routes import InferenceRoutes
 from normserve.http.oip.models import OPERATIONS
 from normserve.http.relay import relay_messages
 from normserve.http.relay.relay_server import RelayServer
 from normserve.http.relay.relayed_operations import OperationDispatcher, OperationServices
-from normserve.http.routes.operations import OperationEndpoint
+from normserve.http.routes.operation_routes import OperationEndpoint
 from normserve.jobs.job import Op, PassDirection
 from normserve.local.operation_planner import OperationPlanner
 from normserve.local.segment_table import SegmentTable

@@ -19,7 +19,7 @@ from normserve.http.transport import AsgiAdapter
 
 from tests.service.engine.fake_engine import turn
 from tests.service.http.relay.owner_scene import OwnerScene, npy
-from tests.service.http.relay.test_received import Owner
+from tests.service.http.relay.test_relayed_operations_receiving import Owner
 from tests.service.local.fake_wire import Client
 
 X = np.ones((64, 1024), np.float32)

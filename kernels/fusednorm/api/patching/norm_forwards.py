@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.autocast import casts_to_float32
 from fusednorm.api.autograd import rms_norm
 from fusednorm.api.module_norms import (
+    casts_to_float32,
     compute_group_norm_module,
     compute_layer_norm_over_shape,
     compute_rms_norm_module,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.batch_invariant.outputs import RowResults
+from fusednorm.cpu.batch_invariant.row_norms import RowResults
 from fusednorm.cpu.chunks import split_rows
 from fusednorm.cpu.supported_arguments import to_float32
 

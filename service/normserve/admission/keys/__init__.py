@@ -1,7 +1,6 @@
 """API keys: their file, their scopes and limits, and the lookup of a request's key."""
 
 from normserve.admission.keys.keyring import Keyring, KeyringEntry
-from normserve.admission.keys.keys_file import ApiKey, KeyScope, KeysFileError, parse_keys
-from normserve.admission.keys.reload import KeysFileReader
+from normserve.admission.keys.keys_file import ApiKey, KeyScope, KeysFileError, KeysFileReader, parse_keys
 
 __all__ = ["ApiKey", "KeyScope", "Keyring", "KeyringEntry", "KeysFileError", "KeysFileReader", "parse_keys"]

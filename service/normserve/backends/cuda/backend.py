@@ -13,7 +13,7 @@ import triton
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.devices import copy_bandwidth, describe_device
-from fusednorm.warm.at_once import compile_in_parallel
+from fusednorm.warm.warm_calls import compile_in_parallel
 from torch import Tensor
 
 from normserve.backends.cuda.background_compile import BackgroundCompiler, CompileTarget
@@ -32,12 +32,10 @@ from normserve.backends.cuda.copied_launches import (
     make_whole_launch,
 )
 from normserve.backends.cuda.cuda_streams import CudaStreams
-from normserve.backends.cuda.graph_cache import GraphCache
-from normserve.backends.cuda.graphs import CudaGraphCapturer
-from normserve.backends.cuda.in_flight import PendingCudaLaunch
+from normserve.backends.cuda.graph_cache import CudaGraphCapturer, GraphCache
 from normserve.backends.cuda.in_place import get_in_place_call
 from normserve.backends.cuda.pinned import allocate_pinned, make_pinned_allocator, register_memory
-from normserve.backends.cuda.pipeline import StreamPipeline
+from normserve.backends.cuda.pipeline import PendingCudaLaunch, StreamPipeline
 from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.interface import LaunchDepth
 from normserve.backends.library_calls import (

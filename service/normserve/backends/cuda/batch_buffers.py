@@ -15,12 +15,11 @@ from normserve.backends.tensor_conversion import (
     split_results,
     view_as_torch,
 )
-from normserve.codec.tensor_names import is_parameter
+from normserve.codec.api_names import is_parameter
 from normserve.jobs.job import Batch, NormJob, NormSpec
 from normserve.jobs.result_specs import Described
-from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.slabs import SlabPool
-from normserve.memory.tensors import HostTensor
+from normserve.memory.tensors import DeviceTensor, HostTensor
 
 # Jobs of up to this size are packed: copies of their tensors would take longer to start than to run, and a body
 # that was received together with its header is in no slab.  The host would copy larger jobs more slowly than the

@@ -17,9 +17,8 @@ from torch import Tensor
 from normserve.backends.cuda.batch_buffers import BatchBuffers, make_tensors_in_buffers
 from normserve.backends.cuda.copied_launches import REPLAYED, divide_rows, make_chunk_launches
 from normserve.backends.cuda.graph_cache import GraphCache, GraphCapturer, RepeatedCall
-from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents
 from normserve.backends.cuda.pinned import is_registered, view_on_device
-from normserve.backends.cuda.pipeline import StreamFactory, StreamPipeline
+from normserve.backends.cuda.pipeline import PendingCudaLaunch, StageEvents, StreamFactory, StreamPipeline
 from normserve.backends.library_calls import bind_operation, collect_parameters, make_output_argument, run_operation
 from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
@@ -28,7 +27,7 @@ from normserve.backends.tensor_conversion import (
     move_channels_first,
     restore_payload_order,
 )
-from normserve.codec.tensor_names import is_parameter
+from normserve.codec.api_names import is_parameter
 from normserve.jobs.job import NormJob
 from normserve.memory.tensors import DType, HostTensor
 

@@ -24,7 +24,7 @@ from normserve.backends.tensor_conversion import (
     restore_payload_order,
     view_as_torch,
 )
-from normserve.codec.tensor_names import is_parameter
+from normserve.codec.api_names import is_parameter
 from normserve.jobs.job import NormJob, NormSpec, PassDirection
 from normserve.memory.tensors import HostTensor
 

@@ -8,8 +8,7 @@ from normserve.client.calls.array_conversion import TensorLike
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.responses.body_limits import LIST_BYTES
-from normserve.codec.api_names import ActivationName
-from normserve.codec.tensor_names import PARAMETERS
+from normserve.codec.api_names import PARAMETERS, ActivationName
 
 
 def put_layer(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS
+from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS
 
 R = TypeVar("R")
 

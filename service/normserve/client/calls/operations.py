@@ -16,8 +16,7 @@ from normserve.client.responses import expected_results
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.responses.expected_results import ExpectedResults
 from normserve.client.results import BackwardResult, ForwardResult
-from normserve.codec.api_names import ActivationName
-from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
+from normserve.codec.api_names import OF_ROWS, PARAMETERS, ActivationName
 from normserve.memory.tensors import HostTensor
 
 Tensors = TensorLike | Sequence[TensorLike]

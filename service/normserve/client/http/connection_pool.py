@@ -12,9 +12,8 @@ from typing import TypeVar
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.connection import ClientHttpConnection
+from normserve.client.http.connection import BlockingReceive, ClientHttpConnection
 from normserve.client.http.idle_connections import IdleConnectionStack
-from normserve.client.http.receiving import BlockingReceive
 from normserve.client.http.server_address import ServerAddress
 from normserve.client.http.socket_opening import (
     Place,

@@ -1,18 +1,76 @@
 """Allocation of ranges in the memory that a client shares with the server, of the host or of a device.
 
-A range is allocated for a tensor and returns with its last view.  A return may happen within any allocation of
-any thread, so it is only queued there.  A free range is cached as it is until a range of another size is needed,
-since a repeated call takes the range again; then it is merged with its neighbours.
+A range is allocated for a tensor and returns with its last view.  A return may happen within any allocation of any
+thread, so it is only queued there.  A free range is cached as it is until a range of another size is needed, since
+a repeated call takes the range again; then it is merged with its neighbours.
+
+`HostArena` divides host memory into blocks; `device_arena` has the arena of a device.
 """
 
+import bisect
+import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
-from normserve.client.local.holes import FreeRanges
+import numpy as np
+
 from normserve.codec.local_messages import ALIGNMENT, SegmentRange
+from normserve.memory.host_segments import HostSegment
+
+_start_of = itemgetter(0)
+
+
+class FreeRanges:
+    """The free ranges of a segment, in order, with adjacent ranges merged."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._ranges: list[tuple[int, int]] = [(0, nbytes)]
+
+    @property
+    def is_all_free(self) -> bool:
+        """Whether the entire segment is free."""
+        return self._ranges == [(0, self._nbytes)]
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate from the first free range that is large enough; return the offset, or None where none is."""
+        for index, (start, stop) in enumerate(self._ranges):
+            if stop - start >= nbytes:
+                if stop - start == nbytes:
+                    del self._ranges[index]
+                else:
+                    self._ranges[index] = (start + nbytes, stop)
+                return start
+        return None
+
+    def allocate_at(self, start: int, stop: int) -> bool:
+        """Allocate exactly this range; return whether all of it was free."""
+        holes = self._ranges
+        index = bisect.bisect(holes, start, key=_start_of) - 1
+        if index < 0 or holes[index][1] < stop:
+            return False
+        first, last = holes.pop(index)
+        if stop < last:
+            holes.insert(index, (stop, last))
+        if first < start:
+            holes.insert(index, (first, start))
+        return True
+
+    def free(self, start: int, stop: int) -> None:
+        """Free a range and merge it with its neighbours."""
+        holes = self._ranges
+        index = bisect.bisect(holes, (start, stop))
+        if index < len(holes) and holes[index][0] == stop:
+            stop = holes.pop(index)[1]
+        if index and holes[index - 1][1] == start:
+            index -= 1
+            start = holes.pop(index)[0]
+        holes.insert(index, (start, stop))
+
 
 B = TypeVar("B")
 
@@ -181,3 +239,60 @@ class ArenaAllocator(ABC, Generic[B]):
                 return
             if not self._allocated_count:
                 return
+
+
+_BYTES = np.dtype(np.uint8)
+
+
+class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """Allocated bytes of the arena; an array with the block as its base keeps the block.
+
+    Attributes:
+        segment_range: the segment, offset and size of the bytes.
+    """
+
+    __slots__ = ("arena", "segment_range")
+
+    arena: "HostArena"
+    segment_range: SegmentRange
+
+    def __del__(self) -> None:
+        # A slice of the block, which is of this class as well, has no arena.
+        if (home := getattr(self, "arena", None)) is not None:
+            home.queue_return(self.segment_range)
+
+
+class HostArena(ArenaAllocator[ArenaBlock]):
+    """Segments of host memory and the blocks in them, which threads share."""
+
+    def add_segment(self, number: int, segment: HostSegment) -> None:
+        """Add a segment that the server has made.
+
+        Raises:
+            ValueError: there is a segment of that number.
+        """
+        self._add_segment(
+            MappedSegment(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment))
+        )
+
+    def locate(self, data: memoryview) -> tuple[int, int] | None:
+        """Do as `locate_address` for the first of these bytes."""
+        return self.locate_address(_get_address(data))
+
+    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
+        blocks = []
+        for place in places:
+            # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.
+            block = ArenaBlock((place.nbytes,), _BYTES, self._segments[place.segment].mapping, place.offset)
+            block.segment_range = place
+            block.arena = self
+            blocks.append(block)
+        return blocks
+
+
+def _get_address(data: memoryview) -> int:
+    if data.readonly:
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        return address
+    # In a third of the time.
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from normserve.client.calls import array_conversion
-from normserve.client.calls.on_device import TorchCudaTensor
-from normserve.client.local.arena import ArenaBlock, HostArena
+from normserve.client.calls.array_conversion import TorchCudaTensor
+from normserve.client.local.allocator import ArenaBlock, HostArena
 from normserve.client.local.device_arena import BusyStream, DeviceArena
 from normserve.codec.local_messages import SegmentRange
 from normserve.memory.tensors import DType, HostTensor

@@ -13,7 +13,7 @@ import numpy as np
 
 from normserve.client.calls.api_call import ApiCall
 from normserve.client.errors import ApiError, UnexpectedAnswerError
-from normserve.client.local.arena import ArenaBlock, HostArena
+from normserve.client.local.allocator import ArenaBlock, HostArena
 from normserve.client.quoting import quote_text
 from normserve.client.responses.api_errors import make_api_error
 from normserve.client.responses.api_response import ApiResponse

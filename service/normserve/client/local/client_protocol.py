@@ -16,7 +16,7 @@ import msgspec
 
 from normserve.client.calls.api_call import ApiCall
 from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError, UnexpectedAnswerError
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 from normserve.client.local.call_cache import CallCaches
 from normserve.client.local.call_messages import (
     MISFIT_STATUS,
@@ -29,7 +29,7 @@ from normserve.client.local.call_messages import (
     prepare_host_call,
     raise_for_status,
 )
-from normserve.client.local.device_arena import BusyStream, DeviceArena
+from normserve.client.local.device_arena import BusyStream, DeviceArena, DeviceMemoryOffer
 from normserve.client.local.device_messages import (
     DeviceNeeds,
     allocate_device_block,
@@ -38,7 +38,6 @@ from normserve.client.local.device_messages import (
     make_device_response,
     prepare_device_call,
 )
-from normserve.client.local.offers import DeviceMemoryOffer
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.responses.body_limits import DOCUMENT_BYTES, LIST_BYTES
 from normserve.client.trace_context import TRACING

@@ -1,4 +1,7 @@
-"""A connection of the blocking client, which its threads share."""
+"""The blocking client's calls over shared memory, and its connection, which its threads share.
+
+The thread that receives polls for a response if the last one arrived quickly, and otherwise sleeps in the kernel.
+"""
 
 import math
 import os
@@ -6,19 +9,92 @@ import select
 import socket
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, RequestTimeoutError
+from normserve.client.local.call_cache import CallCache, Signature
 from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest, PendingLocalRequest
 from normserve.client.local.device_arena import BusyStream
-from normserve.client.local.sockets import SHORTEST_WAIT_S, PollingReceiver
 from normserve.client.quoting import quote_text
-from normserve.codec.framing import SendQueue
+from normserve.client.responses.api_response import ApiResponse
+from normserve.codec.framing import SendQueue, compute_ancillary_bytes
 from normserve.codec.local_messages import LazyLocalResponse
+from normserve.memory.tensors import DType
+
+_READ_BYTES = 64 * 1024
+_MOST_DESCRIPTORS = 4
+# As enumerations these take a microsecond each time.
+_CLOSE_ON_EXEC, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT)
+_RECEIVED = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC
+#: Arguments of `recvmsg` for a reception without a wait.
+RECEIVED_AT_ONCE = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
+
+# A response within the first time, waking included, might have been polled for; the second is how long to poll.  On
+# virtual machines waking alone can take 0.2 ms.
+_SOON_S, _POLLED_S = 400e-6, 300e-6
+# On one core the server would wait meanwhile.
+_MAY_POLL = len(os.sched_getaffinity(0)) > 1
+#: The shortest timeout; shorter ones might be rounded to 0, which is no timeout.
+SHORTEST_WAIT_S = 1e-4
+
+
+class PollingReceiver:
+    """A receiver on a blocking socket, which polls before it sleeps.
+
+    Attributes:
+        is_prompt: the last response arrived quickly, so the next one is polled for.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+        self.is_prompt = False
+        # For how long the one that is waited for was polled for, in vain.
+        self._polled_s = 0.0
+
+    def receive(self) -> Any:
+        """Receive, and return the result of `recvmsg`.
+
+        Raises:
+            BlockingIOError: nothing arrived in time; the next call sleeps until something does.
+        """
+        return self._poll() if self.is_prompt else self._wait()
+
+    def _poll(self) -> Any:
+        """Receive by polling for a short time.
+
+        A thread that sleeps takes longer to wake than a server with a GPU takes for a small request.  Other threads
+        that want to run on this core do so meanwhile.
+
+        Raises: BlockingIOError: nothing arrived.
+        """
+        receive = self._connected.recvmsg
+        try:
+            return receive(*RECEIVED_AT_ONCE)
+        except BlockingIOError:
+            give_up = time.perf_counter() + _POLLED_S
+        while True:
+            os.sched_yield()
+            try:
+                return receive(*RECEIVED_AT_ONCE)
+            except BlockingIOError:
+                if time.perf_counter() > give_up:
+                    self.is_prompt, self._polled_s = False, _POLLED_S
+                    raise
+
+    def _wait(self) -> Any:
+        """Receive by sleeping in the kernel until something arrives or the socket's timeout passes."""
+        began = time.perf_counter() - self._polled_s
+        received = self._connected.recvmsg(*_RECEIVED)
+        self.is_prompt, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0
+        return received
+
 
 _R = TypeVar("_R")
 
@@ -273,3 +349,100 @@ class LocalClientConnection:
 def _pack_timeval(seconds: float) -> bytes:
     whole_seconds = int(seconds)
     return _TIMEVAL.pack(whole_seconds, int((seconds - whole_seconds) * 1e6))
+
+
+class LocalTransport:
+    """A `CallTransport` that shares memory with a server on the same host."""
+
+    def __init__(self, path: str, api_key: str | None) -> None:
+        self._path = path
+        self._api_key = api_key
+        self._connect_lock = threading.Lock()
+        self._connection: LocalClientConnection | None = None
+        self._finalizer: weakref.finalize[..., LocalTransport] | None = None
+
+    def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
+        """Do as `CallTransport.exchange`."""
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.exchange_call(call), deadline)
+
+    def get_usable_connection(self) -> LocalClientConnection | None:
+        """Return the connection if there is a usable one."""
+        link = self._connection
+        return None if link is None or not link.is_usable else link
+
+    def exchange_cached(
+        self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
+    ) -> Any:
+        """Repeat a known call and return its result; None where the call must be built anew.
+
+        Args:
+            link, recurring: the connection, and its cache of calls.
+            signature: the call's.
+
+        Raises:
+            ClientError: there is no response, or it is an error.
+        """
+        # No `Exchanges`, which would take a tenth of the client's time.
+        key, elsewhere = signature
+        cached_call = recurring.calls.get(key)
+        if cached_call is None or not link.is_open:
+            return None
+        if busy := recurring.find_busy_stream():
+            busy.wait_idle()
+        pending_call = recurring.begin_call(cached_call, elsewhere)
+        if pending_call is None:
+            return None
+        if elsewhere and (busy := recurring.find_busy_stream()):
+            busy.wait_idle()
+        reply = link.send_and_wait(
+            LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays), deadline
+        )
+        return recurring.end_call(key, pending_call, reply, self._api_key)
+
+    def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
+        """Allocate bytes of the arena, which return with their last view.
+
+        Raises:
+            ClientError: the server has no more, or is not there.
+        """
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
+
+    def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
+        """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
+
+        Args: index: the device's, as torch counts.
+
+        Raises:
+            ClientError: the server has no more, or is not there.
+        """
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.allocate_device_tensor(index, dtype, shape), deadline)
+
+    def close(self) -> None:
+        """Close the connection once no view of a result is left."""
+        with self._connect_lock:
+            link, self._connection = self._connection, None
+            if link is not None:
+                self._detach_finalizer()
+                link.close_when_unused()
+
+    def _get_connection(self, deadline: Deadline) -> LocalClientConnection:
+        link = self._connection
+        if link is not None and link.is_usable:
+            return link
+        deadline.acquire_lock(self._connect_lock)
+        try:
+            if self._connection is None or not self._connection.is_usable:
+                self._detach_finalizer()
+                self._connection = link = LocalClientConnection(self._path, self._api_key, deadline)
+                # Without a client there are no more requests, but views of results may be left.
+                self._finalizer = weakref.finalize(self, link.close_when_unused)
+            return self._connection
+        finally:
+            self._connect_lock.release()
+
+    def _detach_finalizer(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from normserve.client.calls.api_call import ApiCall
-from normserve.client.calls.on_device import TorchCudaTensor
+from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.local.call_messages import DTYPES, ArenaResponse, make_arena_response, make_compute_message
 from normserve.client.local.device_arena import BusyStream, DeviceArena, DeviceBlock

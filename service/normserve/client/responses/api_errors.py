@@ -1,9 +1,10 @@
-"""Error responses as exceptions."""
+"""Error responses as exceptions, and the JSON documents of a server."""
 
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from normserve.client.errors import (
     ApiError,
@@ -17,7 +18,26 @@ from normserve.client.errors import (
     UnavailableError,
     UnknownLayerError,
 )
-from normserve.client.responses.documents import parse_strict_json
+
+
+def parse_strict_json(body: bytes) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        ValueError: it is no JSON, nests deeper than Python's parser goes, names NaN or an infinity, which JSON
+            does not have, or holds half of a surrogate pair, which is no text.
+    """
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
 
 _BY_CODE: dict[str, type[ApiError]] = {"unknown_layer": UnknownLayerError}
 _BY_STATUS: dict[int, type[ApiError]] = {

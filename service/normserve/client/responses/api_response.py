@@ -8,7 +8,7 @@ from typing import Any
 
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.quoting import quote_text
-from normserve.client.responses.documents import parse_strict_json
+from normserve.client.responses.api_errors import parse_strict_json
 from normserve.client.results import Timing
 from normserve.codec import safetensors
 from normserve.codec.media_types import CANONICAL, SAFETENSORS

@@ -11,7 +11,7 @@ from math import prod
 
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
-from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS
+from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS
 from normserve.memory.tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normserve.client.client import Client
-from normserve.client.local.blocking import LocalTransport
+from normserve.client.local.connection import LocalTransport
 from normserve.client.results import BackwardResult, ForwardResult
 
 # Where autocast computes norms in float32 and returns that; on the CPU it computes none.

@@ -22,7 +22,7 @@ from normserve.errors import (
 )
 from normserve.errors.problems import convert_unexpected_error
 from normserve.http.http_exchange import HttpExchange
-from normserve.http.middleware.middleware import send_problem
+from normserve.http.middleware.request_middleware import send_problem
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 

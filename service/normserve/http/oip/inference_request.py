@@ -1,15 +1,38 @@
-"""The JSON header of an inference request, with strict validation of its fields.
+"""The content of an inference request: its JSON header, checked against the model before any tensor is read.
 
-The meaning of the tensors is checked in `asked`.
+The fields of the header are validated strictly: unknown ones are refused.
 """
 
-from typing import Annotated
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
-from normserve.requests.request_parameters import suggest_name
+from normserve.codec.api_names import PARAMETERS, STATISTICS
+from normserve.codec.shapes import count_bits
+from normserve.errors import (
+    InvalidParameterError,
+    InvalidShapeError,
+    MalformedPayloadError,
+    TooLargeError,
+    UnexpectedTensorError,
+)
+from normserve.http.oip.datatypes import parse_datatype
+from normserve.http.oip.models import VERSION, InferenceModel
+from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, PassDirection
+from normserve.jobs.validation import list_tensor_names
+from normserve.memory.tensors import DType
+from normserve.requests.request_parameters import (
+    Parameters,
+    find_layer_name,
+    list_operation_parameters,
+    make_spec,
+    parse_parameters,
+    suggest_name,
+)
 
 LENGTH = b"inference-header-content-length"
 """The header field with the number of bytes of JSON in the body."""
@@ -168,3 +191,281 @@ def _require_distinct_names(what: str, names: list[str]) -> None:
         raise TooLargeError(f"a request must have at most {MAX_TENSORS} {what}, got {len(names)}")
     if len(set(names)) != len(names):
         raise MalformedPayloadError(f"each of the {what} must have a name of its own")
+
+
+_MAX_TIMEOUT_US = 86_400_000_000
+_RESERVED = "triton_"
+_ABSENT = (b"", b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSource:
+    """A tensor in the JSON."""
+
+    json: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class BinarySource:
+    """A tensor in the body, from byte `start` on, with the length that its shape requires."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReference:
+    """A tensor that is read from or written to memory that the client registered."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """One input tensor.
+
+    Attributes:
+        nbytes: number of bytes for its shape and dtype.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    source: JsonSource | BinarySource | RegionReference
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """One requested output tensor.
+
+    Attributes:
+        is_binary: whether it is sent after the JSON instead of in it.
+        region: the region that it is written to instead of being sent.
+    """
+
+    name: str
+    is_binary: bool
+    region: RegionReference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One request, without its tensors' memory.
+
+    Attributes:
+        layer: name of the layer whose parameters are used.
+        outputs: None if all are requested.
+        is_binary_default: whether outputs are sent as binary by default.
+        timeout_ms: None for the server's default.
+        uses_regions: whether a tensor is read from or written to a region.
+    """
+
+    spec: NormSpec
+    layer: str | None
+    inputs: tuple[InputTensor, ...]
+    outputs: tuple[RequestedOutput, ...] | None
+    is_binary_default: bool
+    timeout_ms: float | None
+    id: str | None
+    uses_regions: bool = False
+
+
+def check_request(
+    model: InferenceModel, header: InferenceHeader, json_bytes: int, body_bytes: int
+) -> InferenceRequest:
+    """Check a header against its model.
+
+    Args: body_bytes: length of the JSON and everything after it.
+
+    Raises:
+        NormserveError: the header is invalid.
+    """
+    if header.model_name not in (None, model.name) or header.model_version not in (None, "", VERSION):
+        raise MalformedPayloadError("model_name and model_version must be those of the path, or absent")
+    given = dict(header.parameters or {})
+    all_binary = _pop_flag(given, "binary_data_output")
+    timeout_ms = _pop_timeout_ms(given)
+    values = _parse_parameters(model, given)
+    outputs = (
+        None if not header.outputs else tuple([_check_output(model, each, all_binary) for each in header.outputs])
+    )
+    if (
+        outputs is not None
+        and model.direction is PassDirection.FORWARD
+        and any(each.name in STATISTICS for each in outputs)
+    ):
+        values["stats"] = True
+    spec = _make_spec(model, values)
+    inputs = _check_inputs(header.inputs, json_bytes, body_bytes)
+    uses_regions = any(type(each.source) is RegionReference for each in inputs) or any(
+        each.region for each in outputs or ()
+    )
+    return InferenceRequest(
+        spec, _find_layer_name(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions
+    )
+
+
+def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
+    """Make the request of a body that consists of x alone: float32, rows of the model's length or one row.
+
+    Args: row: the shape of a layer's row, [N], or [H, N] with heads; None: one row of any length.
+
+    Raises:
+        NormserveError: the model needs more than x, or the bytes are not such an x.
+    """
+    if model.direction is PassDirection.BACKWARD or model.op is Op.GROUP_NORM:
+        raise MalformedPayloadError(
+            f"{model.name} cannot know the shapes of a body without a JSON header; Inference-Header-Content-Length"
+            " must be that of one"
+        )
+    count, rest = divmod(body_bytes, DType.FLOAT32.itemsize)
+    of_row = max(1, count) if row is None else prod(row)
+    if rest or count % of_row:
+        sizes = ", ".join(map(str, row or (of_row,)))
+        raise InvalidShapeError(
+            f"without a JSON header a body must be FP32 [rows, {sizes}], got {body_bytes} bytes"
+        )
+    shape = (count,) if row is None else (count // of_row, *row)
+    x = InputTensor("x", DType.FLOAT32, shape, body_bytes, BinarySource(0))
+    return InferenceRequest(_make_spec(model, {}), _find_layer_name(model, {}), (x,), None, True, None, None)
+
+
+def list_input_names(model: InferenceModel) -> tuple[str, ...]:
+    """List the input names of a model."""
+    return list_tensor_names(model.op, model.direction, with_layer=model.is_layer)
+
+
+def list_output_names(model: InferenceModel) -> tuple[str, ...]:
+    """List the names of a model's possible outputs, in the order of responses."""
+    if model.direction is PassDirection.BACKWARD:
+        of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in list_input_names(model)]
+        return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
+    if model.op is Op.LAYER_NORM_CHAIN:
+        return ("y",)
+    return ("y", "residual_out", *(STATISTICS[1:] if model.op is Op.RMS_NORM else STATISTICS))
+
+
+def _find_layer_name(model: InferenceModel, values: dict[str, Any]) -> str | None:
+    return model.name if model.is_layer else find_layer_name(values)
+
+
+def _make_spec(model: InferenceModel, values: dict[str, Any]) -> NormSpec:
+    """Make the spec without the values that a layer fixes, which are added when the job is made."""
+    layer = {"layer": model.name} if model.is_layer else {}
+    return make_spec(model.op, model.direction, values | layer)
+
+
+def _pop_flag(given: dict[str, Value], name: str) -> bool:
+    value = given.pop(name, False)
+    if not isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be true or false")
+    return value
+
+
+def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
+    """Remove the timeout from `given`; return it in milliseconds, or None for the server's default."""
+    value = given.pop("timeout", 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
+        raise InvalidParameterError("timeout must be a whole number of microseconds, a day at most")
+    return value / 1000 or None
+
+
+def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[str, Any]:
+    accepted = _list_parameters(model)
+    for name in given:
+        if name.startswith(_RESERVED):
+            raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
+        if name not in accepted:
+            near = suggest_name(name, [*accepted, "timeout", "binary_data_output"])
+            raise InvalidParameterError(f"{name[:64]!r} is not a parameter of {model.name}; {near}")
+    return parse_parameters([(name, _format_query_value(value)) for name, value in given.items()], accepted)
+
+
+def _list_parameters(model: InferenceModel) -> Parameters:
+    of_layer = {"layer", *[option.name for option in LAYER_OPTIONS]} if model.is_layer else set()
+    # The protocol has no datatype of eight bits.
+    changed = {"out_dtype": OUT_DTYPE_OF_FLOATS}
+    of_operation = list_operation_parameters(model.op, model.direction)
+    return {
+        name: changed.get(name, each)
+        for name, each in of_operation.items()
+        if name not in {"timeout_ms", *of_layer}
+    }
+
+
+def _format_query_value(value: Value) -> str:
+    """Format a parameter as a value of a query."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool) -> RequestedOutput:
+    output_names = list_output_names(model)
+    base, _, number = header.name.partition(".")
+    if header.name not in output_names and not (base in output_names and number.isdigit()):
+        near = suggest_name(header.name, output_names)
+        raise UnexpectedTensorError(f"{header.name[:64]!r} is not an output of {model.name}; {near}")
+    parameters = header.parameters or OutputParameters()
+    if parameters.classification:
+        raise InvalidParameterError("classification is not supported: outputs are tensors")
+    is_binary = all_binary if parameters.binary_data is None else parameters.binary_data
+    region = _read_region(header.name, parameters)
+    if region is not None and is_binary and parameters.binary_data:
+        raise MalformedPayloadError(f"{header.name} must be requested as binary data or in a region, not both")
+    return RequestedOutput(header.name, is_binary, region)
+
+
+def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[InputTensor, ...]:
+    """Check the inputs, in order; binary ones must follow the JSON one after another, up to the body's end."""
+    inputs = []
+    position = json_bytes
+    for header in headers:
+        dtype = parse_datatype(header.name, header.datatype)
+        nbytes = count_bits(header.shape, dtype.itemsize * 8) // 8
+        parameters = header.parameters or InputParameters()
+        region = _read_region(header.name, parameters)
+        data = None if bytes(header.data) in _ABSENT else header.data
+        if (data is not None) + (parameters.binary_data_size is not None) + (region is not None) != 1:
+            raise MalformedPayloadError(
+                f"{_format_label(header.name)} must have exactly one of data, binary_data_size and "
+                "shared_memory_region"
+            )
+        source: JsonSource | BinarySource | RegionReference
+        if data is not None:
+            source = JsonSource(data)
+        else:
+            size = parameters.binary_data_size if region is None else region.nbytes
+            if size != nbytes:
+                raise MalformedPayloadError(
+                    f"{_format_label(header.name)} must have the {nbytes} bytes of its shape and datatype, "
+                    f"got {size}"
+                )
+            source = region or BinarySource(position)
+            position += 0 if region else nbytes
+        inputs.append(InputTensor(header.name, dtype, header.shape, nbytes, source))
+    if position != body_bytes:
+        raise MalformedPayloadError(
+            f"the JSON and the binary inputs must be the whole body of {body_bytes} bytes, are {position}"
+        )
+    return tuple(inputs)
+
+
+def _read_region(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
+    if parameters.shared_memory_region is None:
+        if parameters.shared_memory_byte_size is not None or parameters.shared_memory_offset is not None:
+            raise MalformedPayloadError(
+                f"{_format_label(name)} must name the shared_memory_region of its size and offset"
+            )
+        return None
+    if parameters.shared_memory_byte_size is None:
+        raise MalformedPayloadError(f"{_format_label(name)} must have a shared_memory_byte_size beside its region")
+    return RegionReference(
+        parameters.shared_memory_region, parameters.shared_memory_offset or 0, parameters.shared_memory_byte_size
+    )
+
+
+def _format_label(name: str) -> str:
+    return repr(name[:64])

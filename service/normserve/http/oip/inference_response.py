@@ -7,9 +7,8 @@ import msgspec
 
 from normserve.codec import json_tensors
 from normserve.errors import UnexpectedTensorError
-from normserve.http.oip.asked import InferenceRequest, RequestedOutput, list_output_names
 from normserve.http.oip.datatypes import NAMES
-from normserve.http.oip.inference_request import LENGTH
+from normserve.http.oip.inference_request import LENGTH, InferenceRequest, RequestedOutput, list_output_names
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import NormJob

@@ -1,13 +1,32 @@
-"""Inputs and outputs of a model, for the protocol's metadata and Triton's model configuration."""
+"""Routes for the server and its models in the protocol: metadata, health, configuration, statistics.
 
+A model's inputs and outputs are described for the protocol's metadata and for Triton's model configuration.
+"""
+
+import json
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from normserve.codec.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
-from normserve.http.oip.asked import list_input_names, list_output_names
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from normserve import __version__
+from normserve.codec.api_names import OF_SAMPLES, STATISTICS, is_parameter
+from normserve.engine.engine import Engine
+from normserve.engine.progress import StallDetector
+from normserve.errors import NormserveError, RetryLaterError
 from normserve.http.oip.datatypes import NAMES
-from normserve.http.oip.models import VERSION, InferenceModel
+from normserve.http.oip.inference_request import list_input_names, list_output_names
+from normserve.http.oip.inference_statistics import InferenceStatistics, make_document
+from normserve.http.oip.metric_labels import label_request
+from normserve.http.oip.models import VERSION, InferenceModel, ModelCatalogue
+from normserve.http.oip.regions.device_regions import DeviceRegionOpener
+from normserve.http.oip.regions.region_registry import RegionRegistry
 from normserve.jobs.job import Op, PassDirection, RegisteredLayer
+from normserve.layers.registry import LayerRegistry
 from normserve.memory.tensors import DType
+from normserve.peers.sibling_processes import Question, SiblingProcesses
 
 PLATFORM = "normserve"
 _ANY = -1
@@ -65,3 +84,124 @@ def _describe_shape(model: InferenceModel, layer: RegisteredLayer | None, name: 
     if name in STATISTICS:
         return [_ANY, _ANY if layer is None else layer.spec.num_groups] if of_groups else [_ANY, *row[:-1]]
     return [_ANY, size, _ANY] if of_groups else [_ANY, *row]
+
+
+EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
+
+_READS = ["GET", "HEAD"]
+_QUESTION = "oip_statistics"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoutes:
+    """The routes for metadata, health, configuration and statistics.
+
+    Attributes:
+        regions, device_regions: whether clients may register regions of shared memory and of CUDA memory.
+    """
+
+    engine: Engine
+    stall_detector: StallDetector
+    model_catalogue: ModelCatalogue
+    layers: LayerRegistry
+    statistics: InferenceStatistics
+    sibling_processes: SiblingProcesses
+    regions: RegionRegistry
+    device_regions: DeviceRegionOpener
+
+    def make_router(self) -> APIRouter:
+        """Make the routes, all of which only read."""
+        router = APIRouter(tags=["open inference protocol"])
+        router.add_api_route("/v2", self.show_server, methods=_READS)
+        # As the protocol's own OpenAPI document writes the path.
+        router.add_api_route("/v2/", self.show_server, methods=_READS, include_in_schema=False)
+        router.add_api_route("/v2/health/live", self.show_liveness, methods=_READS)
+        router.add_api_route("/v2/health/ready", self.show_readiness, methods=_READS)
+        # Before a model of the name `stats`, whose own statistics are below its version.
+        router.add_api_route("/v2/models/stats", self.show_all_statistics, methods=_READS)
+        for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            router.add_api_route(model, self.show_model, methods=_READS)
+            router.add_api_route(f"{model}/ready", self.show_model_readiness, methods=_READS)
+            router.add_api_route(f"{model}/config", self.show_configuration, methods=_READS)
+            router.add_api_route(f"{model}/stats", self.show_statistics, methods=_READS)
+        return router
+
+    def register_sibling_handlers(self) -> None:
+        """Send this process's counts to the other processes of the fleet on request."""
+
+        async def counted(question: Question, at_end: AsyncExitStack) -> bytes:
+            return json.dumps(self.statistics.to_dict()).encode()
+
+        self.sibling_processes.handlers[_QUESTION] = counted
+
+    async def show_server(self, request: Request) -> JSONResponse:
+        """The server and its extensions of the protocol."""
+        label_request(request, "info")
+        of_memory = {
+            "system_shared_memory": self.regions.is_enabled,
+            "cuda_shared_memory": self.device_regions.is_enabled,
+        }
+        extensions = [*EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
+        return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
+
+    async def show_liveness(self, request: Request) -> JSONResponse:
+        """200 while the process works."""
+        label_request(request, "livez")
+        return JSONResponse({"live": True})
+
+    async def show_readiness(self, request: Request) -> JSONResponse:
+        """200 once warmed up and while requests are accepted and finished, else 400 with the reason."""
+        label_request(request, "readyz")
+        try:
+            self._require_ready()
+        except NormserveError as error:
+            return JSONResponse({"error": error.detail}, status_code=400)
+        return JSONResponse({"ready": True})
+
+    async def show_model(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """The inputs and outputs of a model."""
+        label_request(request, "models")
+        return JSONResponse(describe_model(*self._find_model(name, version)))
+
+    async def show_model_readiness(self, request: Request, name: str, version: str | None = None) -> Response:
+        """200 if the model exists and the server is ready, else 404 or 400."""
+        label_request(request, "models")
+        try:
+            self._find_model(name, version)
+            self._require_ready()
+        except RetryLaterError as error:
+            return JSONResponse({"error": error.detail}, status_code=400)
+        return JSONResponse({"name": name, "ready": True})
+
+    async def show_configuration(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """A model's configuration."""
+        label_request(request, "models")
+        return JSONResponse(describe_configuration(*self._find_model(name, version)))
+
+    async def show_statistics(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
+        """Statistics of a model's inferences."""
+        label_request(request, "model_stats")
+        self._find_model(name, version)
+        return JSONResponse(make_document([name], await self._collect_counts()))
+
+    async def show_all_statistics(self, request: Request) -> JSONResponse:
+        """Statistics of the inferences of all models."""
+        label_request(request, "model_stats")
+        return JSONResponse(
+            make_document([each.name for each in self.model_catalogue.list_models()], await self._collect_counts())
+        )
+
+    async def _collect_counts(self) -> list[dict[str, object]]:
+        """Collect the counts of each process of the fleet that answers."""
+        if self.sibling_processes.position is None:
+            return [self.statistics.to_dict()]
+        answers = await self.sibling_processes.request_all(_QUESTION)
+        return [self.statistics.to_dict(), *map(json.loads, answers.values())]
+
+    def _find_model(self, name: str, version: str | None) -> tuple[InferenceModel, RegisteredLayer | None]:
+        model = self.model_catalogue.find_model(name, version)
+        return model, self.layers.get(name) if model.is_layer else None
+
+    def _require_ready(self) -> None:
+        self.engine.require_ready()
+        self.stall_detector.require_progress()

@@ -1,13 +1,24 @@
-"""Copies between system shared memory and slabs."""
+"""The tensors of an inference request that are read from or written to regions of shared memory.
+
+Tensors in system shared memory are copied from and to slabs; tensors in CUDA memory are not copied.
+"""
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from normserve.errors import OverloadedError
+from normserve.admission.client_identity import ClientIdentity
+from normserve.errors import OverloadedError, UnusableRegionError
+from normserve.http.oip.inference_request import InferenceRequest, RegionReference
+from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegionOpener
 from normserve.http.oip.regions.file_regions import FileRegion
-from normserve.http.oip.regions.region_registry import RegionRange
+from normserve.http.oip.regions.region_registry import RegionRange, RegionRegistry
+from normserve.jobs.job import NormJob, PassDirection
+from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.slabs import SlabPool
+from normserve.memory.tensors import HostTensor
 from normserve.memory.thread_allocation import make_on_thread
 
 # A shorter copy takes no longer than a hand-over to another thread.
@@ -80,3 +91,139 @@ def _write_results(results: Sequence[tuple[RegionRange, memoryview]]) -> None:
 def _get_file_region(span: RegionRange) -> FileRegion:
     assert isinstance(span.region, FileRegion)
     return span.region
+
+
+# Results that a kernel may write over an input, if both have exactly the same byte range.
+_WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
+
+
+@dataclass(frozen=True, slots=True)
+class RegionBindings:
+    """The regions of a request's tensors, by name; they stay open even if they are unregistered.
+
+    Attributes:
+        is_on_device: whether all inputs and all result buffers are in regions of CUDA memory.
+    """
+
+    inputs: Mapping[str, RegionRange]
+    outputs: Mapping[str, RegionRange]
+    is_on_device: bool = False
+
+
+NONE = RegionBindings({}, {})
+"""The bindings of a request that names no region."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTensorAccess:
+    """Finds regions for requests, and copies from and to regions that are not on the device."""
+
+    regions: RegionRegistry
+    transfer: RegionTransfer
+    device_regions: DeviceRegionOpener
+
+    def bind_regions(self, caller: ClientIdentity, request: InferenceRequest) -> RegionBindings:
+        """Find the regions that a request names.
+
+        Raises:
+            UnusableRegionError: a region is missing or has no such part, two outputs overlap, or only some of the
+                tensors are in CUDA memory.
+            ForbiddenError: this client may not use CUDA memory.
+        """
+        owner = caller.key
+        inputs = {
+            each.name: self._find_range(owner, each.source)
+            for each in request.inputs
+            if isinstance(each.source, RegionReference)
+        }
+        outputs = {
+            each.name: self._find_range(owner, each.region)
+            for each in request.outputs or ()
+            if each.region is not None
+        }
+        for (one, first), (other, second) in itertools.combinations(outputs.items(), 2):
+            if first.has_overlap(second):
+                raise UnusableRegionError(f"{one} and {other} would be written over each other")
+        are_on_device = [isinstance(each.region, DeviceRegion) for each in (*inputs.values(), *outputs.values())]
+        if not any(are_on_device):
+            return RegionBindings(inputs, outputs)
+        self.device_regions.require_local_client(caller)
+        elsewhere = len(request.inputs) - len(inputs) + len(request.outputs or ()) - len(outputs)
+        if elsewhere or not outputs or not all(are_on_device):
+            raise UnusableRegionError(
+                "inputs and outputs of a request must all be in regions of CUDA memory or none of them, and all"
+                " outputs must be named"
+            )
+        return RegionBindings(inputs, outputs, is_on_device=True)
+
+    async def read_inputs(self, found: RegionBindings) -> dict[str, memoryview]:
+        """Return the inputs by name: copies, or for CUDA memory views of the regions.
+
+        Raises:
+            UnusableRegionError: a region has become shorter.
+            OverloadedError: there is no memory.
+        """
+        if found.is_on_device:
+            return {name: _view_device_range(span) for name, span in found.inputs.items()}
+        return dict(zip(found.inputs, await self.transfer.read_ranges([*found.inputs.values()]), strict=True))
+
+    async def write_outputs(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
+        """Copy results into their regions, unless these are on the device and have the results.
+
+        Raises:
+            UnusableRegionError: a region has become shorter.
+            StorageError: there is no memory for a region.
+        """
+        if not found.is_on_device:
+            await self.transfer.write_ranges(
+                [(span, results[name].data) for name, span in found.outputs.items() if name in results]
+            )
+
+    def _find_range(self, owner: str | None, reference: RegionReference) -> RegionRange:
+        return self.regions.find_range(owner, reference.name, reference.offset, reference.nbytes)
+
+
+def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
+    """Return the job, with result buffers in its regions if these are on the device.
+
+    This happens before the computation, so that none is wasted on a result that cannot be written.
+
+    Raises:
+        UnusableRegionError: a region is too small for a result; or, on the device, a result has no region or would
+            overwrite a tensor that is still read.
+    """
+    results = _count_result_bytes(job)
+    for name, nbytes in results.items():
+        if name in found.outputs and nbytes > found.outputs[name].nbytes:
+            raise UnusableRegionError(
+                f"{name} has {nbytes} bytes, and its shared_memory_byte_size allows {found.outputs[name].nbytes}"
+            )
+    if not found.is_on_device:
+        return job
+    is_over = False
+    over = _WRITTEN_OVER[job.spec.direction]
+    for name, nbytes in results.items():
+        if name not in found.outputs:
+            raise UnusableRegionError(
+                f"with tensors in CUDA memory each output must have a region, {name} has none"
+            )
+        span = found.outputs[name]._replace(nbytes=nbytes)
+        for other, theirs in found.inputs.items():
+            if over.get(name) == other and theirs == span:
+                is_over = True
+            elif span.has_overlap(theirs):
+                raise UnusableRegionError(f"{name} would be written over {other}, which is still read")
+    places = {name: _view_device_range(span) for name, span in found.outputs.items() if name in results}
+    return NormJob(job.spec, job.tensors, job.layer, is_over, places)
+
+
+def _count_result_bytes(job: NormJob) -> dict[str, int]:
+    """Count the bytes of each result."""
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
+    results = infer_result_specs(job.spec, given, job.layer)
+    return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}
+
+
+def _view_device_range(span: RegionRange) -> memoryview:
+    assert isinstance(span.region, DeviceRegion)
+    return span.region.get_view(span.offset, span.nbytes)

@@ -15,10 +15,14 @@ from normserve.errors import NormserveError
 from normserve.errors.problems import convert_unexpected_error
 from normserve.http.problem_responses import make_problem_response
 from normserve.http.relay import relay_messages
-from normserve.http.relay.received import SharedBodyOperation
 from normserve.http.relay.relay_link import RelayLink
 from normserve.http.relay.relay_messages import OwnerReadiness
-from normserve.http.relay.relayed_operations import OperationDispatcher, PreparedHeader, RelayedOperation
+from normserve.http.relay.relayed_operations import (
+    OperationDispatcher,
+    PreparedHeader,
+    RelayedOperation,
+    SharedBodyOperation,
+)
 from normserve.http.relay.relayed_request import RelayedRequest
 from normserve.memory.shared_slabs import SharedSlabRegistry, SlabLocation
 from normserve.memory.slabs import SlabPool

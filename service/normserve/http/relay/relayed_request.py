@@ -1,13 +1,286 @@
-"""One relayed request, in the process that owns the device."""
+"""A relayed request that the application answers, in the process that owns the device.
+
+A front end receives the request's body and sends its response.
+"""
 
 import asyncio
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from starlette.types import ASGIApp, Scope
+import msgspec
+import numpy as np
+from starlette.types import ASGIApp, Message, Scope
 
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.relay import relay_messages
-from normserve.http.relay.exchange import FrontEndConnection, RelayedIncomingBody, RelayedResponseSender
+from normserve.http.relay.relay_messages import SharedSlabRange
+from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
+from normserve.memory.shared_slabs import SlabLocation
+from normserve.memory.slabs import SlabPool
+
+INLINE_BYTES = 16 * 1024
+"""Limit of a response piece that is sent in the message itself, in bytes."""
+
+# Copying more would block the event loop for longer than a small request does.
+_COPIED_HERE_BYTES = 256 * 1024
+
+
+class FrontEndConnection(Protocol):
+    """The connection to the front end that relays a request.
+
+    Attributes:
+        slab_pool: memory that can be shared with the front end.
+    """
+
+    slab_pool: SlabPool
+
+    def end_request(self, number: int) -> None:
+        """Ignore later messages about a request."""
+
+    def send_message(self, message: msgspec.Struct) -> None:
+        """Send a message to the front end."""
+
+    def locate_slab(self, view: memoryview) -> SlabLocation | None:
+        """Locate bytes in shared memory, and have the front end map their slab; return None for other memory."""
+
+
+class RelayedIncomingBody(IncomingBody):
+    """A request's body, which a front end receives."""
+
+    def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
+        super().__init__(request.announced, self._start_receiving)
+        self._front_end = front_end
+        self._number = request.number
+        self._initial_bytes = request.body or bytearray()
+        # The range that the front end writes to: not reused before the front end reports that it has stopped.
+        self._shared_memory: memoryview | None = None
+        self._is_requested = False
+        self._next_part: asyncio.Future[relay_messages.BodyPart] | None = None
+        self._is_client_disconnected = False
+        if request.body is not None or request.announced == 0:
+            self.mark_complete()
+        self.began_at = self._ended_at = request.began
+
+    @property
+    def is_memory_shared(self) -> bool:
+        """Whether the front end may write to the body's memory."""
+        return self._shared_memory is not None
+
+    async def receive_into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
+        def make(nbytes: int) -> memoryview:
+            room = make_room(nbytes)
+            if self.content_length is not None:
+                self._share_memory(room)
+            return room
+
+        return await super().receive_into(make, **limits)
+
+    async def receive_message(self) -> Message:
+        """Return the next ASGI message."""
+        if self.is_complete and self._initial_bytes:
+            body, self._initial_bytes = bytes(self._initial_bytes), bytearray()
+            return {"type": "http.request", "body": body, "more_body": False}
+        self._next_part = asyncio.get_running_loop().create_future()
+        if self._is_client_disconnected:
+            return {"type": "http.disconnect"}
+        self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=False))
+        try:
+            piece = await self._next_part
+        except ClientLeftError:
+            return {"type": "http.disconnect"}
+        except asyncio.CancelledError:
+            self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
+            raise
+        finally:
+            self._next_part = None
+        if not piece.more:
+            self.mark_complete()
+        return {"type": "http.request", "body": piece.data, "more_body": piece.more}
+
+    def abort(self, error: NormserveError) -> None:
+        super().abort(error)
+        if self._is_requested:
+            self._is_requested = False
+            self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
+
+    def on_progress(self, nbytes: int) -> None:
+        """Record that the body's first `nbytes` are in its slab."""
+        if self.is_receiving:
+            self.received_bytes = nbytes
+
+    def on_body_received(self, message: relay_messages.BodyReceived) -> None:
+        """Complete the body, which is now in its slab."""
+        self._is_requested, self._shared_memory = False, None
+        if self.is_receiving:
+            self.received_bytes = message.nbytes
+            self.mark_complete()
+            self._ended_at = message.ended
+
+    def on_body_part(self, piece: relay_messages.BodyPart) -> None:
+        """Accept the next piece of a body that is not received into a slab."""
+        if self._next_part is not None:
+            if not self._next_part.done():
+                self._next_part.set_result(piece)
+        elif self.is_receiving:
+            if piece.data:
+                self.append_part(piece.data)
+            if not piece.more:
+                self._is_requested = False
+                self.mark_complete()
+
+    def on_body_aborted(self, *, is_client_disconnected: bool) -> None:
+        """End the reception: the front end no longer writes to the body's slab."""
+        self._is_requested, self._shared_memory = False, None
+        if is_client_disconnected:
+            self.handle_disconnect()
+
+    def handle_disconnect(self) -> None:
+        """Abort an incomplete body, whose client has disconnected."""
+        self._is_client_disconnected = True
+        if self._next_part is not None and not self._next_part.done():
+            self._next_part.set_exception(ClientLeftError("the client left"))
+        if not self.is_complete:
+            self.abort(ClientLeftError("the client left while its body was received"))
+
+    def _start_receiving(self) -> bytearray:
+        """Start to receive the body for a route; return the bytes that were received with the header."""
+        if not self.is_complete and self.content_length is None:
+            self._is_requested = True
+            self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
+        early, self._initial_bytes = self._initial_bytes, bytearray()
+        return early
+
+    def _share_memory(self, room: memoryview) -> None:
+        """Have the body received into `room`, or in pieces if that memory cannot be shared."""
+        assert self.content_length is not None
+        self._is_requested = True
+        located = self._front_end.locate_slab(room)
+        if located is None:
+            self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
+            return
+        self._shared_memory = room
+        place = located.slab.number, located.offset
+        self._front_end.send_message(relay_messages.BodyIntoSlabRequest(self._number, *place, self.content_length))
+
+
+class RelayedResponseSender(ResponseSender):
+    """A response, which a front end sends.
+
+    Attributes:
+        is_response_complete: the front end has been given the complete response.
+    """
+
+    def __init__(self, front_end: FrontEndConnection, number: int) -> None:
+        super().__init__()
+        self._front_end = front_end
+        self._number = number
+        self._start_message: Message | None = None
+        self._response_sent: asyncio.Future[relay_messages.ResponseSent] | None = None
+        self._send_s = 0.0
+        self.is_response_complete = False
+
+    @property
+    def send_s(self) -> float:
+        return self._send_s
+
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        if self.is_delivered is not None:
+            return
+        # Buffers that are not shared are copied; the copies and the buffers live until they are sent.
+        parts, held = [], []
+        for buffer in buffers:
+            part, view = await share_response_bytes(self._front_end, buffer)
+            parts.append(part)
+            held.append(view)
+        response = relay_messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
+        self.is_response_complete = True
+        self._record_sent(await self._send_and_wait(response))
+
+    async def send_message(self, message: Message) -> None:
+        """Send the next ASGI message of the application."""
+        if message["type"] == "http.response.start":
+            self._start_message = message
+            return
+        if self.is_delivered is not None:
+            return
+        start, self._start_message = self._start_message, None
+        status, headers = (0, []) if start is None else (start["status"], list(start["headers"]))
+        data, more = message.get("body", b""), message.get("more_body", False)
+        self.is_response_complete = not more
+        sent = await self._send_and_wait(relay_messages.ResponsePart(self._number, status, headers, data, more))
+        if not more:
+            self._record_sent(sent)
+
+    def on_response_sent(self, sent: relay_messages.ResponseSent) -> None:
+        """End the wait for the last message's bytes, which the kernel has taken or never will."""
+        if self._response_sent is not None and not self._response_sent.done():
+            self._response_sent.set_result(sent)
+
+    def handle_disconnect(self) -> None:
+        """Mark the response as not delivered, because its client has disconnected."""
+        if self.is_delivered is None:
+            self.is_delivered = False
+            if self.on_disconnect is not None:
+                self.on_disconnect()
+
+    def on_front_end_lost(self) -> None:
+        """End the response, which the front end cannot send any more."""
+        self.handle_disconnect()
+        self.on_response_sent(relay_messages.ResponseSent(self._number, self._send_s, is_delivered=False))
+
+    async def _send_and_wait(self, message: msgspec.Struct) -> relay_messages.ResponseSent:
+        self._began_at = self._began_at or time.perf_counter()
+        self._response_sent = asyncio.get_running_loop().create_future()
+        self._front_end.send_message(message)
+        try:
+            return await self._response_sent
+        finally:
+            self._response_sent = None
+
+    def _record_sent(self, sent: relay_messages.ResponseSent) -> None:
+        self._send_s = sent.seconds
+        if self.is_delivered is None:
+            self.is_delivered = sent.is_delivered
+
+
+async def share_response_bytes(
+    front_end: FrontEndConnection, buffer: bytes | memoryview
+) -> tuple[bytes | SharedSlabRange, object]:
+    """Return a response piece in the form of a message, and the object that must live until it has been sent."""
+    shared = try_share_response_bytes(front_end, buffer)
+    if shared is not None:
+        return shared
+    view = memoryview(buffer)
+    copied = front_end.slab_pool.borrow(len(view))[: len(view)]
+    await asyncio.to_thread(_copy_bytes, view, copied)
+    return _locate_range(front_end, copied) or (bytes(view), None)
+
+
+def try_share_response_bytes(
+    front_end: FrontEndConnection, buffer: bytes | memoryview
+) -> tuple[bytes | SharedSlabRange, object] | None:
+    """Do as `share_response_bytes`, without a long copy; return None if one would be needed."""
+    if len(buffer) <= INLINE_BYTES:
+        return bytes(buffer), None
+    view = memoryview(buffer)
+    located = _locate_range(front_end, view)
+    if located is not None or len(view) > _COPIED_HERE_BYTES:
+        return located
+    copied = front_end.slab_pool.borrow(len(view))[: len(view)]
+    _copy_bytes(view, copied)
+    # The pool may return memory that cannot be shared, which a driver allocated.
+    return _locate_range(front_end, copied) or (bytes(view), None)
+
+
+def _locate_range(front_end: FrontEndConnection, view: memoryview) -> tuple[SharedSlabRange, memoryview] | None:
+    located = front_end.locate_slab(view)
+    return None if located is None else (SharedSlabRange(located.slab.number, located.offset, len(view)), view)
+
+
+def _copy_bytes(source: memoryview, target: memoryview) -> None:
+    # Unlike a copy by memoryview, this one releases the GIL.
+    np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)
 
 
 class RelayedRequest:

@@ -13,7 +13,7 @@ from normserve import errors
 from normserve.codec.media_types import NPY
 from normserve.errors import NormserveError
 from normserve.errors.problems import STATUSES, make_problem_document
-from normserve.http.routes.examples import PARAMETERS, RouteExample, find_example
+from normserve.http.routes.api_descriptions import PARAMETERS, RouteExample, find_example
 from normserve.http.routes.route_scopes import RouteScopes
 
 # Swagger UI 4 refuses 3.1; nothing here needs it.

@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from normserve.admission.keys import KeyScope
-from normserve.http.spans import UNMATCHED
+from normserve.http.http_exchange import UNMATCHED
 from normserve.jobs.job import Op, PassDirection
 
 #: A key with any of these scopes is sufficient; if the set is empty, no key is needed.

@@ -11,7 +11,7 @@ from normserve.http.transport.connection_timeouts import ConnectionTimeouts
 from normserve.http.transport.exchange_protocol import ConnectionPolicy
 from normserve.http.transport.http_connection import HttpConnection, make_connection_factory
 from normserve.http.transport.incoming_body import IncomingBody
-from normserve.http.transport.sending import Buffers, Headers, ResponseSender
+from normserve.http.transport.response_sender import Buffers, Headers, ResponseSender
 
 __all__ = [
     "AsgiAdapter",

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
 from normserve.http.transport.incoming_body import IncomingBody, parse_content_length
-from normserve.http.transport.sending import Buffers, Headers, ResponseSender
+from normserve.http.transport.response_sender import Buffers, Headers, ResponseSender
 
 
 class AsgiAdapter:

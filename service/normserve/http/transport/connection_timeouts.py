@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from normserve.http.transport.sending import SocketResponseSender
+from normserve.http.transport.response_sender import SocketResponseSender
 from normserve.http.transport.transfer_progress import SlowTransferMonitor, TransferProgress
 
 

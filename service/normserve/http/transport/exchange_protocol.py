@@ -20,8 +20,13 @@ from normserve.http.transport.chunked_body import ChunkedBodyDecoder
 from normserve.http.transport.connection_timeouts import ConnectionTimeouts, HeaderTimer, SlowReaderMonitor
 from normserve.http.transport.idle_connections import IdleConnectionQueue
 from normserve.http.transport.incoming_body import IncomingBody
-from normserve.http.transport.response_sender import HalfClosedMonitor, can_detect_disconnect
-from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender, count_unacknowledged_bytes
+from normserve.http.transport.response_sender import (
+    TLS_PORTION_BYTES,
+    HalfClosedMonitor,
+    SocketResponseSender,
+    can_detect_disconnect,
+    count_unacknowledged_bytes,
+)
 
 # Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large
 # body, whose first bytes arrive with the header and must be copied, is received directly into its own memory.

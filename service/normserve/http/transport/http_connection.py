@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from normserve.http.transport.exchange_protocol import HEAD_BYTES, ConnectionPolicy
-from normserve.http.transport.http import HttpParserProtocol
+from normserve.http.transport.http_parser_protocol import HttpParserProtocol
 from normserve.http.transport.incoming_body import IncomingBody
 
 # Bytes per read of a chunked or an unwanted body.

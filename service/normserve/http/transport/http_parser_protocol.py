@@ -1,8 +1,26 @@
-"""Validation of a request's header fields before anything else uses them."""
+"""The parsing of request headers, and the boundaries of headers and bodies in the received bytes.
 
+The parser receives only headers, each exactly to its end.  The bytes between headers are determined by the length
+or the chunks that the header announces, whatever its other fields are (for example `Upgrade`).  Header fields are
+validated before anything else uses them.
+"""
+
+import re
 from collections.abc import Mapping
+from typing import Any
 
-from normserve.errors import MalformedHttpError, NormserveError, UnsupportedTransferEncodingError
+import httptools
+
+from normserve.errors import (
+    HeadersTooLargeError,
+    MalformedHttpError,
+    NormserveError,
+    OverloadedError,
+    TooManyConnectionsError,
+    UnsupportedTransferEncodingError,
+)
+from normserve.http.transport.chunked_body import ChunkedBodyDecoder
+from normserve.http.transport.exchange_protocol import ConnectionPolicy, ExchangeProtocol
 
 SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
 """Fields that must not be repeated, as two parsers of one header could see different requests."""
@@ -37,3 +55,199 @@ def parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
     if b"transfer-encoding" in singular:
         return None
     return int(singular.get(b"content-length", 0))
+
+
+PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
+"""Paths that are answered even on connections beyond the limits."""
+
+_MAX_HEADER_BYTES = 64 * 1024
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
+_NO_HTTP = "the request is no well-formed HTTP/1.1"
+_find_end = re.compile(rb"\r\n\r\n").search
+
+
+class HttpParserProtocol(ExchangeProtocol):
+    """Parses headers; bodies bypass the parser."""
+
+    def __init__(self, policy: ConnectionPolicy, **of_uvicorn: Any) -> None:
+        super().__init__(policy, **of_uvicorn)
+        # Of the current header: the number of received bytes, and the last of them, in which its end may begin.
+        self._header_bytes = 0
+        self._header_tail = b""
+        # The last complete header of a request with a body, as long as the parser is at its end.
+        self._last_header: bytes | None = None
+        self._is_header_complete = False
+        self._unrepeatable_fields: dict[bytes, bytes] = {}
+        self._repeated_field: bytes | None = None
+
+    def data_received(self, data: memoryview) -> None:  # type: ignore[override]
+        """Process the next received bytes, which are in scratch memory."""
+        self._unset_keepalive_if_required()
+        had_begun = self._is_header_open
+        rest = data
+        while len(rest):
+            if self.remaining_body_bytes:
+                rest = self._consume_sized_body(rest)
+            elif self.chunked_decoder is not None:
+                rest = self._consume_chunked_body(self.chunked_decoder, rest)
+            elif self._is_accepting_requests:
+                rest = self._consume_header(rest)
+            else:
+                self._ignore_bytes(len(rest))
+                return
+        # Most headers arrive complete and need no timeout.  Empty lines need one: they end the wait for the next
+        # request, and begin the wait for its header.
+        begins = self._is_header_open and not had_begun
+        if begins or not (
+            self._open_exchanges
+            or self._body_discard
+            or self.timeout_keep_alive_task
+            or self._header_timer.is_running
+        ):
+            self._mark_busy()
+            self._header_timer.start()
+
+    def _consume_sized_body(self, data: memoryview) -> memoryview:
+        length = min(len(data), self.remaining_body_bytes)
+        self.remaining_body_bytes -= length
+        if self._body_discard is None:
+            self.on_body(bytes(data[:length]))
+        else:
+            self._body_discard.count_bytes(length)
+        if not self.remaining_body_bytes:
+            self._complete_body()
+        return data[length:]
+
+    def _consume_chunked_body(self, chunks: ChunkedBodyDecoder, data: memoryview) -> memoryview:
+        try:
+            piece, length = chunks.decode(bytes(data))
+        except NormserveError as error:
+            self.chunked_decoder = None
+            self._refuse_input(error)
+            return data[:0]
+        if self._body_discard is not None:
+            self._body_discard.count_bytes(length)
+        elif piece:
+            self.on_body(piece)
+        if chunks.is_complete:
+            self.chunked_decoder = None
+            self._complete_body()
+        return data[length:]
+
+    def _consume_header(self, data: memoryview) -> memoryview:
+        """Parse bytes up to the end of a header, or of empty lines before it; return the remaining bytes."""
+        end = self._find_header_end(data)
+        # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
+        piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
+        self._bytes_after_header = len(data) - end
+        if piece == self._last_header:
+            self._begin_identical_request()
+            return data[end:]
+        if self._last_header is not None:
+            # The parser waits for a body that it never receives.
+            self.parser = httptools.HttpRequestParser(self)
+            self._last_header = None
+        earlier_header_bytes = self._header_bytes
+        self._header_bytes += len(piece)
+        self._is_header_complete = 0 < len(piece) == end
+        upgrades = False
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            upgrades = True
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, MemoryError):
+                # One of our callbacks failed; the request is valid.
+                self._refuse_input(OverloadedError("there is no memory for a request now"))
+            else:
+                self.send_400_response("")
+            return data[:0]
+        if self._is_header_complete:
+            self._header_tail = b""
+            if self._is_header_open:
+                self.send_400_response("")
+            elif (
+                upgrades or self.chunked_decoder is not None or (self.remaining_body_bytes and earlier_header_bytes)
+            ):
+                self.parser = httptools.HttpRequestParser(self)
+            elif self.remaining_body_bytes:
+                self._last_header = piece
+        elif len(piece) < len(data):
+            self._refuse_input(HeadersTooLargeError(f"the header must be at most {_MAX_HEADER_BYTES} bytes"))
+        else:
+            self._header_tail = (self._header_tail + piece[-3:])[-3:]
+        return data[len(piece) :]
+
+    def _begin_identical_request(self) -> None:
+        """Begin a request whose header is identical to the last one: the parser is still at its end."""
+        headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
+        super().on_message_begin()
+        self.headers += headers
+        self.url, self.expect_100_continue = url, expects
+        self._header_timer.stop()
+        super().on_headers_complete()
+        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
+
+    def _find_header_end(self, data: memoryview) -> int:
+        """Return the position after the first empty line; 0 if there is none yet."""
+        if (tail := self._header_tail) and (found := _find_end(tail + bytes(data[:3]))):
+            return found.end() - len(tail)
+        found = _find_end(data)
+        return found.end() if found else 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_header_open = True
+        self._unrepeatable_fields, self._repeated_field = {}, None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in SINGULAR:
+            if name in self._unrepeatable_fields:
+                self._repeated_field = name
+            value = self._unrepeatable_fields[name] = value.strip(b" \t")
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._header_timer.stop()
+        version = self.parser.get_http_version()
+        if self._repeated_field is not None:
+            fault: NormserveError | None = MalformedHttpError(f"{self._repeated_field.decode()} must be given once")
+        else:
+            fault = find_head_fault(version, self._unrepeatable_fields) or self._find_limit_fault()
+        if fault is not None or not self._is_header_complete:
+            self._refuse_input(fault or MalformedHttpError(_NO_HTTP))
+            return
+        if version == "1.0":
+            self.expect_100_continue = False
+        if not self.url.startswith(b"/"):
+            self._set_host_from_target()
+        super().on_headers_complete()
+        if self.exceeded_limit is not None:
+            self.cycle.keep_alive = False
+        self._header_bytes, self._is_header_open = 0, False
+        # uvicorn has created the application's task by now, which has not run yet.
+        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
+
+    def _find_limit_fault(self) -> NormserveError | None:
+        """Return the error of a connection beyond a limit, unless the request is a probe."""
+        if self.exceeded_limit is None:
+            return None
+        is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
+        if is_probe and parse_body_length(self._unrepeatable_fields) == 0:
+            return None
+        return TooManyConnectionsError(self.exceeded_limit)
+
+    def _set_host_from_target(self) -> None:
+        """Replace the Host field by the host of a target like `http://name/path` (RFC 9112, section 3.2.2)."""
+        if target := _ABSOLUTE.match(self.url):
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", target[1]))
+
+    def on_message_complete(self) -> None:
+        """Do nothing: the parser, which sees no bodies, calls this at the end of a header."""
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse_input(MalformedHttpError(_NO_HTTP))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serve.clients import normalising_process
+from benchmarks.serve.processes import many
 from benchmarks.serve.processes.many import _measure_kill, _NormalisingProcess, _run_turn, format_table
-from benchmarks.serve.report import memory
 
 COLUMNS = ("p50_us", "p99_us", "per_second", "first_answer_s", "resident_bytes", "device_bytes", "killed_errors")
 
@@ -38,7 +38,7 @@ def test_calls_that_raise_are_counted_and_timed(monkeypatch):
 
 
 def test_memory_that_is_shared_counts_once():
-    alone = memory.read_resident_bytes([os.getpid()])
+    alone = many.read_resident_bytes([os.getpid()])
     assert 2**20 < alone < 2**40
 
 

@@ -9,8 +9,13 @@ from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSw
 
 from benchmarks.tune.group_norm import trials
 from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
-from benchmarks.tune.group_norm.passes import GroupNormTuningCell
-from benchmarks.tune.group_norm.trials import TuningItem, select_distinct_kernels, time_cell, time_item
+from benchmarks.tune.group_norm.trials import (
+    GroupNormTuningCell,
+    TuningItem,
+    select_distinct_kernels,
+    time_cell,
+    time_item,
+)
 from tests.benchmarks.harness.fake_timer import Timer
 
 SMALL = GroupNormTuningCell("forward", (1, 64, 12), "nchw", "float32")

@@ -3,8 +3,7 @@ from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
-from benchmarks.tune.layer_norm.passes import LayerNormTuningCell
-from benchmarks.tune.layer_norm.trials import select_distinct_kernels, time_cell
+from benchmarks.tune.layer_norm.trials import LayerNormTuningCell, select_distinct_kernels, time_cell
 from tests.benchmarks.harness.fake_timer import Timer
 
 SHORT = LayerNormTuningCell("forward", 256, "float32")

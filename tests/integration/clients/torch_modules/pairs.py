@@ -4,7 +4,7 @@ import fusednorm
 import torch
 from normserve.client import Client
 from normserve.client import torch as remote
-from normserve.client.local.blocking import LocalTransport
+from normserve.client.local.connection import LocalTransport
 
 KINDS = {
     "layer norm": ("LayerNorm", (16,), {}, (3, 5, 16)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from normserve.client import torch as remote
-from normserve.client.local.blocking import LocalTransport
+from normserve.client.local.connection import LocalTransport
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint

@@ -4,8 +4,7 @@ import hashlib
 
 import pytest
 from normserve.admission.keys import ApiKey, KeyScope, KeysFileError, parse_keys
-from normserve.admission.keys.generate import format_key_table, generate_key
-from normserve.admission.keys.keys_file import MAX_KEYS
+from normserve.admission.keys.keys_file import MAX_KEYS, format_key_table, generate_key
 
 DIGEST = hashlib.sha256(b"a key").hexdigest()
 SECRET = "wF8-typed-in-the-wrong-place"

@@ -189,7 +189,7 @@ class TestBackend:
     def test_large_results_are_written_by_pieces_into_given_memory(self, stats, monkeypatch):
         x, memory = torch.randn(7, 24), torch.empty(7, 24)
         whole = batch_invariant.layer_norm_forward(x, activation="silu", stats=stats)
-        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.row_norms.WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 48)
         written = batch_invariant.layer_norm_forward(
             x, activation="silu", stats=stats, memory_like=lambda _: memory
@@ -205,7 +205,7 @@ class TestBackend:
     def test_large_results_are_written_over_what_came_where_that_is_allowed(
         self, backend, op, dtype, has_residual, monkeypatch
     ):
-        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.row_norms.WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(chunks, "PIECE_ELEMENTS", 48)
         sent = torch.randn(7, 24).to(dtype)
         names = ("x", "residual") if has_residual else ("x",)
@@ -224,7 +224,7 @@ class TestBackend:
     @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
     def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
         monkeypatch.setattr("normserve.backends.cpu.backend._SCRATCH_BYTES", scratch_bytes)
-        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.row_norms.WHOLE_ELEMENTS", 0)
         slabs = SlabPool(max_idle_bytes=0)
         jobs = row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, torch.bfloat16, 8, [1, 2, 5])
         backend = CpuBackend(1, slabs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm.cpu import chunks
-from fusednorm.cpu.float8 import scale_rows_
+from fusednorm.cpu.batch_invariant.row_norms import scale_rows_
 from fusednorm.reference.float8 import quantise_rows
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection

@@ -5,9 +5,8 @@ import torch
 from normserve.backends.cuda.batch_buffers import BatchBufferAllocator
 from normserve.backends.cuda.copied_launches import make_whole_launch
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
-from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.slabs import SlabPool
-from normserve.memory.tensors import DType, HostTensor
+from normserve.memory.tensors import DeviceTensor, DType, HostTensor
 
 from tests.service.backends.cuda.no_device import Writing
 from tests.service.jobs.fake_jobs import layer

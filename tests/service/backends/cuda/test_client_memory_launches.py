@@ -8,8 +8,7 @@ import pytest
 import torch
 from normserve.backends.cuda import client_memory_launches, graph_cache
 from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
-from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.tensors import DType, HostTensor
+from normserve.memory.tensors import DeviceTensor, DType, HostTensor
 
 from tests.service.backends.cuda.no_device import Instant
 from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import graph_cache
-from normserve.backends.cuda.graphs import CudaGraphCapturer
+from normserve.backends.cuda.graph_cache import CudaGraphCapturer
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.host_segments import HostSegment, make_segment

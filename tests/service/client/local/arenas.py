@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 from normserve.memory.host_segments import HostSegment, make_segment
 
 SEGMENT = 2**16

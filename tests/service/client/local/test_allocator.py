@@ -5,7 +5,7 @@ import random
 import threading
 
 import numpy as np
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 
 from tests.service.client.local.arenas import SEGMENT, arena
 

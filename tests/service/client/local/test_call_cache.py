@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.calls.on_device import TorchCudaTensor
+from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.errors import OverloadedError
 from normserve.client.local import device_arena
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 from normserve.client.local.array_memory import CudaArrayMemory
 from normserve.client.local.call_cache import CallCache, CallCaches
 from normserve.client.local.device_arena import DeviceArena

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from normserve.client import Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy, UnexpectedAnswerError
 from normserve.client.deadlines import Deadline
-from normserve.client.local import sockets
+from normserve.client.local import connection
 from normserve.client.local.client_protocol import LocalRequest
 from normserve.client.local.connection import LocalClientConnection
 from normserve.codec import local_messages as frames
@@ -171,9 +171,9 @@ def test_malformed_results_are_no_answer(tmp_path):
 )
 def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(tmp_path, monkeypatch, flood):
     # What comes at once is polled for, and never waited for.
-    monkeypatch.setattr(sockets, "_MAY_POLL", True)
-    monkeypatch.setattr(sockets, "_SOON_S", 20.0)
-    monkeypatch.setattr(sockets, "_POLLED_S", 20.0)
+    monkeypatch.setattr(connection, "_MAY_POLL", True)
+    monkeypatch.setattr(connection, "_SOON_S", 20.0)
+    monkeypatch.setattr(connection, "_POLLED_S", 20.0)
 
     def answer(connected, tag, message):
         if isinstance(message, frames.GetInfoMessage):

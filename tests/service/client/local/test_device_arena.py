@@ -8,7 +8,7 @@ import pytest
 import torch
 from normserve.client import UnexpectedAnswerError
 from normserve.client.calls import operations
-from normserve.client.calls.on_device import TorchCudaTensor
+from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.local import device_arena
 from normserve.client.local.device_arena import BusyStream, DeviceArena, make_device_arena
 from normserve.client.local.device_messages import get_device_x, make_device_response, prepare_device_call

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.local.arena import HostArena
+from normserve.client.local.allocator import HostArena
 from normserve.client.local.array_memory import NumpyArrayMemory, TorchArrayMemory
 from normserve.client.local.call_cache import CallCache
 from normserve.client.results import ForwardResult, Timing

@@ -7,7 +7,7 @@ import threading
 import pytest
 from normserve.errors import OverloadedError, StorageError, UnusableRegionError
 from normserve.http.oip.region_tensors import RegionTransfer
-from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.file_regions import SharedMemoryFolder
 from normserve.http.oip.regions.region_registry import RegionRange, RegionRegistry
 from normserve.memory.slabs import SlabAllocator, SlabPool, allocate_plain
 

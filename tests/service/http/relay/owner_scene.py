@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from normserve.http.app import create_app
 from normserve.http.application_services import ApplicationServices
-from normserve.http.middleware.middleware import choose_request_id
+from normserve.http.middleware.request_middleware import choose_request_id
 from normserve.http.relay import relay_messages
 from normserve.http.relay.relay_link import RelayLink
 from normserve.http.relay.relay_server import RelayServer

@@ -6,7 +6,7 @@ from normserve.errors import OverloadedError
 from normserve.http.relay import relay_messages
 from normserve.http.relay.relayed_request import RelayedRequest
 
-from tests.service.http.relay.test_exchange import FakeFrontEnd, asked
+from tests.service.http.relay.test_relayed_request_exchange import FakeFrontEnd, asked
 
 SCOPE = {"type": "http", "path": "/"}
 

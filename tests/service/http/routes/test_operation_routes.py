@@ -12,9 +12,9 @@ from normserve.admission.client_identity import ClientIdentity
 from normserve.codec import safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import InvalidShapeError, NormserveError, OverloadedError
-from normserve.http.routes import operation_routes, operations
+from normserve.http.routes import operation_routes
 from normserve.http.routes.format_negotiation import AcceptHeader
-from normserve.http.routes.operations import OperationEndpoint, OperationHead
+from normserve.http.routes.operation_routes import OperationEndpoint, OperationHead
 from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.memory.tensors import DType, HostTensor
 from normserve.metrics.metrics import Metrics
@@ -110,7 +110,7 @@ def test_the_next_data_are_its_own():
 def test_it_is_not_parsed_again(monkeypatch):
     asked = head()
     first = outcome(asked, npy())
-    monkeypatch.setattr("normserve.http.routes.operations.parse_payload", no_copy)
+    monkeypatch.setattr("normserve.http.routes.operation_routes.parse_payload", no_copy)
     assert outcome(asked, npy()) == first
 
 
@@ -167,10 +167,8 @@ def test_a_copy_is_refused_each_time():
 
 def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
     here, parsed = operation(2**20), []
-    monkeypatch.setattr(
-        "normserve.http.routes.operations.parse_payload",
-        lambda body, body_format: parsed.append(1) or operation_routes.parse_payload(body, body_format),
-    )
+    parse_payload = operation_routes.parse_payload
+    monkeypatch.setattr(operation_routes, "parse_payload", lambda *given: parsed.append(1) or parse_payload(*given))
     asked = head()
 
     def ask(number: int, address: str) -> None:
@@ -194,8 +192,8 @@ def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
 
 def test_heads_are_kept_for_each_tenant(monkeypatch):
     here, parsed = operation(2**20), []
-    parse_query = operations.parse_query
-    monkeypatch.setattr(operations, "parse_query", lambda *given: parsed.append(1) or parse_query(*given))
+    parse_query = operation_routes.parse_query
+    monkeypatch.setattr(operation_routes, "parse_query", lambda *given: parsed.append(1) or parse_query(*given))
     headers = {b"content-type": NPY.encode()}
     mine = here.prepare_head(b"eps=1", headers, "mine")
     for number in range(1000):

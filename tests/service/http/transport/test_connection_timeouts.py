@@ -6,7 +6,7 @@ import pytest
 from normserve.http.transport import connection_timeouts as patience_module
 from normserve.http.transport import transfer_progress as pace_module
 from normserve.http.transport.connection_timeouts import ConnectionTimeouts, SlowReaderMonitor
-from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender
+from normserve.http.transport.response_sender import TLS_PORTION_BYTES, SocketResponseSender
 
 RATE = 1000
 LIMITS = ConnectionTimeouts(header_s=10, send_s=30, transfer_s=300, min_bytes_per_s=RATE, grace_s=10)

@@ -203,7 +203,7 @@ def test_what_fails_on_our_side_is_not_the_requests_fault(monkeypatch):
     def without_memory(*_):
         raise MemoryError
 
-    monkeypatch.setattr("normserve.http.transport.http.find_head_fault", without_memory)
+    monkeypatch.setattr("normserve.http.transport.http_parser_protocol.find_head_fault", without_memory)
     assert feed([GET]) == [Answer(429, "overloaded"), Closed()]
 
 

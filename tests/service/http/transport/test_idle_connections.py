@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.http.transport import ConnectionTimeouts, idle_connections
-from normserve.http.transport.http import PROBES
+from normserve.http.transport.http_parser_protocol import PROBES
 from normserve.http.transport.idle_connections import IdleConnectionQueue
 
 from tests.service.http.transport.drive import Driver, view

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from normserve.errors import OverloadedError, UnusableRegionError
-from normserve.http.oip.regions.file_regions import FileRegion
-from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.file_regions import FileRegion, SharedMemoryFolder
 from normserve.http.oip.regions.region import Kind, MemoryRegion
 
 MOST_REGIONS = 1024

@@ -7,16 +7,20 @@ from types import SimpleNamespace
 import pytest
 from normserve.admission.client_identity import ClientIdentity
 from normserve.errors import ForbiddenError, NotReadyError, UnusableRegionError
-from normserve.http.oip.asked import BinarySource, InferenceRequest, InputTensor, RegionReference, RequestedOutput
-from normserve.http.oip.region_tensors import RegionTransfer
+from normserve.http.oip.inference_request import (
+    BinarySource,
+    InferenceRequest,
+    InputTensor,
+    RegionReference,
+    RequestedOutput,
+)
+from normserve.http.oip.region_tensors import RegionTensorAccess, RegionTransfer, assign_result_buffers
 from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegionOpener, is_local_address
 from normserve.http.oip.regions.region_registry import RegionRegistry
-from normserve.http.oip.shared_tensors import RegionTensorAccess, assign_result_buffers
 from normserve.jobs.job import NormJob, NormSpec, Op, PassDirection
 from normserve.memory.device_segments import ShareableDevice
-from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.slabs import SlabPool
-from normserve.memory.tensors import DType
+from normserve.memory.tensors import DeviceTensor, DType
 
 from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver

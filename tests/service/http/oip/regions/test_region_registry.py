@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from normserve.errors import OverloadedError, UnusableRegionError
-from normserve.http.oip.regions.folder import SHARED_MEMORY, SharedMemoryFolder
+from normserve.http.oip.regions.file_regions import SHARED_MEMORY, SharedMemoryFolder
 from normserve.http.oip.regions.region_registry import RegionRegistry
 
 KEY = "ns-a"

@@ -14,11 +14,13 @@ from fusednorm.jit.register_fragments import merge_equal_sets, merge_sets, reduc
 from fusednorm.launch.launches import Launch, count_full_range_chunks, make_cooperative_options
 from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
-from fusednorm.ops.group_norm.contiguous.frames import count_group_elements, locate_frame, round_up_to_vectors
 from fusednorm.ops.group_norm.contiguous.group_fragments import (
     compute_group_lane_moments,
+    count_group_elements,
     load_chunk_affine,
     load_group_fragment,
+    locate_frame,
+    round_up_to_vectors,
     store_normalised_group_fragment,
     unify_mean,
 )

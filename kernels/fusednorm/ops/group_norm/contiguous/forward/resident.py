@@ -17,11 +17,12 @@ from fusednorm.ops.group_norm.call import (
     count_writers,
     fit_resident_programs,
 )
-from fusednorm.ops.group_norm.contiguous.frames import locate_frame, round_up_to_vectors
 from fusednorm.ops.group_norm.contiguous.group_fragments import (
     compute_group_lane_moments,
     load_chunk_affine,
     load_group_fragment,
+    locate_frame,
+    round_up_to_vectors,
     store_normalised_group_fragment,
     unify_mean,
 )
