@@ -5,9 +5,9 @@
 One PNG for each operation, pass, variant and dtype.  Rows: GB/s against the row length with a line per provider and
 the copy's rate, for the sweep with x of 256 MiB and for every series with the same number of rows; row lengths with
 an odd number of elements, which vector accesses do not fit, are only in the tables.  Groups: the fraction of a copy
-and the time of each shape, with a bar per provider, in both layouts (`charts`).  Models: the time of a pass against
-the batch size, and its ratio to torch's (`models`).  Servers: requests per second against the number of HTTP
-processes (`front_ends`).
+and the time of each shape, with a bar per provider, in both layouts (`group_charts`).  Models: the time of a pass
+against the batch size, and its ratio to torch's (`model_plots`).  Servers: requests per second against the number
+of HTTP processes (`front_end_plot`).
 """
 
 import argparse

@@ -166,7 +166,7 @@ class _NormalisingProcess:
         self._running.stdin.flush()
 
     def receive_calls(self) -> Mapping[str, Any]:
-        """The result of `normalising.taken_until`."""
+        """The result of `normalising_process.call_until`."""
         taken: Mapping[str, Any] = self._receive()
         return taken
 

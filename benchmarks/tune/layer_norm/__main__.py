@@ -1,4 +1,4 @@
-"""Times every plausible launch configuration of a LayerNorm pass, the basis of `layer_norm.table`.
+"""Times every plausible launch configuration of a LayerNorm pass, the basis of `layer_norm.config_tables`.
 
     python -m benchmarks.tune.layer_norm --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096] [--rows 1]
 

@@ -467,7 +467,7 @@ def _select_kernel_passes(op: str) -> Any:
 
 
 def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
-    """Return the result of a call whose kind has been recorded, else None: see `launch.replay`."""
+    """Return the result of a call whose kind has been recorded, else None: see `launch.replay_cache`."""
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
     replayed: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))

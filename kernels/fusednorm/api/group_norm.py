@@ -82,9 +82,9 @@ def group_norm_forward(
             strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
-    program's registers are read again from L1 or L2, still larger ones from memory.  A residual of another layout
-    than x is first copied: one more read and write, and memory for the copy.
+    Traffic: `kernel_bytes.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for
+    one program's registers are read again from L1 or L2, still larger ones from memory.  A residual of another
+    layout than x is first copied: one more read and write, and memory for the copy.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; moments merged as in Chan, Golub, LeVeque, 1979.
 
@@ -186,9 +186,9 @@ def group_norm_backward(
             shift of other strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x again from L2,
-    still larger ones from memory, where absent statistics cost another read of x.  A dy, residual or dresidual_out
-    of another layout than x is first copied.
+    Traffic: `kernel_bytes.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x again from
+    L2, still larger ones from memory, where absent statistics cost another read of x.  A dy, residual or
+    dresidual_out of another layout than x is first copied.
 
     Examples:
         >>> import torch, fusednorm

@@ -1,7 +1,7 @@
 """The results of a pass: each pass declares them once, as an `OutputSpec` for each field.
 
 This declaration describes the results that a plan writes, and allocates and checks the tensors of the first call of
-a kind and, in `launch.replay`, of the following calls.
+a kind and, in `launch.replay_cache`, of the following calls.
 """
 
 from typing import Any, NamedTuple

@@ -46,7 +46,7 @@ def try_layer_norm(
     if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
         return None
     cols = x.shape[-1:]
-    # Rows of one value: see `rows.can_compute`.
+    # Rows of one value: see `torch_row_norms.can_compute`.
     if not (is_valid_eps(eps) and cols and cols[0] > 1 and x.numel() and has_float_tensors(cols, weight, bias)):
         return None
     return torch.layer_norm(x, cols, to_float32(weight), to_float32(bias), eps, False)

@@ -115,7 +115,7 @@ def group_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback` computes the call."""
+    """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback_passes` computes it."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     can_compute_call = (
         can_compute(x, num_groups, weight, bias, residual, **options)

@@ -217,7 +217,7 @@ def layer_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.layer_norm_backward`; without saved statistics `fallback` computes the call."""
+    """See `fusednorm.reference.layer_norm_backward`; without saved statistics `fallback_passes` computes it."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
     can_compute_call = (
@@ -258,7 +258,7 @@ def rms_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd `fallback` computes the call.
+    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd `fallback_passes` computes the call.
 
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """

@@ -1,4 +1,4 @@
-"""Pieces of rows that stay in registers in the dtype that they have in memory: loads, moments, stores.
+"""Fragments of rows that stay in registers in the dtype that they have in memory: loads, moments, stores.
 
 A 16-bit fragment needs half the registers of its float32 values; it is converted again each time it is used.
 """

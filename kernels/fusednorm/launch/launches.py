@@ -1,4 +1,4 @@
-"""Descriptions of launches, and functions that several plans use; `launch.run` executes the launches."""
+"""Descriptions of launches, and functions that several plans use; `launch.execution` executes the launches."""
 
 import sys
 from collections.abc import Mapping

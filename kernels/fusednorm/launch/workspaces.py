@@ -7,7 +7,7 @@ EXCHANGE_BUFFER, COUNTERS = "exchange_buffer", "counters"
 
 
 def get_exchange_buffer(device: GpuModel, slots: int) -> Array:
-    """Return the workspace of `jit.exchange` for a launch with a total of `slots` slots."""
+    """Return the workspace of `jit.program_exchange` for a launch with a total of `slots` slots."""
     return _shared(device, 2 + 4 * slots, EXCHANGE_BUFFER)
 
 

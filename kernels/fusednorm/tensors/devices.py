@@ -11,7 +11,8 @@ _stand_in: GpuModel | None = None
 
 
 def stand_in(gpu: GpuModel | None) -> None:
-    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches (`launch.absent`).
+    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches
+    (`launch.recorded_launches`).
 
     For a process that compiles in advance.  With None, the initial state, such calls are refused.
     """

@@ -1,6 +1,6 @@
 """The sending of requests on a number of connections, all in one thread, with a record of each.
 
-The thread waits for responses and scheduled requests.  It creates records (`recorder`) while none arrive.
+The thread waits for responses and scheduled requests.  It creates records (`request_recorder`) while none arrive.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""The devices: `cpu` and `cuda` each drive one kind; `base` is their interface for the executor."""
+"""The devices: `cpu` and `cuda` each drive one kind; `interface` is what the executor uses of them."""
 
 import os
 

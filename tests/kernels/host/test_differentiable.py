@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.api.norm_calls import Dispatched
 
-# Its driver stands in for one that is absent; test_extension_gpu.py has the real one.
+# Its driver stands in for one that is absent; test_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
 
 ROWS, COLS, GROUPS = 5, 48, 4

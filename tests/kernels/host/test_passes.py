@@ -16,7 +16,7 @@ from tests.kernels.ops.group_norm.replays.test_kinds import BACKWARD_CHANGES, CH
 from tests.kernels.ops.layer_norm.replays import operands as rows
 from tests.kernels.ops.layer_norm.replays.test_replay import planned_into
 
-# Its driver stands in for one that is absent; test_extension_gpu.py has the real one.
+# Its driver stands in for one that is absent; test_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
 
 EVERYTHING = {"residual": True, "outside": True, "dtype": torch.bfloat16}

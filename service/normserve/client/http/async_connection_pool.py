@@ -119,7 +119,7 @@ class AsyncConnectionPool:
 
 
 async def run_steps(steps: Steps[R]) -> R:
-    """Do as `blocking.run_steps`, without a deadline; the wait ends with the task's cancellation."""
+    """Do as `connection_pool.run_steps`, without a deadline; the wait ends with the task's cancellation."""
     try:
         descriptor, events = next(steps)
     except StopIteration as stop:

@@ -29,7 +29,7 @@ CASES = [
 
 
 def by_turns(activations: Iterable[str]) -> list[tuple[object, ...]]:
-    """Every case with one of the activations; `service/backends/cpu/test_kernels.py` takes all."""
+    """Every case with one of the activations; `kernels/cpu/batch_invariant/test_oracle.py` takes all."""
     return [(*case, activation) for case, activation in zip(CASES, itertools.cycle(activations), strict=False)]
 
 

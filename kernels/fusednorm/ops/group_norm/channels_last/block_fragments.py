@@ -1,4 +1,4 @@
-"""Pieces of channels-last samples that stay in registers in the dtype of memory: loads, moments, stores.
+"""Fragments of channels-last samples that stay in registers in the dtype of memory: loads, moments, stores.
 
 A fragment is some positions of a block of columns (channels of full groups): a tuple of chunks [LANES, VEC], with
 one lane per thread, which loads a vector of VEC adjacent columns at once.  CV adjacent lanes hold a block's columns

@@ -4,13 +4,13 @@ It has two steps, since a block of columns holds many groups and a group has man
 its part of every group that it touches.  One program for each group, its leader, collects the parts and posts their
 total, which all programs that touch the group collect.  If programs share a single group, each collects the parts
 itself, which saves a step.  Only for cooperative launches; tags, the header and the last program's task are those
-of `jit.exchange`.
+of `jit.program_exchange`.
 
 Slots are those of `post_pairs`: one for a group's total, followed by one for each contributor.  Rounds use DEPTH
 sets of slots in turn; DEPTH is a power of two.  A program that collects the totals of round n - LAG before it posts
 its parts of round n needs DEPTH >= LAG: all warps of the leader have then read the parts of round n - LAG; and
 before it posts another total in the same slot, all contributors have posted parts of that round.  Without a leader
-it needs DEPTH >= 2 * LAG, as rounds of `jit.exchange` do.
+it needs DEPTH >= 2 * LAG, as rounds of `jit.program_exchange` do.
 """
 
 import triton

@@ -1,12 +1,12 @@
-"""Pieces of contiguous groups that stay in registers in the dtype of memory: loads, moments, stores.
+"""Fragments of contiguous groups that stay in registers in the dtype of memory: loads, moments, stores.
 
 Groups may start and end at any element, and are read and written in 16-byte accesses.  The frame of a group starts
 at the multiple of 16 bytes (GROUP elements) at or before the group's start.  Its first `before` elements, fewer
 than GROUP, do not belong to the group; SKEWED: whether `before` may be above 0.  The size of a sample is a
 multiple of 16 bytes, so a frame never leaves its sample, and all samples have equal frames.
 
-A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
-loads at once.  All chunks below FULL are full, except the first if SKEWED.  In a piece, the group starts at
+A fragment is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
+loads at once.  All chunks below FULL are full, except the first if SKEWED.  In a fragment, the group starts at
 `before` and ends at `length`.
 """
 

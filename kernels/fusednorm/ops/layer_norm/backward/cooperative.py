@@ -1,6 +1,6 @@
 """Backward pass of LayerNorm and RMSNorm in which several programs share a row.
 
-The formulas are in `backward.tile`; `backward.reduce` adds up the partial sums.
+The formulas are in `backward.tile`; `backward.partial_reduction` adds up the partial sums.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Backward pass of LayerNorm and RMSNorm for rows too long for a tile: two kernels, which read x and dy twice.
 
 The first computes the constants of each row; the second processes blocks of columns.  The formulas are in
-`backward.tile`; `backward.reduce` adds up the partial sums.
+`backward.tile`; `backward.partial_reduction` adds up the partial sums.
 """
 
 from dataclasses import dataclass

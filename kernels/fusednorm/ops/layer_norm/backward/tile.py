@@ -2,7 +2,7 @@
 
 With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
 x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
-dweight and dbias stay in float32 registers, one partial row a program, and `backward.reduce` adds up the
+dweight and dbias stay in float32 registers, one partial row a program, and `backward.partial_reduction` adds up the
 partials in fixed order: no atomics and no locks, so every run gives the same bits.
 """
 

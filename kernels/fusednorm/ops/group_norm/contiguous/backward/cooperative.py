@@ -1,7 +1,7 @@
 """Backward pass of contiguous groups that several programs share.
 
-The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.  This file is long
-because of its one kernel: the half that computes sums and the half that writes dx share nearly every value.
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradient_tiles`.  This file is
+long because of its one kernel: the half that computes sums and the half that writes dx share nearly every value.
 """
 
 from dataclasses import dataclass

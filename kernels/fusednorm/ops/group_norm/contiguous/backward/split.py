@@ -1,6 +1,6 @@
 """Backward pass of contiguous groups whose programs wait for nothing: sums first, then dx.
 
-The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradient_tiles`.
 """
 
 from dataclasses import dataclass
