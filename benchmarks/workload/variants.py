@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from fusednorm import ActivationName, kernel_bytes
+from fusednorm import ActivationName, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class VariantOptions:
         size, y = dtype.itemsize, (self.out_dtype or dtype).itemsize
         residual = (self.residual_dtype or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
-            return kernel_bytes.compute_forward_bytes(numel, size, y, residual=residual, residual_out=residual)
+            return traffic.compute_forward_bytes(numel, size, y, residual=residual, residual_out=residual)
         dresidual = residual if self.has_own_dresidual(dtype) else 0
-        return kernel_bytes.compute_backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
+        return traffic.compute_backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
 
     @property
     def modulation_roles(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import kernel_bytes
+from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
@@ -154,7 +154,7 @@ class GroupNormTuningPass:
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = kernel_bytes.compute_forward_bytes if self.dy is None else kernel_bytes.compute_backward_bytes
+        fewest = traffic.compute_forward_bytes if self.dy is None else traffic.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
     def check_results(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fusednorm import kernel_bytes
+from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
@@ -84,9 +84,7 @@ class LayerNormTuningPass:
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = (
-            kernel_bytes.compute_forward_bytes if self._pass == "forward" else kernel_bytes.compute_backward_bytes
-        )
+        fewest = traffic.compute_forward_bytes if self._pass == "forward" else traffic.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
 

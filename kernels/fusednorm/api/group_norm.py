@@ -82,7 +82,7 @@ def group_norm_forward(
             strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Groups too large for
     one program's registers are read again from L1 or L2, still larger ones from memory.  A residual of another
     layout than x is first copied: one more read and write, and memory for the copy.
 
@@ -186,7 +186,7 @@ def group_norm_backward(
             shift of other strides; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x again from
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each; larger groups read dy and x again from
     L2, still larger ones from memory, where absent statistics cost another read of x.  A dy, residual or
     dresidual_out of another layout than x is first copied.
 

@@ -80,7 +80,7 @@ def layer_norm_forward(
             columns.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
     tile are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Ba, Kiros, Hinton:
     Layer Normalization, arXiv:1607.06450; moments merged as in Chan, Golub, LeVeque, 1979.
 
@@ -148,7 +148,7 @@ def rms_norm_forward(
             columns.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
+    Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
     tile are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Zhang, Sennrich:
     Root Mean Square Layer Normalization, arXiv:1910.07467.
 
@@ -221,7 +221,7 @@ def layer_norm_backward(
             parameters per head or rows of two strides.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
     another dtype than dx; for rows too long for a tile, dy and x twice.
 
     Examples:
@@ -289,7 +289,7 @@ def rms_norm_backward(
             parameters per head or rows of two strides.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
+    Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
     another dtype than dx; for rows too long for a tile, dy and x twice.
 
     Examples:

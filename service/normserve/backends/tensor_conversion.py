@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-from fusednorm.kernel_bytes import compute_backward_bytes, compute_forward_bytes
+from fusednorm.traffic import compute_backward_bytes, compute_forward_bytes
 from torch import Tensor
 
 from normserve.codec.api_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
