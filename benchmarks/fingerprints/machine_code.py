@@ -29,6 +29,9 @@ _LOADED = (b".text.", b".nv.constant", b".nv.info.", b".nv.shared.")
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11
 """Attributes in `.nv.info`, each with a symbol and a value."""
 
+_TASKS_A_PROCESS = 200
+"""Tasks after which a process ends, to free its memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
@@ -114,9 +117,6 @@ def _parse_attributes(info: bytes) -> dict[int, int]:
 
 
 Work = Callable[[KernelSpecialisation], str]
-
-_TASKS_A_PROCESS = 200
-"""Tasks after which a process ends, to free its memory."""
 
 
 def compute_ir_hash(specialisation: KernelSpecialisation) -> str:

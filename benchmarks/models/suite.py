@@ -40,30 +40,6 @@ SECONDS = 1.5
 
 _WARMUP = 3
 
-
-def time_in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, TimeQuantiles]:
-    """Quantiles of each one's calls, in milliseconds, after a few warm-up calls."""
-    for call in calls.values():
-        for _ in range(_WARMUP):
-            call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    with disable_garbage_collection():
-        for done in range(MOST_ROUNDS):
-            if done >= ROUNDS and all(sum(of_call) >= SECONDS * 1e3 for of_call in samples.values()):
-                break
-            for name, call in calls.items():
-                samples[name] += (_measure_wall_ms(call) for _ in range(CALLS))
-    return {name: compute_quantiles(of_call) for name, of_call in samples.items()}
-
-
-def _measure_wall_ms(call: Callable[[], object]) -> float:
-    synchronize()
-    began = time.perf_counter_ns()
-    call()
-    synchronize()
-    return (time.perf_counter_ns() - began) / 1e6
-
-
 REFERENCE = "torch"
 
 TOLERANCE = StepOutcome(loss=0.01, gradient_norm=0.05)
@@ -230,6 +206,29 @@ def _time_graph(passes: ModelPasses, pass_: str, reference: StepOutcome) -> Time
     if pass_ == "step" and not is_within_tolerance(passes.replay_step(graph), reference):
         return None
     return time_in_turns({pass_: graph.replay})[pass_]
+
+
+def time_in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, TimeQuantiles]:
+    """Quantiles of each one's calls, in milliseconds, after a few warm-up calls."""
+    for call in calls.values():
+        for _ in range(_WARMUP):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with disable_garbage_collection():
+        for done in range(MOST_ROUNDS):
+            if done >= ROUNDS and all(sum(of_call) >= SECONDS * 1e3 for of_call in samples.values()):
+                break
+            for name, call in calls.items():
+                samples[name] += (_measure_wall_ms(call) for _ in range(CALLS))
+    return {name: compute_quantiles(of_call) for name, of_call in samples.items()}
+
+
+def _measure_wall_ms(call: Callable[[], object]) -> float:
+    synchronize()
+    began = time.perf_counter_ns()
+    call()
+    synchronize()
+    return (time.perf_counter_ns() - began) / 1e6
 
 
 def _format_error(error: Exception) -> str:

@@ -31,24 +31,6 @@ from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 
-
-def read_resident_bytes(pids: Sequence[int]) -> int:
-    """Host memory of all processes together; memory that several share counts once."""
-    kib = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
-            if line.startswith("Pss:"):
-                kib += int(line.split()[1])
-    return 1024 * kib
-
-
-def read_device_bytes() -> int:
-    """Used memory of the first GPU, by all processes."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(said.stdout) * 2**20
-
-
 SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"
 COLUMNS = (
     *("size", "nbytes", "clients", "caller", "round", "calls", "per_second", "p50_us", "p99_us"),
@@ -210,6 +192,23 @@ def _measure_kill(clients: Sequence[_NormalisingProcess]) -> tuple[int, str]:
     taken = [client.receive_calls() for client in others]
     after = [seconds for one in taken for ended, seconds in one["calls"] if ended >= killed_at]
     return sum(one["errors"] for one in taken), f"{1e6 * max(after):.4g}"
+
+
+def read_resident_bytes(pids: Sequence[int]) -> int:
+    """Host memory of all processes together; memory that several share counts once."""
+    kib = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                kib += int(line.split()[1])
+    return 1024 * kib
+
+
+def read_device_bytes() -> int:
+    """Used memory of the first GPU, by all processes."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(said.stdout) * 2**20
 
 
 @contextlib.contextmanager

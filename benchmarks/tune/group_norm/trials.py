@@ -49,6 +49,11 @@ CANDIDATES: dict[str, Callable[[SampleShape, int, int], Iterator[Config]]] = {
 GROUPS = 32
 ACTIVATION = "silu"
 
+COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
+
+SHOWN = 5
+"""Number of a cell's fastest configurations in the printed line."""
+
 
 def format_config(config: Config) -> str:
     """ForwardResident(8,3,1,0)."""
@@ -162,12 +167,6 @@ class GroupNormTuningPass:
         for index, (actual, right) in enumerate(zip(self.results, self.expected_results, strict=True)):
             if not torch.allclose(actual.float(), right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
                 raise ValueError(f"result {index} is wrong")
-
-
-COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
-
-SHOWN = 5
-"""Number of a cell's fastest configurations in the printed line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +296,9 @@ def time_cell(
     return TuningOutcome(cell, roof, sorted(timed, key=lambda row: row.ms), failed)
 
 
+_timer = cache(DeviceTimer)
+
+
 def time_item(item: TuningItem) -> None:
     """Time one cell in a process that times several, and write and print the outcome."""
     if time.monotonic() > item.deadline_s:
@@ -311,6 +313,3 @@ def time_item(item: TuningItem) -> None:
 
 def _is_permanent(failure: FailedConfig) -> bool:
     return "CUDA error" in failure.error
-
-
-_timer = cache(DeviceTimer)

@@ -38,36 +38,10 @@ from fusednorm.launch.memories import PlanTensors
 # While one thread computes a key, other threads would treat the key as complete.
 _SETTLING = RLock()
 
-
-def compute_stable_key(function: Any) -> None:
-    """Compute the key of a jit function, after the keys of the functions that it calls."""
-    if not isinstance(function, JITFunction):
-        return
-    with _SETTLING:
-        if function.hash is None:
-            for called in _iterate_called(function):
-                if called is not function:
-                    compute_stable_key(called)
-            _ = function.cache_key
-
-
-def _iterate_called(function: Any) -> Iterator[Any]:
-    for node in ast.walk(function.parse()):
-        yield _resolve_name(node, function.__globals__)
-
-
-def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
-    """Return the value of a name, or of an attribute of a module."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        module = _resolve_name(node.value, names)
-        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
-    return None
-
-
 _GRID_AND_STREAM = (2, 3, 5, 7)
 _PARAMETERS = (object(), object())
+
+Key = tuple[Any, ...]
 
 
 class DriverLauncher(NamedTuple):
@@ -83,6 +57,78 @@ class DriverLauncher(NamedTuple):
     function: Any
     constant_arguments: tuple[Any, ...]
     packs_parameters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedKernel:
+    """A compiled kernel, with all values that its launch needs besides grid, stream and arguments.
+
+    Attributes:
+        launcher: the function that launches it.
+        constants: its constexprs, which are its last parameters.
+        get_stream: returns the driver's handle of the current stream for a device index.
+        compiled_kernel: the object that keeps the driver's handle valid.
+    """
+
+    launcher: DriverLauncher
+    constants: tuple[Any, ...]
+    get_stream: Any
+    compiled_kernel: Any
+
+
+# As many as Triton's compiled kernels, or a few times more where `_make_key` distinguishes more; so bounded too.
+_PREPARED: dict[Key, PreparedKernel] = {}
+
+# For each parameter, the properties of an integer on which Triton's choice depends; by the function of a kernel.
+_LOOKS: dict[Any, tuple[str, ...]] = {}
+
+
+def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
+    """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
+    if INTERPRETED or not can_bypass_triton():
+        _launch_through_triton(launch, memories)
+        return
+    key, values = _make_key(launch, device, memories)
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        compiled = _launch_through_triton(launch, memories)
+        if isinstance(compiled, CompiledKernel):
+            _PREPARED[key] = _prepare_kernel(launch.kernel, compiled, len(launch.arguments), launch.options)
+        return
+    x, y, z, *_ = (*launch.grid, 1, 1)
+    call, head, packed = prepared.launcher
+    parameters = (*values, *prepared.constants)
+    call(x, y, z, prepared.get_stream(device), *head, *((parameters,) if packed else parameters))
+
+
+def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
+    """Return the prepared kernel of a launch, or None if there is none for the device of that index."""
+    return None if INTERPRETED else _PREPARED.get(_make_key(launch, device)[0])
+
+
+def can_bypass_triton() -> bool:
+    """Return whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
+    runtime = knobs.runtime
+    try:
+        watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    except AttributeError:  # A hook that is not a chain of hooks.
+        return False
+    return not (
+        watched or runtime.debug or runtime.add_stages_inspection_hook or knobs.compilation.instrumentation_mode
+    )
+
+
+def _launch_through_triton(launch: Launch, memories: PlanTensors) -> Any:
+    compute_stable_key(launch.kernel)
+    # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
+    return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
+
+
+def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> PreparedKernel:
+    constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
+    run = compiled.run  # Loads the kernel: only now it has a handle.
+    launcher = find_launcher(run, compiled.function, compiled.packed_metadata)
+    return PreparedKernel(launcher, constants, driver.active.get_current_stream, compiled)
 
 
 def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
@@ -110,81 +156,6 @@ def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | N
     if passed[-2:] == _PARAMETERS:
         return DriverLauncher(run.launch, passed[:-2], packs_parameters=False)
     return None
-
-
-Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedKernel:
-    """A compiled kernel, with all values that its launch needs besides grid, stream and arguments.
-
-    Attributes:
-        launcher: the function that launches it.
-        constants: its constexprs, which are its last parameters.
-        get_stream: returns the driver's handle of the current stream for a device index.
-        compiled_kernel: the object that keeps the driver's handle valid.
-    """
-
-    launcher: DriverLauncher
-    constants: tuple[Any, ...]
-    get_stream: Any
-    compiled_kernel: Any
-
-
-# As many as Triton's compiled kernels, or a few times more where `_make_key` distinguishes more; so bounded too.
-_PREPARED: dict[Key, PreparedKernel] = {}
-
-# For each parameter, the properties of an integer on which Triton's choice depends; by the function of a kernel.
-_LOOKS: dict[Any, tuple[str, ...]] = {}
-
-
-def can_bypass_triton() -> bool:
-    """Return whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
-    runtime = knobs.runtime
-    try:
-        watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-    except AttributeError:  # A hook that is not a chain of hooks.
-        return False
-    return not (
-        watched or runtime.debug or runtime.add_stages_inspection_hook or knobs.compilation.instrumentation_mode
-    )
-
-
-def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
-    """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
-    if INTERPRETED or not can_bypass_triton():
-        _launch_through_triton(launch, memories)
-        return
-    key, values = _make_key(launch, device, memories)
-    prepared = _PREPARED.get(key)
-    if prepared is None:
-        compiled = _launch_through_triton(launch, memories)
-        if isinstance(compiled, CompiledKernel):
-            _PREPARED[key] = _prepare_kernel(launch.kernel, compiled, len(launch.arguments), launch.options)
-        return
-    x, y, z, *_ = (*launch.grid, 1, 1)
-    call, head, packed = prepared.launcher
-    parameters = (*values, *prepared.constants)
-    call(x, y, z, prepared.get_stream(device), *head, *((parameters,) if packed else parameters))
-
-
-def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
-    """Return the prepared kernel of a launch, or None if there is none for the device of that index."""
-    return None if INTERPRETED else _PREPARED.get(_make_key(launch, device)[0])
-
-
-def _launch_through_triton(launch: Launch, memories: PlanTensors) -> Any:
-    compute_stable_key(launch.kernel)
-    # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
-    return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
-
-
-def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> PreparedKernel:
-    constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
-    run = compiled.run  # Loads the kernel: only now it has a handle.
-    launcher = find_launcher(run, compiled.function, compiled.packed_metadata)
-    return PreparedKernel(launcher, constants, driver.active.get_current_stream, compiled)
 
 
 def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[Key, list[Any]]:
@@ -245,3 +216,30 @@ def _find_integer_properties(parameter: Any) -> str:
 def _classify_integer(value: int, look: str) -> Any:
     width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
     return width if look == "width" else (width, value == 1, value % 16 == 0)
+
+
+def compute_stable_key(function: Any) -> None:
+    """Compute the key of a jit function, after the keys of the functions that it calls."""
+    if not isinstance(function, JITFunction):
+        return
+    with _SETTLING:
+        if function.hash is None:
+            for called in _iterate_called(function):
+                if called is not function:
+                    compute_stable_key(called)
+            _ = function.cache_key
+
+
+def _iterate_called(function: Any) -> Iterator[Any]:
+    for node in ast.walk(function.parse()):
+        yield _resolve_name(node, function.__globals__)
+
+
+def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
+    """Return the value of a name, or of an attribute of a module."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        module = _resolve_name(node.value, names)
+        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+    return None

@@ -30,6 +30,13 @@ from normload.measurements.tallies import (
 
 AnyConnection = HttpLoadConnection | LocalLoadConnection
 
+# The API has some twenty codes; a server with invented ones must not fill the report.
+_CODE = re.compile("[a-z][a-z0-9_]{0,63}")
+_MOST_CODES = 64
+
+# Limits of the ended exchanges, and of the bytes of responses to check, that may wait.
+_MAX_UNRECORDED, _MAX_UNRECORDED_BYTES = 4096, 64 * 2**20
+
 
 @dataclass(slots=True)
 class SentRequest:
@@ -57,13 +64,6 @@ class SentRequest:
     response: ApiResponse | None = None
     code: str = ""
 
-
-# The API has some twenty codes; a server with invented ones must not fill the report.
-_CODE = re.compile("[a-z][a-z0-9_]{0,63}")
-_MOST_CODES = 64
-
-# Limits of the ended exchanges, and of the bytes of responses to check, that may wait.
-_MAX_UNRECORDED, _MAX_UNRECORDED_BYTES = 4096, 64 * 2**20
 
 Records = list[tuple[int, RequestOutcome]]
 

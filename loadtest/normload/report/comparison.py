@@ -23,39 +23,6 @@ from normload.measurements.latency_histogram import compute_upper_bounds_s
 from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
 from normload.measurements.tallies import INTERVALS, RequestTotals
 
-# Points of the integral below; its error is far below the accuracy of such an interval.
-_POINTS = 100_001
-
-
-def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Compute bounds of the difference of means, after less before, of numbers with equal spread in both sets.
-
-    Args:
-        before, after: a number for each run; three or more together, all finite.
-        confidence: the fraction of such intervals that contain the true difference, below 1.
-    """
-    degrees = len(before) + len(after) - 2
-    squares = sum(float(np.var(side)) * len(side) for side in (before, after))
-    error = math.sqrt(squares / degrees * (1 / len(before) + 1 / len(after)))
-    difference = float(np.mean(after)) - float(np.mean(before))
-    reach = error * compute_student_quantile((1 + confidence) / 2, degrees)
-    return difference - reach, difference + reach
-
-
-@functools.cache
-def compute_student_quantile(probability: float, degrees: int) -> float:
-    """Compute the quantile of Student's distribution.
-
-    With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.
-    """
-    angle = np.linspace(-math.pi / 2, math.pi / 2, _POINTS)
-    density = np.cos(angle) ** (degrees - 1)
-    sums = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
-    return math.sqrt(degrees) * math.tan(float(np.interp(probability * sums[-1], sums, angle)))
-
-
-Floats = NDArray[np.float64]
-
 _DRAWS = 1000
 _BLOCK = 4
 _CONFIDENCE = (0.5, 99.5)
@@ -65,6 +32,11 @@ _BETWEEN_RUNS = 0.05
 _SMALL = 0.01
 _FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
+
+# Points of the integral below; its error is far below the accuracy of such an interval.
+_POINTS = 100_001
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +238,33 @@ def _compare_repeated_runs(
         bounds = (1.0, 1.0)
     spreads = _compute_spread(metric, before), _compute_spread(metric, after)
     return _evaluate_change(phase, metric, means, bounds, spreads, _SMALL)
+
+
+def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Compute bounds of the difference of means, after less before, of numbers with equal spread in both sets.
+
+    Args:
+        before, after: a number for each run; three or more together, all finite.
+        confidence: the fraction of such intervals that contain the true difference, below 1.
+    """
+    degrees = len(before) + len(after) - 2
+    squares = sum(float(np.var(side)) * len(side) for side in (before, after))
+    error = math.sqrt(squares / degrees * (1 / len(before) + 1 / len(after)))
+    difference = float(np.mean(after)) - float(np.mean(before))
+    reach = error * compute_student_quantile((1 + confidence) / 2, degrees)
+    return difference - reach, difference + reach
+
+
+@functools.cache
+def compute_student_quantile(probability: float, degrees: int) -> float:
+    """Compute the quantile of Student's distribution.
+
+    With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.
+    """
+    angle = np.linspace(-math.pi / 2, math.pi / 2, _POINTS)
+    density = np.cos(angle) ** (degrees - 1)
+    sums = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return math.sqrt(degrees) * math.tan(float(np.interp(probability * sums[-1], sums, angle)))
 
 
 def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:

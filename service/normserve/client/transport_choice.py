@@ -23,32 +23,6 @@ from normserve.client.local.async_connection import AsyncLocalTransport
 from normserve.client.local.connection import LocalTransport
 from normserve.client.transport import AsyncCallTransport, CallTransport
 
-
-def validate_api_key(api_key: str) -> str:
-    """Return the key if a header can contain it.
-
-    Raises:
-        ValueError: a header cannot contain the key.
-    """
-    # As part of a header, anything else fails with each request, and with the key in the error's text.
-    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
-        raise ValueError("the API key must be printable ASCII, without a blank or a line break at its ends")
-    return api_key
-
-
-def make_verify_argument(
-    verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
-) -> ssl.SSLContext | bool:
-    """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""
-    if isinstance(verify, str):
-        verify = ssl.create_default_context(cafile=verify)
-    if certificate is None:
-        return verify
-    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
-    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
-    return context
-
-
 # How long an idle connection is kept, as httpx keeps them.
 _KEEP_S = 5.0
 
@@ -105,6 +79,31 @@ class ClientOptions:
         if self.address.socket_path is None:
             url = str(httpx.URL(url).copy_with(userinfo=b""))
         return f"{type(kind).__name__}({url!r})"
+
+
+def validate_api_key(api_key: str) -> str:
+    """Return the key if a header can contain it.
+
+    Raises:
+        ValueError: a header cannot contain the key.
+    """
+    # As part of a header, anything else fails with each request, and with the key in the error's text.
+    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
+        raise ValueError("the API key must be printable ASCII, without a blank or a line break at its ends")
+    return api_key
+
+
+def make_verify_argument(
+    verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
+) -> ssl.SSLContext | bool:
+    """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
+    if certificate is None:
+        return verify
+    context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+    context.load_cert_chain(*((certificate,) if isinstance(certificate, str) else certificate))
+    return context
 
 
 def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> CallTransport:

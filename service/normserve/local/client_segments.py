@@ -22,11 +22,23 @@ from normserve.memory.device_segments import (
 from normserve.memory.host_segments import HostSegment, make_segment, round_up_to_pages
 from normserve.memory.thread_allocation import make_on_thread
 
+log = logging.getLogger(__name__)
+
 #: A segment has at least so many bytes: each takes a descriptor.
 LEAST_BYTES = 2**20
 
 _MOST_SEGMENTS = 256
 _RETRY_AFTER_S = 5.0
+
+
+class ClientSegment(Protocol):
+    """A segment in any kind of memory that a user is charged for.
+
+    Attributes:
+        is_returned: no view of it is left.
+    """
+
+    is_returned: bool
 
 
 class ChargedSegment(HostSegment):
@@ -56,14 +68,23 @@ class ChargedSegment(HostSegment):
             self.released_charges.put((self.uid, len(self)))
 
 
-class ClientSegment(Protocol):
-    """A segment in any kind of memory that a user is charged for.
+class ChargedDeviceSegment(DeviceSegment):
+    """A segment of device memory that a user is charged for until its mapping here has ended.
 
     Attributes:
-        is_returned: no view of it is left.
+        uid: the charged user.
+        is_returned: whether the client's process has ended.
+        released_charges: receives the user and the bytes when the segment is unmapped.
     """
 
-    is_returned: bool
+    uid = 0
+    is_returned = False
+    released_charges: "queue.SimpleQueue[tuple[int, int]] | None" = None
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self.released_charges is not None:
+            self.released_charges.put((self.uid, len(self)))
 
 
 class _UserAccount:
@@ -135,53 +156,6 @@ class SegmentAccounts:
                 del self._by_uid[uid]
 
 
-class HostSegmentAllocator:
-    """An allocator of shared memory segments for clients; belongs to the event loop's thread."""
-
-    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
-        """Args:
-        most_bytes: that one user may have.
-        share: registers memory with the device until the returned object is dropped.
-        """
-        self._register_with_device = share
-        self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all segments that are mapped here."""
-        return self._accounts.nbytes
-
-    async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
-        """Allocate at least `nbytes`; return a descriptor, which the caller must close, and the segment.
-
-        Raises:
-            TooLargeError: no user may have so many.
-            OverloadedError: this one may not now, or there is no memory.
-        """
-        nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
-        self._accounts.charge_segment(uid, nbytes)
-        try:
-            # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await make_on_thread(self._make_segment, nbytes)
-        except BaseException as error:
-            self._accounts.released_charges.put((uid, nbytes))
-            if isinstance(error, MemoryError):
-                raise self._accounts.make_exhausted_error(nbytes) from None
-            raise
-        segment.uid, segment.released_charges = uid, self._accounts.released_charges
-        return descriptor, segment
-
-    def _make_segment(self, nbytes: int) -> tuple[int, ChargedSegment]:
-        descriptor, segment = make_segment(nbytes, ChargedSegment)
-        try:
-            with memoryview(segment) as memory:
-                segment.device_registration = self._register_with_device(memory)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor, segment
-
-
 class OrphanedSegments:
     """Segments that clients have freed or whose connections have ended.
 
@@ -246,26 +220,51 @@ class OrphanedSegments:
             await asyncio.wait(self._free_tasks)
 
 
-log = logging.getLogger(__name__)
+class HostSegmentAllocator:
+    """An allocator of shared memory segments for clients; belongs to the event loop's thread."""
 
+    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
+        """Args:
+        most_bytes: that one user may have.
+        share: registers memory with the device until the returned object is dropped.
+        """
+        self._register_with_device = share
+        self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
-class ChargedDeviceSegment(DeviceSegment):
-    """A segment of device memory that a user is charged for until its mapping here has ended.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments that are mapped here."""
+        return self._accounts.nbytes
 
-    Attributes:
-        uid: the charged user.
-        is_returned: whether the client's process has ended.
-        released_charges: receives the user and the bytes when the segment is unmapped.
-    """
+    async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
+        """Allocate at least `nbytes`; return a descriptor, which the caller must close, and the segment.
 
-    uid = 0
-    is_returned = False
-    released_charges: "queue.SimpleQueue[tuple[int, int]] | None" = None
+        Raises:
+            TooLargeError: no user may have so many.
+            OverloadedError: this one may not now, or there is no memory.
+        """
+        nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
+        self._accounts.charge_segment(uid, nbytes)
+        try:
+            # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
+            descriptor, segment = await make_on_thread(self._make_segment, nbytes)
+        except BaseException as error:
+            self._accounts.released_charges.put((uid, nbytes))
+            if isinstance(error, MemoryError):
+                raise self._accounts.make_exhausted_error(nbytes) from None
+            raise
+        segment.uid, segment.released_charges = uid, self._accounts.released_charges
+        return descriptor, segment
 
-    def __del__(self) -> None:
-        super().__del__()
-        if self.released_charges is not None:
-            self.released_charges.put((self.uid, len(self)))
+    def _make_segment(self, nbytes: int) -> tuple[int, ChargedSegment]:
+        descriptor, segment = make_segment(nbytes, ChargedSegment)
+        try:
+            with memoryview(segment) as memory:
+                segment.device_registration = self._register_with_device(memory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, segment
 
 
 class DeviceSegmentAllocator:

@@ -15,6 +15,11 @@ from normserve.errors import ForbiddenError, InvalidParameterError, MalformedPay
 from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.request_lifecycle import RequestLifecycle
 
+_CREDENTIALS = struct.Struct("3i")
+# Of Linux since 6.5; Python has no name for it.
+_SO_PEERPIDFD = 77
+_OVERFLOW_UID = 65534
+
 
 class LocalSession:
     """The identity of a client, from its greeting and from the kernel.
@@ -77,12 +82,6 @@ class LocalSession:
             finally:
                 self.client_identity = sent.client_identity
         return sent.client_identity
-
-
-_CREDENTIALS = struct.Struct("3i")
-# Of Linux since 6.5; Python has no name for it.
-_SO_PEERPIDFD = 77
-_OVERFLOW_UID = 65534
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,15 @@ from normserve.process.supervisor_channel import SupervisorChannel
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
 
+log = logging.getLogger(__name__)
+
 _DRAIN_POLL_S = 0.02
 # Time to send the last error responses.
 _FAREWELL_S = 0.3
+
+# A thread that compiles runs Python for a whole second, and every other thread waits this long each time it needs
+# the GIL.  At the default of 5 ms, throughput falls to a tenth during that time; at this value to two fifths.
+_SWITCH_S = 0.0005
 
 
 class OwnerServer(HttpServer):
@@ -219,13 +225,6 @@ class OwnerServer(HttpServer):
         self.exit_code = code
         self._report_readiness(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
-
-
-log = logging.getLogger(__name__)
-
-# A thread that compiles runs Python for a whole second, and every other thread waits this long each time it needs
-# the GIL.  At the default of 5 ms, throughput falls to a tenth during that time; at this value to two fifths.
-_SWITCH_S = 0.0005
 
 
 def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from normserve.logs.formatting import ThrottledLogger
 from normserve.socket_readers import add_reader
 
+log = logging.getLogger(__name__)
+
 MESSAGE = struct.Struct("<Q")
 
 READY, NOT_READY = 2**64 - 1, 2**64 - 2
@@ -34,6 +36,8 @@ REFUSED = {
 """Messages that a connection was refused, by the exceeded limit: a process that owns a device counts it, since it
 has the metrics.
 """
+
+_REASONS = {number: reason for reason, number in REFUSED.items()}
 
 _BEYOND = {"max_connections": 2**62, "max_connections_per_address": 2**61}
 # Numbers that are no connection's begin here.
@@ -130,11 +134,6 @@ def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
     if len(data) < MESSAGE.size:
         return None
     return MESSAGE.unpack(data)[0], list(descriptors)
-
-
-log = logging.getLogger(__name__)
-
-_REASONS = {number: reason for reason, number in REFUSED.items()}
 
 
 class SupervisorChannel:

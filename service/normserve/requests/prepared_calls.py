@@ -17,6 +17,9 @@ from normserve.metrics.prepared_call_metrics import PreparedCallCounters
 # An entry of more than this fraction of all bytes is not kept: it would evict too many others.
 _LARGEST_FRACTION = 8
 
+# Bounds of a kept check's memory: in all, for each tensor, and for each axis.
+_CHECK_BYTES, _TENSOR_BYTES, _AXIS_BYTES = 2**10, 2**8, 2**6
+
 
 class PreparedCallCache:
     """The prepared calls of one owner, a process or a connection, by keys that are made of requests' bytes.
@@ -151,10 +154,6 @@ class _TenantEntries:
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _PreparedCall] = OrderedDict()
         self.nbytes = 0
-
-
-# Bounds of a kept check's memory: in all, for each tensor, and for each axis.
-_CHECK_BYTES, _TENSOR_BYTES, _AXIS_BYTES = 2**10, 2**8, 2**6
 
 
 def prepare_job(

@@ -29,32 +29,7 @@ if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
     from normserve.traces.request_tracer import Attributes, RequestTracer
 
-
 _log = logging.getLogger("normserve.access")
-
-
-def log_request(
-    method: str, path: str, record: RequestRecord, caller: ClientIdentity, named: Mapping[str, str]
-) -> None:
-    """Log a request that has ended and been observed.
-
-    Args:
-        path: a template or an operation, because clients can send any path.
-        named: the log fields that identify the request.
-    """
-    fields = {
-        "method": method,
-        "path": path,
-        "status": record.status,
-        "key": caller.key or "-",
-        "address": caller.address,
-        "received_bytes": record.received_bytes,
-        "sent_bytes": record.sent_bytes,
-        "ms": round(record.duration_s * 1000, 3),
-        **named,
-    }
-    _log.info("request", extra={"fields": fields})
-
 
 log = logging.getLogger(__name__)
 
@@ -281,3 +256,26 @@ class CallbackRequest(RequestLifecycle):
             self.send_result(ended, job)
         except Exception as error:
             self.respond_error(error)
+
+
+def log_request(
+    method: str, path: str, record: RequestRecord, caller: ClientIdentity, named: Mapping[str, str]
+) -> None:
+    """Log a request that has ended and been observed.
+
+    Args:
+        path: a template or an operation, because clients can send any path.
+        named: the log fields that identify the request.
+    """
+    fields = {
+        "method": method,
+        "path": path,
+        "status": record.status,
+        "key": caller.key or "-",
+        "address": caller.address,
+        "received_bytes": record.received_bytes,
+        "sent_bytes": record.sent_bytes,
+        "ms": round(record.duration_s * 1000, 3),
+        **named,
+    }
+    _log.info("request", extra={"fields": fields})

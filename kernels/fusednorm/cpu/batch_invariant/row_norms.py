@@ -16,94 +16,6 @@ from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
 from fusednorm.cpu.supported_arguments import add_residual, cast_gradient, to_float32
 from fusednorm.results import Backward, Forward
 
-
-class RowParameter:
-    """A weight or a bias, or the absence of one.
-
-    Attributes:
-        common: [cols] in float32 if all rows share it, else None.
-    """
-
-    common: Tensor | None
-    _of_heads: Tensor | None
-    __slots__ = ("_of_heads", "_offset", "common")
-
-    def __init__(self, tensor: Tensor | None, offset: float = 0.0) -> None:
-        """Args:
-        tensor: [cols] or [heads, cols], of any type.
-        offset: a number that is added to `tensor` in float32.
-        """
-        self.common = self._of_heads = None
-        self._offset = offset
-        if tensor is None:
-            return
-        if tensor.ndim == 2:
-            self._of_heads = tensor
-        else:
-            self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
-
-    def slice_heads(self, piece: slice) -> Tensor | None:
-        """Return the parameters of a piece's heads, [heads, cols] in float32; None unless heads have separate ones.
-
-        Args: piece: a range of `split_rows`: complete tokens, or some heads of one token.
-        """
-        if self._of_heads is None:
-            return None
-        # Not `len`, which is Python's function for a tensor.
-        heads, rows = self._of_heads.shape[0], piece.stop - piece.start
-        if rows >= heads:
-            return _cast_with_offset(self._of_heads, self._offset)
-        first = piece.start % heads
-        return _cast_with_offset(self._of_heads[first : first + rows], self._offset)
-
-    def get_for_rows(self, piece: slice) -> Tensor | None:
-        """Return the parameter of some rows: `common`, or those of their heads."""
-        return self.common if self._of_heads is None else self.slice_heads(piece)
-
-
-def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
-    if weight is not None:
-        _view_by_head(y, weight).mul_(weight)
-    if bias is not None:
-        _view_by_head(y, bias).add_(bias)
-
-
-def multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
-    """Compute y * weight; a weight [heads, cols] is repeated for each token."""
-    if weight.ndim == 1 or weight.shape == y.shape:
-        return y * weight
-    return (_view_by_head(y, weight) * weight).view(y.shape)
-
-
-def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
-    """Add the contribution of some rows to the gradient of a parameter.
-
-    Args:
-        total: [cols], or [heads, cols].
-        gradient: of all these rows [cols], or of each where heads have their own, [rows, cols].
-    """
-    if gradient.ndim == 1:
-        total += gradient
-        return
-    heads, cols = total.shape
-    first = piece.start % heads
-    of_token = min(len(gradient), heads)
-    total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
-
-
-def _view_by_head(y: Tensor, parameter: Tensor) -> Tensor:
-    """View y as [tokens, heads, cols] if the parameter is [heads, cols]; the memory is shared."""
-    return y if parameter.ndim == 1 or parameter.shape == y.shape else y.view(-1, *parameter.shape)
-
-
-def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
-    wide = tensor.float()
-    if not offset:
-        return wide
-    return wide + offset if wide is tensor or wide.data_ptr() == tensor.data_ptr() else wide.add_(offset)
-
-
 WHOLE_ELEMENTS = 256 * 1024
 """The number of elements above which y is written to memory that the caller provides.
 
@@ -111,67 +23,9 @@ Smaller memory is retained by malloc, and nothing is copied; larger memory would
 each call.
 """
 
-
-def is_small_result(x: Tensor) -> bool:
-    """Return whether torch may allocate the memory for a result of this size."""
-    return x.numel() <= WHOLE_ELEMENTS
-
-
-class RowResults:
-    """The results of a forward pass, written piece by piece."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        out_dtype: torch.dtype | None,
-        *,
-        stats: bool,
-        centred: bool,
-        memory_like: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Args:
-        stats: whether to store mean and rstd; the mean only with `centred`.
-        memory_like: see `layer_norm_forward`.
-        """
-        self._x = flatten_rows(x)
-        self._residual = None if residual is None else flatten_rows(residual)
-        self.rows, self.cols = self._x.shape
-        is_given = out_dtype in (None, x.dtype) and not is_small_result(x)
-        self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._y_rows = flatten_rows(self._y)
-        self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._sum_rows = None if self._residual_out is None else flatten_rows(self._residual_out)
-        is_float8 = out_dtype == torch.float8_e4m3fn
-        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
-        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
-        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
-
-    def add_residual(self, piece: slice) -> Tensor:
-        """Compute x + residual of some rows in float32, and write it to residual_out."""
-        h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
-        if self._sum_rows is not None:
-            self._sum_rows[piece] = h
-        return h
-
-    def write_chunk(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
-        """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
-        if self._scale is not None:
-            self._scale.view(-1)[piece] = scale_rows_(y)
-        self._y_rows[piece] = y
-        if self._rstd is not None and rstd is not None:
-            self._rstd.view(-1)[piece] = rstd[:, 0]
-        if self._mean is not None and mean is not None:
-            self._mean.view(-1)[piece] = mean[:, 0]
-
-    def get_result(self) -> Forward:
-        """Return the written results."""
-        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
-
-
-def flatten_rows(t: Tensor) -> Tensor:
-    """View [rows, cols] or [tokens, heads, cols] as [rows, cols]."""
-    return t if t.ndim == 2 else t.flatten(0, 1)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# The smallest normal float32: it keeps a row of zeros zero.
+_SMALLEST_SCALE = 2.0**-126
 
 
 def layer_norm_forward(
@@ -348,6 +202,104 @@ def rms_norm_backward(
     return gradients.get_result()
 
 
+def _count_own_heads(x: Tensor) -> int:
+    """Return the number of heads that have separate parameters, or 0 if all rows share them."""
+    return x.shape[1] if x.ndim == 3 else 0
+
+
+def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
+    """Compute the dropout mask of some rows, or None without dropout."""
+    return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(x.shape[-1]))
+
+
+def _compute_row_mean(t: Tensor) -> Tensor:
+    """Compute the mean of each row, [rows, 1], by LayerNorm.
+
+    `Tensor.mean` sums a single row in another order.
+    """
+    return torch.native_layer_norm(t, t.shape[-1:], None, None, 0.0)[1]
+
+
+def _compute_rms_rstd(h: Tensor, eps: float) -> Tensor:
+    """Compute 1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
+    _, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], None, None, 0.0)
+    return torch.rsqrt(rstd.square().reciprocal() + mean.square() + eps)
+
+
+def _flatten_statistics(*statistics: Tensor) -> list[Tensor]:
+    return [statistic.reshape(-1) for statistic in statistics]
+
+
+def is_small_result(x: Tensor) -> bool:
+    """Return whether torch may allocate the memory for a result of this size."""
+    return x.numel() <= WHOLE_ELEMENTS
+
+
+class RowResults:
+    """The results of a forward pass, written piece by piece."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        out_dtype: torch.dtype | None,
+        *,
+        stats: bool,
+        centred: bool,
+        memory_like: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Args:
+        stats: whether to store mean and rstd; the mean only with `centred`.
+        memory_like: see `layer_norm_forward`.
+        """
+        self._x = flatten_rows(x)
+        self._residual = None if residual is None else flatten_rows(residual)
+        self.rows, self.cols = self._x.shape
+        is_given = out_dtype in (None, x.dtype) and not is_small_result(x)
+        self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
+        self._y_rows = flatten_rows(self._y)
+        self._residual_out = None if residual is None else torch.empty_like(residual)
+        self._sum_rows = None if self._residual_out is None else flatten_rows(self._residual_out)
+        is_float8 = out_dtype == torch.float8_e4m3fn
+        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
+        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
+        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
+
+    def add_residual(self, piece: slice) -> Tensor:
+        """Compute x + residual of some rows in float32, and write it to residual_out."""
+        h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
+        if self._sum_rows is not None:
+            self._sum_rows[piece] = h
+        return h
+
+    def write_chunk(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
+        """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
+        if self._scale is not None:
+            self._scale.view(-1)[piece] = scale_rows_(y)
+        self._y_rows[piece] = y
+        if self._rstd is not None and rstd is not None:
+            self._rstd.view(-1)[piece] = rstd[:, 0]
+        if self._mean is not None and mean is not None:
+            self._mean.view(-1)[piece] = mean[:, 0]
+
+    def get_result(self) -> Forward:
+        """Return the written results."""
+        return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
+
+
+def scale_rows_(y: Tensor) -> Tensor:
+    """Divide rows [rows, cols] by their scales, in y's memory; a copy in float8_e4m3fn rounds them.
+
+    The same bits as `fusednorm.reference.float8.quantise_rows`, without copies of y.
+
+    Returns: the scales [rows].
+    """
+    least, most = torch.aminmax(y, dim=-1)
+    scale = torch.maximum(least.neg_(), most).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)
+    y.div_(scale.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)
+    return scale
+
+
 class _RowGradients:
     """The results of a backward pass; parameter gradients are summed piece by piece, in order."""
 
@@ -384,9 +336,20 @@ class _RowGradients:
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
-def _count_own_heads(x: Tensor) -> int:
-    """Return the number of heads that have separate parameters, or 0 if all rows share them."""
-    return x.shape[1] if x.ndim == 3 else 0
+def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
+    """Add the contribution of some rows to the gradient of a parameter.
+
+    Args:
+        total: [cols], or [heads, cols].
+        gradient: of all these rows [cols], or of each where heads have their own, [rows, cols].
+    """
+    if gradient.ndim == 1:
+        total += gradient
+        return
+    heads, cols = total.shape
+    first = piece.start % heads
+    of_token = min(len(gradient), heads)
+    total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
 
 
 def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
@@ -396,42 +359,77 @@ def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
-def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
-    """Compute the dropout mask of some rows, or None without dropout."""
-    return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(x.shape[-1]))
+def flatten_rows(t: Tensor) -> Tensor:
+    """View [rows, cols] or [tokens, heads, cols] as [rows, cols]."""
+    return t if t.ndim == 2 else t.flatten(0, 1)
 
 
-def _compute_row_mean(t: Tensor) -> Tensor:
-    """Compute the mean of each row, [rows, 1], by LayerNorm.
+class RowParameter:
+    """A weight or a bias, or the absence of one.
 
-    `Tensor.mean` sums a single row in another order.
+    Attributes:
+        common: [cols] in float32 if all rows share it, else None.
     """
-    return torch.native_layer_norm(t, t.shape[-1:], None, None, 0.0)[1]
+
+    common: Tensor | None
+    _of_heads: Tensor | None
+    __slots__ = ("_of_heads", "_offset", "common")
+
+    def __init__(self, tensor: Tensor | None, offset: float = 0.0) -> None:
+        """Args:
+        tensor: [cols] or [heads, cols], of any type.
+        offset: a number that is added to `tensor` in float32.
+        """
+        self.common = self._of_heads = None
+        self._offset = offset
+        if tensor is None:
+            return
+        if tensor.ndim == 2:
+            self._of_heads = tensor
+        else:
+            self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
+
+    def slice_heads(self, piece: slice) -> Tensor | None:
+        """Return the parameters of a piece's heads, [heads, cols] in float32; None unless heads have separate ones.
+
+        Args: piece: a range of `split_rows`: complete tokens, or some heads of one token.
+        """
+        if self._of_heads is None:
+            return None
+        # Not `len`, which is Python's function for a tensor.
+        heads, rows = self._of_heads.shape[0], piece.stop - piece.start
+        if rows >= heads:
+            return _cast_with_offset(self._of_heads, self._offset)
+        first = piece.start % heads
+        return _cast_with_offset(self._of_heads[first : first + rows], self._offset)
+
+    def get_for_rows(self, piece: slice) -> Tensor | None:
+        """Return the parameter of some rows: `common`, or those of their heads."""
+        return self.common if self._of_heads is None else self.slice_heads(piece)
 
 
-def _compute_rms_rstd(h: Tensor, eps: float) -> Tensor:
-    """Compute 1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
-    _, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], None, None, 0.0)
-    return torch.rsqrt(rstd.square().reciprocal() + mean.square() + eps)
+def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
+    wide = tensor.float()
+    if not offset:
+        return wide
+    return wide + offset if wide is tensor or wide.data_ptr() == tensor.data_ptr() else wide.add_(offset)
 
 
-def _flatten_statistics(*statistics: Tensor) -> list[Tensor]:
-    return [statistic.reshape(-1) for statistic in statistics]
+def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
+    if weight is not None:
+        _view_by_head(y, weight).mul_(weight)
+    if bias is not None:
+        _view_by_head(y, bias).add_(bias)
 
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# The smallest normal float32: it keeps a row of zeros zero.
-_SMALLEST_SCALE = 2.0**-126
+def multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
+    """Compute y * weight; a weight [heads, cols] is repeated for each token."""
+    if weight.ndim == 1 or weight.shape == y.shape:
+        return y * weight
+    return (_view_by_head(y, weight) * weight).view(y.shape)
 
 
-def scale_rows_(y: Tensor) -> Tensor:
-    """Divide rows [rows, cols] by their scales, in y's memory; a copy in float8_e4m3fn rounds them.
-
-    The same bits as `fusednorm.reference.float8.quantise_rows`, without copies of y.
-
-    Returns: the scales [rows].
-    """
-    least, most = torch.aminmax(y, dim=-1)
-    scale = torch.maximum(least.neg_(), most).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)
-    y.div_(scale.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)
-    return scale
+def _view_by_head(y: Tensor, parameter: Tensor) -> Tensor:
+    """View y as [tokens, heads, cols] if the parameter is [heads, cols]; the memory is shared."""
+    return y if parameter.ndim == 1 or parameter.shape == y.shape else y.view(-1, *parameter.shape)

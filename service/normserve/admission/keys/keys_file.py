@@ -23,11 +23,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from normserve.regular_files import open_regular_file
 
+log = logging.getLogger(__name__)
+
 #: Each key has series of its own in the metrics.
 MAX_KEYS = 1000
 
 #: Allowed names of keys: they appear in logs and metrics.
 KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
+
+_RANDOM_BYTES = 32
+
+_EVERY_S = 1.0
+_MAX_BYTES = 2**20
 
 
 class KeyScope(StrEnum):
@@ -164,9 +171,6 @@ def _require_unique(field: str, values: Sequence[object]) -> None:
         seen[value] = index
 
 
-_RANDOM_BYTES = 32
-
-
 def generate_key() -> str:
     """Generate a key of 256 random bits."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
@@ -183,11 +187,6 @@ def format_key_table(name: str, key: str) -> str:
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f'[[keys]]\nname = "{name}"\nsha256 = "{digest}"\nmay = ["infer"]\n'
 
-
-log = logging.getLogger(__name__)
-
-_EVERY_S = 1.0
-_MAX_BYTES = 2**20
 
 _Fingerprint = tuple[int, ...]
 

@@ -31,6 +31,33 @@ class StreamEvent(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
+class DeviceStream(Protocol):
+    """A stream whose work runs in order, like a CUDA stream."""
+
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class StreamFactory(Protocol):
+    """A factory of streams and events."""
+
+    def make_stream(self) -> DeviceStream: ...
+    def make_event(self) -> StreamEvent: ...
+    def make_graph_event(self) -> StreamEvent:
+        """Make an event that each replay of a graph records, if it was recorded in the graph's capture."""
+
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        """Make a stream the thread's current one within the block; after the block, any stream may be current."""
+
+
+class StagedLaunch(Protocol):
+    """One launch of a batch and its copies, each put on the thread's current stream, in this order."""
+
+    def copy_in(self) -> None: ...
+    def compute(self) -> None: ...
+    def copy_out(self) -> None: ...
+
+
 class StageEvents(NamedTuple):
     """The events of one part of a batch that is copied.
 
@@ -160,33 +187,6 @@ def _poll_event(event: StreamEvent, seconds: float) -> bool:
         if time.perf_counter() >= give_up:
             return False
     return True
-
-
-class DeviceStream(Protocol):
-    """A stream whose work runs in order, like a CUDA stream."""
-
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class StreamFactory(Protocol):
-    """A factory of streams and events."""
-
-    def make_stream(self) -> DeviceStream: ...
-    def make_event(self) -> StreamEvent: ...
-    def make_graph_event(self) -> StreamEvent:
-        """Make an event that each replay of a graph records, if it was recorded in the graph's capture."""
-
-    def use(self, stream: Any) -> AbstractContextManager[object]:
-        """Make a stream the thread's current one within the block; after the block, any stream may be current."""
-
-
-class StagedLaunch(Protocol):
-    """One launch of a batch and its copies, each put on the thread's current stream, in this order."""
-
-    def copy_in(self) -> None: ...
-    def compute(self) -> None: ...
-    def copy_out(self) -> None: ...
 
 
 class StreamPipeline:

@@ -16,41 +16,14 @@ import numpy as np
 
 from normserve.memory.tensors import FLOATS, DType, HostTensor
 
+_FLOATS = {dtype.value: dtype for dtype in FLOATS}
+_NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}
 
-class TorchCudaTensor(HostTensor):
-    """A tensor in the memory of a CUDA device.
+# The element types of most arrays; finding the name of a type takes numpy longer.
+_LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
 
-    Attributes:
-        view_tensor: torch's, of any strides.
-        data: the tensor's bytes in host memory, copied there at the first access.
-    """
-
-    __slots__ = ("_copy", "view_tensor")
-
-    view_tensor: Any
-    _copy: memoryview | None
-
-    def __init__(self, dtype: DType, tensor: Any) -> None:
-        for name, value in (("dtype", dtype), ("shape", tuple(tensor.shape)), ("fortran_order", False)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "view_tensor", tensor)
-        object.__setattr__(self, "_copy", None)
-
-    @property
-    def data(self) -> memoryview:
-        copy = self._copy
-        if copy is None:
-            copy = copy_to_host_bytes(self.view_tensor)
-            object.__setattr__(self, "_copy", copy)
-        return copy
-
-
-def copy_to_host_bytes(tensor: Any) -> memoryview:
-    """Return a tensor's bytes in row-major order, copied unless the tensor is contiguous in host memory."""
-    torch: Any = sys.modules["torch"]
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
-    seen: memoryview = flat.view(torch.uint8).numpy().data
-    return seen
+_EMPTY = memoryview(b"")
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 class TensorLike(Protocol):
@@ -66,15 +39,6 @@ class TensorLike(Protocol):
 
 
 T = TypeVar("T")
-
-_FLOATS = {dtype.value: dtype for dtype in FLOATS}
-_NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}
-
-# The element types of most arrays; finding the name of a type takes numpy longer.
-_LITTLE: dict[np.dtype[Any], DType] = {np.dtype("<f4"): DType.FLOAT32, np.dtype("<f2"): DType.FLOAT16}
-
-_EMPTY = memoryview(b"")
-_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def describe_array(name: str, value: object) -> HostTensor:
@@ -202,6 +166,42 @@ def _describe_torch(name: str, tensor: Any) -> HostTensor:
     if tensor.is_cuda:
         return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
     return HostTensor(dtype, tuple(tensor.shape), copy_to_host_bytes(tensor))
+
+
+class TorchCudaTensor(HostTensor):
+    """A tensor in the memory of a CUDA device.
+
+    Attributes:
+        view_tensor: torch's, of any strides.
+        data: the tensor's bytes in host memory, copied there at the first access.
+    """
+
+    __slots__ = ("_copy", "view_tensor")
+
+    view_tensor: Any
+    _copy: memoryview | None
+
+    def __init__(self, dtype: DType, tensor: Any) -> None:
+        for name, value in (("dtype", dtype), ("shape", tuple(tensor.shape)), ("fortran_order", False)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "view_tensor", tensor)
+        object.__setattr__(self, "_copy", None)
+
+    @property
+    def data(self) -> memoryview:
+        copy = self._copy
+        if copy is None:
+            copy = copy_to_host_bytes(self.view_tensor)
+            object.__setattr__(self, "_copy", copy)
+        return copy
+
+
+def copy_to_host_bytes(tensor: Any) -> memoryview:
+    """Return a tensor's bytes in row-major order, copied unless the tensor is contiguous in host memory."""
+    torch: Any = sys.modules["torch"]
+    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    seen: memoryview = flat.view(torch.uint8).numpy().data
+    return seen
 
 
 _OF_TORCH: dict[object, DType] = {}

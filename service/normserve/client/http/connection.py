@@ -22,6 +22,28 @@ from normserve.client.http.socket_steps import READ, WRITE, Steps
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.responses.body_limits import LimitedBody
 
+# A small response fits entirely, and of a large one at most this much is copied to the final buffer.
+_FIRST_BYTES = 16 * 1024
+# After so many bytes without a wait, other connections get a turn, and the deadline is checked.
+TURN_BYTES = 4 * 2**20
+
+# A large body is received in portions of this size at least.
+_LEAST_BYTES = 256 * 1024
+
+# One record of TLS; more than one part in it saves a record and a call.
+_RECORD_BYTES = 16 * 1024
+
+# Size of the pieces of a body without a fitting buffer.
+_PIECE_BYTES = 256 * 1024
+
+# Of a request, with one call.
+_MOST_PARTS = 64
+
+# A socket without TLS may be a blocking one; this flag makes a single call non-blocking.
+NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
+
+_LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
+
 
 class BlockingReceive(Protocol):
     """A function that receives from a blocking socket."""
@@ -31,17 +53,6 @@ class BlockingReceive(Protocol):
 
         Args: until_full: wait until the memory is full, and not only for the first bytes.
         """
-
-
-# A small response fits entirely, and of a large one at most this much is copied to the final buffer.
-_FIRST_BYTES = 16 * 1024
-# After so many bytes without a wait, other connections get a turn, and the deadline is checked.
-TURN_BYTES = 4 * 2**20
-# A large body is received in portions of this size at least.
-_LEAST_BYTES = 256 * 1024
-
-# A socket without TLS may be a blocking one; this flag makes a single call non-blocking.
-NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class IncompleteResponseError(httpx.RemoteProtocolError):
@@ -185,37 +196,6 @@ class SocketReceiver:
         if self._send_error is not None and not self.has_answered:
             return httpx.WriteError(str(self._send_error))
         return httpx.ReadError(str(error))
-
-
-# One record of TLS; more than one part in it saves a record and a call.
-_RECORD_BYTES = 16 * 1024
-
-
-def coalesce_small(views: list[memoryview]) -> list[memoryview]:
-    """Join the small views at the beginning into one."""
-    small = b""
-    for place, view in enumerate(views):
-        if len(small) + len(view) > _RECORD_BYTES:
-            return [memoryview(small), *views[place:]] if small else views
-        small += view
-    return [memoryview(small)] if small else views
-
-
-def drop_sent(views: list[memoryview], sent: int) -> None:
-    """Remove the first `sent` bytes from the views, in place."""
-    while sent:
-        if sent < len(views[0]):
-            views[0] = views[0][sent:]
-            return
-        sent -= len(views.pop(0))
-
-
-# Size of the pieces of a body without a fitting buffer.
-_PIECE_BYTES = 256 * 1024
-# Of a request, with one call.
-_MOST_PARTS = 64
-
-_LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
 
 class ClientHttpConnection(SocketReceiver):
@@ -418,3 +398,22 @@ class ClientHttpConnection(SocketReceiver):
         """Take the next head from the buffer; return None if it is incomplete."""
         end = self._buffer.find(b"\r\n\r\n", self._begin, self._end)
         return None if end < 0 else bytes(self._take_buffered(end + 4 - self._begin))
+
+
+def coalesce_small(views: list[memoryview]) -> list[memoryview]:
+    """Join the small views at the beginning into one."""
+    small = b""
+    for place, view in enumerate(views):
+        if len(small) + len(view) > _RECORD_BYTES:
+            return [memoryview(small), *views[place:]] if small else views
+        small += view
+    return [memoryview(small)] if small else views
+
+
+def drop_sent(views: list[memoryview], sent: int) -> None:
+    """Remove the first `sent` bytes from the views, in place."""
+    while sent:
+        if sent < len(views[0]):
+            views[0] = views[0][sent:]
+            return
+        sent -= len(views.pop(0))

@@ -23,6 +23,11 @@ from normserve.memory.host_segments import HostSegment
 
 _start_of = itemgetter(0)
 
+# Whole cache lines keep neighbours apart.
+_LINE_BYTES = 64
+
+_BYTES = np.dtype(np.uint8)
+
 
 class FreeRanges:
     """The free ranges of a segment, in order, with adjacent ranges merged."""
@@ -73,9 +78,6 @@ class FreeRanges:
 
 
 B = TypeVar("B")
-
-# Whole cache lines keep neighbours apart.
-_LINE_BYTES = 64
 
 
 class MappedSegment:
@@ -239,9 +241,6 @@ class ArenaAllocator(ABC, Generic[B]):
                 return
             if not self._allocated_count:
                 return
-
-
-_BYTES = np.dtype(np.uint8)
 
 
 class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):

@@ -46,6 +46,12 @@ _MOST_PLACES = 4
 # Of encoded results: those of a call have some hundred bytes, unless its server fills them up.
 _MAX_CACHED_BYTES = 4096
 
+_MOST_CALLS = 1024
+
+_TIMING = "timing"
+
+_PLAIN = frozenset([int, float, bool, str, type(None)])
+
 
 @dataclass(frozen=True, slots=True)
 class CopiedInput:
@@ -199,13 +205,6 @@ class PendingCachedCall:
                 self._encoded_call.encoded_results = msgspec.Raw(results)
         self._fields[call.timing_index] = make_timing(response)
         return call.result_type(*self._fields)
-
-
-_MOST_CALLS = 1024
-
-_TIMING = "timing"
-
-_PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 Signature = tuple[Hashable, Mapping[str, Any]]

@@ -44,6 +44,10 @@ _MAY_POLL = len(os.sched_getaffinity(0)) > 1
 #: The shortest timeout; shorter ones might be rounded to 0, which is no timeout.
 SHORTEST_WAIT_S = 1e-4
 
+# How long a wait in the kernel lasts before the deadline is looked at again.
+_WAIT_S = 1.0
+_TIMEVAL = struct.Struct("ll")
+
 
 class PollingReceiver:
     """A receiver on a blocking socket, which polls before it sleeps.
@@ -109,9 +113,6 @@ def _update_process_id() -> None:
 
 os.register_at_fork(after_in_child=_update_process_id)
 
-# How long a wait in the kernel lasts before the deadline is looked at again.
-_WAIT_S = 1.0
-_TIMEVAL = struct.Struct("ll")
 # As an enumeration it takes a microsecond each time.
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 

@@ -26,6 +26,7 @@ _SPIN_S = 50e-6
 _TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<i2", DType.FLOAT8_E4M3FN: "|u1"}
 _NOT_OF_OTHERS = (DType.BFLOAT16, DType.FLOAT8_E4M3FN)
 
+_UNKNOWN = object()
 
 # Of a stream: its number, the index of its device and the type of that, as torch has them.
 _StreamKey = tuple[int, int, int]
@@ -263,8 +264,6 @@ def make_device_arena(offer: Any) -> DeviceArena | None:
         log.warning("tensors on the device are copied through host memory: %s", error)
         return None
 
-
-_UNKNOWN = object()
 
 # The pending clean-up of closed connections whose arenas are still in use.
 _LEAVING: dict["DeviceMemoryOffer", Callable[[], None]] = {}

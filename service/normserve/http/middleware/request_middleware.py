@@ -32,23 +32,6 @@ _RESULTS = {
     "POST": {200: "removed"},
 }
 
-
-def audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
-    """Log a request to change a layer, once its result is known."""
-    results = _RESULTS.get(scope["method"])
-    if results is None:
-        return
-    record = exchange.record
-    audit.log_layer_change(
-        scope["method"],
-        scope["path"],
-        record.error_code or results.get(record.status, "interrupted"),
-        key=exchange.client_identity.key,
-        address=exchange.client_identity.address,
-        **exchange.log_fields,
-    )
-
-
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 
 _names = random.Random()
@@ -146,6 +129,22 @@ class RequestMiddleware:
         exchange.finish_request(
             is_delivered=bool(exchange.response_sender.is_delivered) and not exchange.is_client_disconnected
         )
+
+
+def audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
+    """Log a request to change a layer, once its result is known."""
+    results = _RESULTS.get(scope["method"])
+    if results is None:
+        return
+    record = exchange.record
+    audit.log_layer_change(
+        scope["method"],
+        scope["path"],
+        record.error_code or results.get(record.status, "interrupted"),
+        key=exchange.client_identity.key,
+        address=exchange.client_identity.address,
+        **exchange.log_fields,
+    )
 
 
 async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send) -> None:

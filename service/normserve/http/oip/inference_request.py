@@ -53,6 +53,12 @@ Value = bool | int | float | str | None
 
 _NO_DATA = msgspec.Raw(b"")
 
+_MAX_TIMEOUT_US = 86_400_000_000
+_RESERVED = "triton_"
+_ABSENT = (b"", b"null")
+
+_MARK = "\ufeff".encode()
+
 
 class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The location of an input's bytes, if they are not in the JSON."""
@@ -105,7 +111,6 @@ class InferenceHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     outputs: tuple[OutputHeader, ...] | None = None
 
 
-_MARK = "\ufeff".encode()
 _DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
@@ -191,11 +196,6 @@ def _require_distinct_names(what: str, names: list[str]) -> None:
         raise TooLargeError(f"a request must have at most {MAX_TENSORS} {what}, got {len(names)}")
     if len(set(names)) != len(names):
         raise MalformedPayloadError(f"each of the {what} must have a name of its own")
-
-
-_MAX_TIMEOUT_US = 86_400_000_000
-_RESERVED = "triton_"
-_ABSENT = (b"", b"null")
 
 
 @dataclass(frozen=True, slots=True)

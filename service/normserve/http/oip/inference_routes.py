@@ -38,37 +38,6 @@ from normserve.memory.tensors import DeviceTensor, HostTensor
 from normserve.requests.numbered_tensors import concatenate_tensors
 from normserve.requests.prepared_calls import PreparedCallCache, prepare_job
 
-
-def build_tensors(
-    inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
-) -> Mapping[str, HostTensor]:
-    """Build the tensors by name; binary ones are views of the body.
-
-    Args: shared: the tensors in regions, by name: copies, or `DeviceMemoryView` of the regions themselves.
-
-    Raises:
-        NormserveError: a tensor is invalid.
-    """
-    return {each.name: _build_input_tensor(each, body, shared) for each in inputs}
-
-
-def _build_input_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
-    match each.source:
-        case BinarySource(start):
-            return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])
-        case JsonSource(json):
-            return json_tensors.decode(each.name, each.dtype, each.shape, json)
-        case _:
-            data = shared[each.name]
-            kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor
-            return kind(each.dtype, each.shape, data)
-
-
-def count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
-    """Count the bytes of the tensors whose memory is not the body."""
-    return sum([each.nbytes for each in inputs if type(each.source) is not BinarySource])
-
-
 # Of longer JSON most is data, which is not sent again.
 _LONGEST_PREPARED = 4 * 2**10
 # Bounds of a prepared call's memory: in all, and for each byte of its JSON.
@@ -193,3 +162,33 @@ def _check_body(
         return make_raw_request(model, row, body_bytes)
     require_json_limit(len(json))
     return check_request(model, parse_header(json), len(json), body_bytes)
+
+
+def build_tensors(
+    inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
+) -> Mapping[str, HostTensor]:
+    """Build the tensors by name; binary ones are views of the body.
+
+    Args: shared: the tensors in regions, by name: copies, or `DeviceMemoryView` of the regions themselves.
+
+    Raises:
+        NormserveError: a tensor is invalid.
+    """
+    return {each.name: _build_input_tensor(each, body, shared) for each in inputs}
+
+
+def _build_input_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
+    match each.source:
+        case BinarySource(start):
+            return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])
+        case JsonSource(json):
+            return json_tensors.decode(each.name, each.dtype, each.shape, json)
+        case _:
+            data = shared[each.name]
+            kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor
+            return kind(each.dtype, each.shape, data)
+
+
+def count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
+    """Count the bytes of the tensors whose memory is not the body."""
+    return sum([each.nbytes for each in inputs if type(each.source) is not BinarySource])

@@ -27,6 +27,9 @@ _LONG_BYTES = 2**20
 _PIECE_BYTES = 16 * 2**20
 _ALIGNMENT = 64
 
+# Results that a kernel may write over an input, if both have exactly the same byte range.
+_WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
+
 
 @dataclass(frozen=True, slots=True)
 class RegionTransfer:
@@ -86,15 +89,6 @@ class RegionTransfer:
 def _write_results(results: Sequence[tuple[RegionRange, memoryview]]) -> None:
     for span, data in results:
         _get_file_region(span).write(span.offset, data)
-
-
-def _get_file_region(span: RegionRange) -> FileRegion:
-    assert isinstance(span.region, FileRegion)
-    return span.region
-
-
-# Results that a kernel may write over an input, if both have exactly the same byte range.
-_WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +216,11 @@ def _count_result_bytes(job: NormJob) -> dict[str, int]:
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
     return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}
+
+
+def _get_file_region(span: RegionRange) -> FileRegion:
+    assert isinstance(span.region, FileRegion)
+    return span.region
 
 
 def _view_device_range(span: RegionRange) -> memoryview:

@@ -43,7 +43,6 @@ from normserve.requests.request_lifecycle import CallbackRequest, RequestService
 if TYPE_CHECKING:
     from normserve.traces.request_tracer import Attributes
 
-
 _INFER = frozenset([KeyScope.INFER])
 
 
@@ -226,89 +225,6 @@ class RelayedOperation(CallbackRequest):
         return scope["method"], scope["path"]
 
 
-class OperationDispatcher:
-    """Decides which requests are answered without the application, and begins them.
-
-    Attributes:
-        services: the objects that these requests use.
-    """
-
-    def __init__(self, parts: OperationServices) -> None:
-        self.services = parts
-
-    def find_tenant(self, request: relay_messages.RequestStarted, scope: Scope) -> str | None:
-        """Return the tenant that sends a request; None if its key is missing or unknown."""
-        authorisation = self.services.key_authorisation
-        if authorisation is None:
-            return make_anonymous_identity(_get_client_address(request)).tenant_name
-        grant = authorisation.find_key_entry(parse_bearer_token(dict(scope["headers"])))
-        return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
-
-    def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
-        """Parse and check a header; return None if the application must handle its requests.
-
-        Args: tenant: the sender of the request.
-        """
-        operation = self.services.operations.get(scope["path"])
-        if operation is None or scope["method"] != "POST":
-            return None
-        headers = dict(scope["headers"])
-        try:
-            shared, preflight = self.services.origin_policy.check_request(scope, headers)
-            head = operation.prepare_head(scope["query_string"], headers, tenant)
-        except Exception:
-            # In the application the error occurs again, and is answered.
-            return None
-        if preflight is not None:
-            return None
-        return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
-
-    def begin_operation(
-        self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, prepared: PreparedHeader
-    ) -> RelayedOperation | None:
-        """Begin a request that has its body; return None if the application must refuse the request."""
-        grant, caller = self._find_client_identity(request, prepared)
-        if caller is None:
-            return None
-        try:
-            if grant is not None:
-                grant.take_token()
-        except NormserveError:
-            return None
-        direct = RelayedOperation(self.services, front_end, request, prepared, caller)
-        assert request.body is not None
-        direct.begin_operation(memoryview(request.body))
-        return direct
-
-    def find_client_identity(
-        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
-    ) -> ClientIdentity | None:
-        """Return the sender of a request; None if the application must handle the request.
-
-        The application refuses keys that do not allow the request.  It also handles keys with a rate limit, which
-        would count a request twice if the request were passed on to the application later.
-        """
-        grant, caller = self._find_client_identity(request, prepared)
-        return caller if grant is None or grant.token_bucket is None else None
-
-    def _find_client_identity(
-        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
-    ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
-        address = _get_client_address(request)
-        authorisation = self.services.key_authorisation
-        if authorisation is None:
-            return None, make_anonymous_identity(address)
-        grant = authorisation.find_key_entry(prepared.token)
-        try:
-            return grant, authorisation.require_scope(grant, prepared.token, _INFER).get_identity(address)
-        except NormserveError:
-            return grant, None
-
-
-def _get_client_address(request: relay_messages.RequestStarted) -> str:
-    return "unix" if request.client is None else request.client[0]
-
-
 HandOver = Callable[[NormserveError, int], None]
 
 
@@ -435,3 +351,86 @@ def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
         return slabs.borrow(nbytes)
     except MemoryError:
         return None
+
+
+class OperationDispatcher:
+    """Decides which requests are answered without the application, and begins them.
+
+    Attributes:
+        services: the objects that these requests use.
+    """
+
+    def __init__(self, parts: OperationServices) -> None:
+        self.services = parts
+
+    def find_tenant(self, request: relay_messages.RequestStarted, scope: Scope) -> str | None:
+        """Return the tenant that sends a request; None if its key is missing or unknown."""
+        authorisation = self.services.key_authorisation
+        if authorisation is None:
+            return make_anonymous_identity(_get_client_address(request)).tenant_name
+        grant = authorisation.find_key_entry(parse_bearer_token(dict(scope["headers"])))
+        return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
+
+    def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
+        """Parse and check a header; return None if the application must handle its requests.
+
+        Args: tenant: the sender of the request.
+        """
+        operation = self.services.operations.get(scope["path"])
+        if operation is None or scope["method"] != "POST":
+            return None
+        headers = dict(scope["headers"])
+        try:
+            shared, preflight = self.services.origin_policy.check_request(scope, headers)
+            head = operation.prepare_head(scope["query_string"], headers, tenant)
+        except Exception:
+            # In the application the error occurs again, and is answered.
+            return None
+        if preflight is not None:
+            return None
+        return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
+
+    def begin_operation(
+        self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, prepared: PreparedHeader
+    ) -> RelayedOperation | None:
+        """Begin a request that has its body; return None if the application must refuse the request."""
+        grant, caller = self._find_client_identity(request, prepared)
+        if caller is None:
+            return None
+        try:
+            if grant is not None:
+                grant.take_token()
+        except NormserveError:
+            return None
+        direct = RelayedOperation(self.services, front_end, request, prepared, caller)
+        assert request.body is not None
+        direct.begin_operation(memoryview(request.body))
+        return direct
+
+    def find_client_identity(
+        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
+    ) -> ClientIdentity | None:
+        """Return the sender of a request; None if the application must handle the request.
+
+        The application refuses keys that do not allow the request.  It also handles keys with a rate limit, which
+        would count a request twice if the request were passed on to the application later.
+        """
+        grant, caller = self._find_client_identity(request, prepared)
+        return caller if grant is None or grant.token_bucket is None else None
+
+    def _find_client_identity(
+        self, request: relay_messages.RequestStarted, prepared: PreparedHeader
+    ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
+        address = _get_client_address(request)
+        authorisation = self.services.key_authorisation
+        if authorisation is None:
+            return None, make_anonymous_identity(address)
+        grant = authorisation.find_key_entry(prepared.token)
+        try:
+            return grant, authorisation.require_scope(grant, prepared.token, _INFER).get_identity(address)
+        except NormserveError:
+            return grant, None
+
+
+def _get_client_address(request: relay_messages.RequestStarted) -> str:
+    return "unix" if request.client is None else request.client[0]

@@ -42,6 +42,14 @@ from normserve.requests.request_parameters import (
 _NPY_START = b"\x93NUMPY\x01\x00"
 _NPY_LENGTH_END, _SAFETENSORS_LENGTH_END = 10, 8
 
+# Header fields that, besides the query, define the request.
+_KEY_HEADERS = (b"content-type", b"content-encoding", b"accept")
+# Bounds of a prepared head's memory: in all, and for each byte of its key.  An Accept header of short media ranges
+# needs most.
+_HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 48
+# Bounds of a prepared payload's memory: in all, and for each byte of its header.
+_PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
+
 
 class PayloadTensor(Protocol):
     """One tensor in the payload's header, with a validated byte range."""
@@ -69,37 +77,6 @@ class PreparedPayload(NamedTuple):
     spec: NormSpec
     cost: MemoryCost
     response_format: ResponseFormat
-
-
-def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
-    """Parse the header of a body; return the tensors by name.
-
-    Raises:
-        MalformedPayloadError, TooLargeError: as the formats' readers do.
-    """
-    if body_format == NPY:
-        return {"x": npy.read_entry(body)}
-    return {entry.name: entry for entry in safetensors.read_entries(body)}
-
-
-def get_payload_header(body: memoryview) -> bytes:
-    """Return the bytes of a body before its tensors' data; empty if they are too many or need more parsing."""
-    start = bytes(body[:_NPY_LENGTH_END])
-    if start.startswith(_NPY_START):
-        end = _NPY_LENGTH_END + int.from_bytes(start[_SAFETENSORS_LENGTH_END:], "little")
-    else:
-        end = _SAFETENSORS_LENGTH_END + int.from_bytes(start[:_SAFETENSORS_LENGTH_END], "little")
-    longest = min(len(body), safetensors.REQUEST_LIMITS.max_header_bytes)
-    return bytes(body[:end]) if end <= longest else b""
-
-
-# Header fields that, besides the query, define the request.
-_KEY_HEADERS = (b"content-type", b"content-encoding", b"accept")
-# Bounds of a prepared head's memory: in all, and for each byte of its key.  An Accept header of short media ranges
-# needs most.
-_HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 48
-# Bounds of a prepared payload's memory: in all, and for each byte of its header.
-_PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +268,28 @@ def _parse_head(
         timeout_ms=values.get("timeout_ms"),
         is_form=is_form_type(content_type.decode("latin-1")),
     )
+
+
+def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
+    """Parse the header of a body; return the tensors by name.
+
+    Raises:
+        MalformedPayloadError, TooLargeError: as the formats' readers do.
+    """
+    if body_format == NPY:
+        return {"x": npy.read_entry(body)}
+    return {entry.name: entry for entry in safetensors.read_entries(body)}
+
+
+def get_payload_header(body: memoryview) -> bytes:
+    """Return the bytes of a body before its tensors' data; empty if they are too many or need more parsing."""
+    start = bytes(body[:_NPY_LENGTH_END])
+    if start.startswith(_NPY_START):
+        end = _NPY_LENGTH_END + int.from_bytes(start[_SAFETENSORS_LENGTH_END:], "little")
+    else:
+        end = _SAFETENSORS_LENGTH_END + int.from_bytes(start[:_SAFETENSORS_LENGTH_END], "little")
+    longest = min(len(body), safetensors.REQUEST_LIMITS.max_header_bytes)
+    return bytes(body[:end]) if end <= longest else b""
 
 
 def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:

@@ -21,42 +21,6 @@ from normserve.http.transport.transfer_progress import TransferProgress
 # answers them with a reset; otherwise it accepts them.
 PROBE = b"HTTP/1.1 "
 
-_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
-
-
-class HalfClosedMonitor:
-    """Aborts a transport once its client has disconnected.
-
-    The end of the client's data does not show whether it still reads, and the event loop detects nothing else.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        self._loop = loop
-        self._transport = transport
-        self._poller = select.poll()
-        self._poller.register(transport.get_extra_info("socket").fileno(), 0)
-        self._timer = loop.call_later(_FIRST_LOOK_S, self._check_hangup, _FIRST_LOOK_S)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _check_hangup(self, pause_s: float) -> None:
-        # With an empty event mask, only a hang-up or an error is reported.
-        if self._poller.poll(0):
-            self._transport.abort()
-            return
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._timer = self._loop.call_later(pause_s, self._check_hangup, pause_s)
-
-
-def can_detect_disconnect(transport: asyncio.Transport) -> bool:
-    """Return whether the kernel reports a disconnected client without any data being sent."""
-    return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)
-
-
-Headers = Sequence[tuple[bytes, bytes]]
-Buffers = Sequence[bytes | memoryview]
-
 # Up to this size one write of a copy is cheaper than a gathering write.
 _JOIN_BYTES = 16 * 1024
 # Limit of one write: if the client reads fast enough, the kernel takes 16 MiB in one call of 5 ms, and all clients
@@ -64,6 +28,11 @@ _JOIN_BYTES = 16 * 1024
 _PORTION_BYTES = 2 * 2**20
 # TLS encrypts a portion at once, and reports its progress in whole portions.
 TLS_PORTION_BYTES = 256 * 2**10
+
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
+
+Headers = Sequence[tuple[bytes, bytes]]
+Buffers = Sequence[bytes | memoryview]
 
 
 class ResponseSender(ABC):
@@ -256,6 +225,36 @@ def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[by
         portion.append(buffer[start:] if start else buffer)
         room -= len(buffer) - start
     yield portion
+
+
+class HalfClosedMonitor:
+    """Aborts a transport once its client has disconnected.
+
+    The end of the client's data does not show whether it still reads, and the event loop detects nothing else.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._poller = select.poll()
+        self._poller.register(transport.get_extra_info("socket").fileno(), 0)
+        self._timer = loop.call_later(_FIRST_LOOK_S, self._check_hangup, _FIRST_LOOK_S)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check_hangup(self, pause_s: float) -> None:
+        # With an empty event mask, only a hang-up or an error is reported.
+        if self._poller.poll(0):
+            self._transport.abort()
+            return
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._timer = self._loop.call_later(pause_s, self._check_hangup, pause_s)
+
+
+def can_detect_disconnect(transport: asyncio.Transport) -> bool:
+    """Return whether the kernel reports a disconnected client without any data being sent."""
+    return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)
 
 
 def count_unacknowledged_bytes(transport: asyncio.Transport) -> int:

@@ -14,6 +14,15 @@ from typing import Any
 from normserve.errors import StorageError, UnusableRegionError
 from normserve.http.oip.regions.region import Kind
 
+SHARED_MEMORY = Path("/dev/shm")
+"""The system's folder of named shared memory."""
+
+# Names are restricted by a list of allowed characters, not of forbidden ones.
+_KEY = re.compile(r"/?([A-Za-z0-9_-][A-Za-z0-9._-]{0,249})")
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_MAPPINGS = Path("/proc/self/maps")
+_REFUSED = "the key is of no shared memory that this server may use"
+
 
 class FileRegion:
     """A region that stays open while anything refers to it: a registration, a request, a thread that reads.
@@ -96,16 +105,6 @@ class FileRegion:
         os.close(self._descriptor)
         if self.closed_sizes is not None:
             self.closed_sizes.put(self.nbytes)
-
-
-SHARED_MEMORY = Path("/dev/shm")
-"""The system's folder of named shared memory."""
-
-# Names are restricted by a list of allowed characters, not of forbidden ones.
-_KEY = re.compile(r"/?([A-Za-z0-9_-][A-Za-z0-9._-]{0,249})")
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_MAPPINGS = Path("/proc/self/maps")
-_REFUSED = "the key is of no shared memory that this server may use"
 
 
 class SharedMemoryFolder:
