@@ -1,6 +1,6 @@
 """Inline assembly of kernels as numpy computes it, for Triton's interpreter, which runs none.
 
-`test_inline_assembly` compares each function with the instructions themselves on a GPU.
+`test_interpreter` compares each function with the instructions themselves on a GPU.
 """
 
 from collections.abc import Callable

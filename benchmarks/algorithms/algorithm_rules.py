@@ -41,7 +41,7 @@ class AlgorithmTable:
     """One pass, possibly with a purpose.
 
     Attributes:
-        pass_: of `chosen.PASSES`.
+        pass_: of `kernel_algorithms.PASSES`.
         purpose: such as `STATISTICS`, or "".
         calls: those whose sizes were searched.
         channels: the numbers of channels that were searched.

@@ -131,9 +131,9 @@ class _NormalisingProcess:
 
     def __init__(self, cores: set[int], where: str, nbytes: int) -> None:
         module = "benchmarks.serve.clients.normalising_process"
-        command = [sys.executable, "-m", module, where, str(nbytes), ",".join(map(str, cores))]
+        arguments = [sys.executable, "-m", module, where, str(nbytes), ",".join(map(str, cores))]
         self._began = time.perf_counter()
-        self._running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._running = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._running.pid
 
     def wait_until_ready(self) -> float:
@@ -206,8 +206,8 @@ def read_resident_bytes(pids: Sequence[int]) -> int:
 
 def read_device_bytes() -> int:
     """Used memory of the first GPU, by all processes."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    arguments = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(arguments, capture_output=True, text=True, check=True)
     return int(said.stdout) * 2**20
 
 

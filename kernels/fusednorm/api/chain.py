@@ -61,7 +61,7 @@ def layer_norm_chain(
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `traffic.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384
+    Traffic: `kernel_bytes.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384
     columns are read once more from L1 or L2 for every norm.
 
     Examples:

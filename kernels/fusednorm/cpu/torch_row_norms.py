@@ -155,7 +155,7 @@ def layer_norm_backward(
         sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
         return fallback_passes.compute_backward("layer_norm", dy=dy, **options, **sums)
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
-    gradients = ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
+    gradients = _ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
     cols, needed = x.shape[-1:], [True, of_weight is not None, of_bias is not None]
     for piece in gradients.iterate_chunks(dy, mean, rstd):
@@ -199,7 +199,7 @@ def rms_norm_backward(
         sums |= {"x": x, "weight": weight, "rstd": rstd}
         return fallback_passes.compute_backward("rms_norm", dy=dy, **options, **sums)
     of_weight = weight if parameter_gradients else None
-    gradients = ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
+    gradients = _ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
     factor = _compute_weight_factor(weight, weight_offset)
     cols, needed = x.shape[-1:], [True, of_weight is not None, False]
     of_mean = (make_ones(cols[0]) if factor is None else factor) * (1.0 / cols[0])
@@ -231,7 +231,7 @@ def _cast_sum(h: Tensor, residual: Tensor) -> Tensor:
     return h.to(residual.dtype).contiguous()
 
 
-class ChunkedRowGradients:
+class _ChunkedRowGradients:
     """The results of a backward pass; 16-bit tensors and sums are widened, used and narrowed in pieces."""
 
     def __init__(

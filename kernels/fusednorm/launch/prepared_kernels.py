@@ -41,7 +41,7 @@ _SETTLING = RLock()
 _GRID_AND_STREAM = (2, 3, 5, 7)
 _PARAMETERS = (object(), object())
 
-Key = tuple[Any, ...]
+_Key = tuple[Any, ...]
 
 
 class DriverLauncher(NamedTuple):
@@ -77,7 +77,7 @@ class PreparedKernel:
 
 
 # As many as Triton's compiled kernels, or a few times more where `_make_key` distinguishes more; so bounded too.
-_PREPARED: dict[Key, PreparedKernel] = {}
+_PREPARED: dict[_Key, PreparedKernel] = {}
 
 # For each parameter, the properties of an integer on which Triton's choice depends; by the function of a kernel.
 _LOOKS: dict[Any, tuple[str, ...]] = {}
@@ -158,7 +158,7 @@ def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | N
     return None
 
 
-def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[Key, list[Any]]:
+def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[_Key, list[Any]]:
     """Make the key by which Triton chooses the compiled kernel.
 
     With `memories`, also the parameters of the launch.

@@ -249,29 +249,29 @@ class ReplayablePass(Generic[Result]):
         x: Any = inputs[0]
         if _load is not None:
             _search_extension(may_build=False)
-        of_any_rows = make_row_free_key(self, self.roles, inputs, options)
+        of_any_rows = _make_row_free_key(self, self.roles, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
         new = tuple(None if output is None else _make_allocator(output, x, follows) for output in own)
         replay = _CallReplay(new, own, tuple(same.items()), recipe)
         if of_any_rows is not None:
             _store_replay(of_any_rows, replay if follows else None)
         if not follows:
-            _store_replay(make_call_key(self, inputs, options), replay)
+            _store_replay(_make_call_key(self, inputs, options), replay)
         if _extension is not None:
             described_call = describe_call(recipe, outputs, x, follows)
             if described_call is not None:
                 _extension.record_replay(self.extension_number, encode_policy(), options, inputs, *described_call)
 
     def _find_replay(self, inputs: Inputs, options: Options) -> _CallReplay | None:
-        of_any_rows = make_row_free_key(self, self.roles, inputs, options)
+        of_any_rows = _make_row_free_key(self, self.roles, inputs, options)
         if of_any_rows is not None:
             call_replay = _KNOWN.get(of_any_rows, _NOTHING)
             if call_replay is not None:
                 return call_replay if call_replay is not _NOTHING else None
-        return _KNOWN.get(make_call_key(self, inputs, options))
+        return _KNOWN.get(_make_call_key(self, inputs, options))
 
 
-def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
+def _make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
     """Make the key of a call of a pass.
 
     Raises:
@@ -286,7 +286,7 @@ def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable
     return tuple(kind)
 
 
-def make_row_free_key(
+def _make_row_free_key(
     whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
 ) -> Hashable | None:
     """Make the key of a call without its number of rows.
@@ -312,11 +312,11 @@ def make_row_free_key(
                 if len(shape) != 2:
                     return None
                 strides = tensor.stride()
-            fits = tensor is x or tensor.shape == shape
-            kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
+            is_fitting = tensor is x or tensor.shape == shape
+            kind += (tensor.dtype, is_fitting, strides, tensor.get_device(), tensor.is_neg())
         elif role is _OF_ROWS:
-            fits = tensor.is_contiguous() and tensor.shape == shape[:-1]
-            kind += (tensor.dtype, fits, tensor.get_device(), tensor.is_neg())
+            is_fitting = tensor.is_contiguous() and tensor.shape == shape[:-1]
+            kind += (tensor.dtype, is_fitting, tensor.get_device(), tensor.is_neg())
         else:
             kind += (tensor.dtype, tensor.shape, tensor.is_contiguous(), tensor.get_device(), tensor.is_neg())
     return tuple(kind)

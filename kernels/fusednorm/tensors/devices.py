@@ -11,10 +11,10 @@ _stand_in: GpuModel | None = None
 
 
 def stand_in(gpu: GpuModel | None) -> None:
-    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches
-    (`launch.recorded_launches`).
+    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches.
 
-    For a process that compiles in advance.  With None, the initial state, such calls are refused.
+    For a process that compiles in advance (`launch.recorded_launches`).  With None, the initial state, such calls
+    are refused.
     """
     global _stand_in
     _stand_in = gpu

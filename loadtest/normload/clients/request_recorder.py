@@ -50,7 +50,7 @@ class SentRequest:
         steps: the remaining steps.
         descriptor: the one that it waits for.
         response: the response.
-        code: as in `Record`; "" if it follows from the response.
+        code: as in `RequestOutcome`; "" if it follows from the response.
     """
 
     connection: AnyConnection

@@ -33,7 +33,7 @@ _SMALL = 0.01
 _FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
 
-# Points of the integral below; its error is far below the accuracy of such an interval.
+# Points of the integral of `compute_student_quantile`; its error is far below the accuracy of an interval.
 _POINTS = 100_001
 
 Floats = NDArray[np.float64]

@@ -70,8 +70,8 @@ class ClientOptions:
         check_timeout(timeout_s)
         address = ServerAddress.parse_url(url)
         if api_key is not None:
-            validate_api_key(api_key)
-        return cls(url, address, api_key, timeout_s, max_connections, make_verify_argument(verify, certificate))
+            _validate_api_key(api_key)
+        return cls(url, address, api_key, timeout_s, max_connections, _make_verify_argument(verify, certificate))
 
     def format_repr(self, kind: object) -> str:
         """Return a client's repr, without the API key, a password in the URL or the client's address in memory."""
@@ -81,7 +81,7 @@ class ClientOptions:
         return f"{type(kind).__name__}({url!r})"
 
 
-def validate_api_key(api_key: str) -> str:
+def _validate_api_key(api_key: str) -> str:
     """Return the key if a header can contain it.
 
     Raises:
@@ -93,7 +93,7 @@ def validate_api_key(api_key: str) -> str:
     return api_key
 
 
-def make_verify_argument(
+def _make_verify_argument(
     verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
 ) -> ssl.SSLContext | bool:
     """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
     from normserve.traces.request_tracer import Attributes
 
-UNMATCHED = "(unmatched)"
+NO_ROUTE = "(unmatched)"
 """The route of a request that no route handles."""
 
 _LONGEST_PATH = 200
@@ -121,7 +121,7 @@ def describe_request_span(request: RequestLifecycle, scope: Scope, route: str) -
         attributes["server.address"] = str(server[0])
         if server[1] is not None:
             attributes["server.port"] = server[1]
-    if route == UNMATCHED:
+    if route == NO_ROUTE:
         return method, attributes
     attributes["http.route"] = route
     return f"{method} {route}", attributes

@@ -95,7 +95,7 @@ class _UserAccount:
         self.segment_count = 0
 
 
-class SegmentAccounts:
+class _SegmentAccounts:
     """The accounts of all users for one kind of memory; belongs to the event loop's thread.
 
     Attributes:
@@ -229,7 +229,7 @@ class HostSegmentAllocator:
         share: registers memory with the device until the returned object is dropped.
         """
         self._register_with_device = share
-        self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
+        self._accounts = _SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +277,7 @@ class DeviceSegmentAllocator:
         """
         self._max_user_bytes = most_bytes
         self._find_device = find
-        self._accounts = SegmentAccounts(most_bytes, "device memory", "local_device_bytes")
+        self._accounts = _SegmentAccounts(most_bytes, "device memory", "local_device_bytes")
 
     @property
     def nbytes(self) -> int:

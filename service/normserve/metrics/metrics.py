@@ -41,7 +41,7 @@ class Metrics:
         self._exposition = TextExposition(self.families, {} if process is None else {"process": process})
 
     def get_prepared_call_counters(self, owner: str) -> PreparedCallCounters:
-        """Return the counters of prepared calls for one of `prepared_calls.OWNERS`."""
+        """Return the counters of prepared calls for one of `prepared_call_metrics.OWNERS`."""
         return self._prepared_calls.get_counters(owner)
 
     def track_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
     from normserve.traces.request_tracer import Attributes, RequestTracer
 
-_log = logging.getLogger("normserve.access")
+_access_log = logging.getLogger("normserve.access")
 
 log = logging.getLogger(__name__)
 
@@ -278,4 +278,4 @@ def log_request(
         "ms": round(record.duration_s * 1000, 3),
         **named,
     }
-    _log.info("request", extra={"fields": fields})
+    _access_log.info("request", extra={"fields": fields})

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 from normserve.client import Client
-from normserve.http.routes.api_descriptions import PARAMETERS, find_example, make_command_line
+from normserve.http.routes.api_descriptions import EXAMPLE_PARAMETERS, find_example, make_command_line
 from normserve.jobs.job import LAYER_OPS, Op, PassDirection
 
 from tests.integration.harness.wire import packed
@@ -55,7 +55,7 @@ def form(value):
 @pytest.mark.parametrize(("method", "path"), FORMS)
 def test_an_answer_has_the_form_of_its_example(http, method, path):
     example = find_example(method, path)
-    filled = path.format(**PARAMETERS)
+    filled = path.format(**EXAMPLE_PARAMETERS)
     answer = http.request(method, filled, json=example.request_body)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith(example.media_type)

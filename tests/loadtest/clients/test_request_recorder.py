@@ -1,4 +1,4 @@
-"""What records say of answers; of whole exchanges in `test_sender`."""
+"""What records say of answers; of whole exchanges in `test_request_sender`."""
 
 import pytest
 from normload.adapters.native import NativeAdapter

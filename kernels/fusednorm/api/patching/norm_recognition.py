@@ -39,7 +39,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_f
 _NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm"})
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-TIMM = {
+_TIMM = {
     "timm.layers.norm.LayerNorm": nn.LayerNorm,
     "timm.layers.norm.GroupNorm": nn.GroupNorm,
     "timm.layers.norm.GroupNorm1": nn.GroupNorm,
@@ -49,7 +49,7 @@ TIMM = {
 Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
 """The dtype of y, by the dtypes of x and of the parameters."""
 
-Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
+_Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
 """A function that computes y in float32 from x, the module's parameters by name (all float32) and eps."""
 
 
@@ -115,7 +115,7 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
             return recognise_one(module)
     if getattr(module, "_fast_norm", False):
         raise UnrecognisedNormError("timm's fast norm is switched on, which autocast treats otherwise")
-    of_timm = TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
+    of_timm = _TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
     if of_timm is not None and isinstance(module, of_timm):
         return _recognise_timm_norm(module, of_timm)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
@@ -190,12 +190,12 @@ _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
 def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
     found = _OF_TORCH[base](module)
     if base is nn.GroupNorm:
-        shape, formula = (3, module.num_channels, 2, 2), make_group_norm_formula(module.num_groups)
+        shape, formula = (3, module.num_channels, 2, 2), _make_group_norm_formula(module.num_groups)
     else:
         if len(module.normalized_shape) != 1:
             raise UnrecognisedNormError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
-        shape, formula = (3, 2, *module.normalized_shape), compute_layer_norm
-    if not _matches_formula(ForwardProbe(module, shape, module.eps), formula):
+        shape, formula = (3, 2, *module.normalized_shape), _compute_layer_norm
+    if not _matches_formula(_ForwardProbe(module, shape, module.eps), formula):
         raise UnrecognisedNormError(f"{type(module).__name__} computes something else than {found.description}")
     return found
 
@@ -216,12 +216,12 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
     eps = getattr(module, eps_name)
     _check_eps(eps)
     _check_parameter("weight", weight, tuple(weight.shape))
-    probe = ForwardProbe(module, (3, 2, weight.shape[0]), eps)
+    probe = _ForwardProbe(module, (3, 2, weight.shape[0]), eps)
     for offset in (0.0, 1.0):
-        if "bias" not in parameters and _matches_formula(probe, make_rms_norm_formula(offset)):
+        if "bias" not in parameters and _matches_formula(probe, _make_rms_norm_formula(offset)):
             observed = ProbedProperties(eps_name, offset, probe.find_result_dtypes(), probe.find_autocast_dtypes())
             return RecognisedNorm("rms_norm", observed, name)
-    if _matches_formula(probe, compute_layer_norm):
+    if _matches_formula(probe, _compute_layer_norm):
         raise UnrecognisedNormError(
             f"{name} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
         )
@@ -264,7 +264,7 @@ def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
         raise UnrecognisedNormError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
 
 
-def make_rms_norm_formula(weight_offset: float) -> Formula:
+def _make_rms_norm_formula(weight_offset: float) -> _Formula:
     """Make the formula y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
 
     def compute_rms_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
@@ -273,12 +273,12 @@ def make_rms_norm_formula(weight_offset: float) -> Formula:
     return compute_rms_norm
 
 
-def compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+def _compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
     """Compute torch's layer_norm over the last axis."""
     return functional.layer_norm(x, x.shape[-1:], parameters.get("weight"), parameters.get("bias"), eps)
 
 
-def make_group_norm_formula(num_groups: int) -> Formula:
+def _make_group_norm_formula(num_groups: int) -> _Formula:
     """Make the formula of torch's group_norm."""
 
     def compute_group_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
@@ -287,7 +287,7 @@ def make_group_norm_formula(num_groups: int) -> Formula:
     return compute_group_norm
 
 
-class ForwardProbe:
+class _ForwardProbe:
     """A callable that runs the forward of a module's class.
 
     Args:
@@ -322,7 +322,7 @@ class ForwardProbe:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return type(copied).forward(copied, self._x.to(x_dtype))
 
-    def matches_formula(self, formula: Formula) -> bool:
+    def matches_formula(self, formula: _Formula) -> bool:
         """Return whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
         return all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
 
@@ -342,7 +342,7 @@ class ForwardProbe:
         with _EmulatedCudaAutocast():
             return self.find_result_dtypes()
 
-    def _matches_in_dtype(self, formula: Formula, dtype: torch.dtype) -> bool:
+    def _matches_in_dtype(self, formula: _Formula, dtype: torch.dtype) -> bool:
         y = self(dtype, dtype)
         rounded = {name: values.to(dtype).float() for name, values in self._parameters.items()}
         want = formula(self._x.to(dtype).float(), rounded, self._eps)
@@ -355,7 +355,7 @@ class ForwardProbe:
         return torch.randn(tuple(shape), generator=self._generator, device="cpu", dtype=torch.float32)
 
 
-def _matches_formula(probe: ForwardProbe, formula: Formula) -> bool:
+def _matches_formula(probe: _ForwardProbe, formula: _Formula) -> bool:
     try:
         return probe.matches_formula(formula)
     # The forward of an unknown class may raise anything.

@@ -23,7 +23,7 @@ Smaller memory is retained by malloc, and nothing is copied; larger memory would
 each call.
 """
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 # The smallest normal float32: it keeps a row of zeros zero.
 _SMALLEST_SCALE = 2.0**-126
 
@@ -52,12 +52,12 @@ def layer_norm_forward(
     """
     drop = make_dropout_mask(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.ndim == 2 and not weight_offset and is_small_result(x):
+    if is_float32 and x.ndim == 2 and not weight_offset and _is_small_result(x):
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], to_float32(weight), to_float32(bias), eps)
         if drop is not None or activation != "none":
             y = apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, slice(0, len(x))))
         return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
-    w, b = RowParameter(weight, weight_offset), RowParameter(bias)
+    w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     heads = _count_own_heads(x)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols, heads):
@@ -65,7 +65,7 @@ def layer_norm_forward(
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
         if heads:
-            apply_affine_(y, w.slice_heads(piece), b.slice_heads(piece))
+            _apply_affine_(y, w.slice_heads(piece), b.slice_heads(piece))
         out.write_chunk(
             piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd
         )
@@ -88,7 +88,7 @@ def rms_norm_forward(
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
     """See `fusednorm.reference.rms_norm_forward`, and `layer_norm_forward` for `memory_like`."""
-    w = RowParameter(weight, weight_offset)
+    w = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     heads = _count_own_heads(x)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
@@ -97,7 +97,7 @@ def rms_norm_forward(
         rstd = _compute_rms_rstd(h, eps)
         y = h * rstd
         del h
-        apply_affine_(y, w.get_for_rows(piece), None)
+        _apply_affine_(y, w.get_for_rows(piece), None)
         out.write_chunk(
             piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd
         )
@@ -122,7 +122,7 @@ def layer_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.layer_norm_backward`."""
-    w, b = RowParameter(weight, weight_offset), RowParameter(bias)
+    w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
     gradients, heads = _RowGradients(x, weight, bias, residual), _count_own_heads(x)
@@ -132,7 +132,7 @@ def layer_norm_backward(
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.slice_heads(piece)
         if heads:
-            apply_affine_(z, weight_of_heads, b.slice_heads(piece))
+            _apply_affine_(z, weight_of_heads, b.slice_heads(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
@@ -145,7 +145,7 @@ def layer_norm_backward(
         is_lone = len(h) == 1
         of_all = not (is_lone or heads)
         needed = [True, weight is not None and of_all, bias is not None and of_all]
-        g = dz if weight_of_heads is None else multiply_by_weight(dz, weight_of_heads)
+        g = dz if weight_of_heads is None else _multiply_by_weight(dz, weight_of_heads)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
         )
@@ -176,7 +176,7 @@ def rms_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.rms_norm_backward`."""
-    parameter = RowParameter(weight, weight_offset)
+    parameter = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
     gradients, heads = _RowGradients(x, weight, None, residual), _count_own_heads(x)
@@ -187,11 +187,11 @@ def rms_norm_backward(
         xhat = h.mul_(scale) if is_own else h * scale
         del h
         w = parameter.get_for_rows(piece)
-        z = xhat if w is None else multiply_by_weight(xhat, w)
+        z = xhat if w is None else _multiply_by_weight(xhat, w)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
         dz = backpropagate_epilogue(dy[piece], z, activation, drop, dropout_mask, overwrites_z=w is not None)
         del z, dropout_mask
-        g = dz if w is None else multiply_by_weight(dz, w)
+        g = dz if w is None else _multiply_by_weight(dz, w)
         dx = g * xhat
         torch.mul(xhat, _compute_row_mean(dx), out=dx)
         torch.sub(g, dx, out=dx).mul_(scale)
@@ -230,7 +230,7 @@ def _flatten_statistics(*statistics: Tensor) -> list[Tensor]:
     return [statistic.reshape(-1) for statistic in statistics]
 
 
-def is_small_result(x: Tensor) -> bool:
+def _is_small_result(x: Tensor) -> bool:
     """Return whether torch may allocate the memory for a result of this size."""
     return x.numel() <= WHOLE_ELEMENTS
 
@@ -252,14 +252,12 @@ class RowResults:
         stats: whether to store mean and rstd; the mean only with `centred`.
         memory_like: see `layer_norm_forward`.
         """
-        self._x = flatten_rows(x)
-        self._residual = None if residual is None else flatten_rows(residual)
+        self._x, self._residual = _flatten_tensors(x, residual)
         self.rows, self.cols = self._x.shape
-        is_given = out_dtype in (None, x.dtype) and not is_small_result(x)
+        is_given = out_dtype in (None, x.dtype) and not _is_small_result(x)
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._y_rows = flatten_rows(self._y)
         self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._sum_rows = None if self._residual_out is None else flatten_rows(self._residual_out)
+        self._y_rows, self._sum_rows = _flatten_tensors(self._y, self._residual_out)
         is_float8 = out_dtype == torch.float8_e4m3fn
         self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
         self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
@@ -295,8 +293,8 @@ def scale_rows_(y: Tensor) -> Tensor:
     Returns: the scales [rows].
     """
     least, most = torch.aminmax(y, dim=-1)
-    scale = torch.maximum(least.neg_(), most).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)
-    y.div_(scale.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)
+    scale = torch.maximum(least.neg_(), most).div_(_LARGEST_FLOAT8).clamp_min_(_SMALLEST_SCALE)
+    y.div_(scale.unsqueeze(-1)).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
     return scale
 
 
@@ -306,10 +304,10 @@ class _RowGradients:
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        self._rows = [flatten_rows(self._dx)]
+        self._rows = [*_flatten_tensors(self._dx)]
         if residual is not None and residual.dtype != x.dtype:
             self._dresidual = torch.empty_like(residual)
-            self._rows.append(flatten_rows(self._dresidual))
+            self._rows += _flatten_tensors(self._dresidual)
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -327,16 +325,16 @@ class _RowGradients:
         for rows in self._rows:
             rows[piece] = dx
         if self._dweight is not None and dweight is not None:
-            accumulate_parameter_gradient(self._dweight, dweight, piece)
+            _accumulate_parameter_gradient(self._dweight, dweight, piece)
         if self._dbias is not None and dbias is not None:
-            accumulate_parameter_gradient(self._dbias, dbias, piece)
+            _accumulate_parameter_gradient(self._dbias, dbias, piece)
 
     def get_result(self) -> Backward:
         dweight, dbias = cast_gradient(self._dweight, self._weight), cast_gradient(self._dbias, self._bias)
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
-def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
+def _accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
     """Add the contribution of some rows to the gradient of a parameter.
 
     Args:
@@ -359,12 +357,7 @@ def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
-def flatten_rows(t: Tensor) -> Tensor:
-    """View [rows, cols] or [tokens, heads, cols] as [rows, cols]."""
-    return t if t.ndim == 2 else t.flatten(0, 1)
-
-
-class RowParameter:
+class _RowParameter:
     """A weight or a bias, or the absence of one.
 
     Attributes:
@@ -415,7 +408,7 @@ def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
     return wide + offset if wide is tensor or wide.data_ptr() == tensor.data_ptr() else wide.add_(offset)
 
 
-def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
     if weight is not None:
         _view_by_head(y, weight).mul_(weight)
@@ -423,7 +416,7 @@ def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None
         _view_by_head(y, bias).add_(bias)
 
 
-def multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
+def _multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
     """Compute y * weight; a weight [heads, cols] is repeated for each token."""
     if weight.ndim == 1 or weight.shape == y.shape:
         return y * weight

@@ -25,7 +25,7 @@ USUAL_REGISTERS = 20
 
 
 def get_derivative_gain(activation: str, itemsize: int) -> float:
-    """Return GAIN for backward kernels over elements of `itemsize` bytes: see `gradients`."""
+    """Return GAIN for backward kernels over elements of `itemsize` bytes: see `gradient_tiles`."""
     return 2.0 if itemsize == 2 and activation in ("silu", "gelu_tanh") else 1.0
 
 

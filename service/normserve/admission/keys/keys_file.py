@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 MAX_KEYS = 1000
 
 #: Allowed names of keys: they appear in logs and metrics.
-KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
+_KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 _RANDOM_BYTES = 32
 
 _EVERY_S = 1.0
-_MAX_BYTES = 2**20
+_MAX_FILE_BYTES = 2**20
 
 
 class KeyScope(StrEnum):
@@ -85,8 +85,7 @@ class _KeyTable(BaseModel):
     @field_validator("name")
     @classmethod
     def _validate_name(cls, name: str) -> str:
-        if re.fullmatch(KEY_NAME, name) is None:
-            raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        _require_key_name(name, "")
         return name
 
     @field_validator("sha256")
@@ -171,6 +170,11 @@ def _require_unique(field: str, values: Sequence[object]) -> None:
         seen[value] = index
 
 
+def _require_key_name(name: str, subject: str) -> None:
+    if re.fullmatch(_KEY_NAME, name) is None:
+        raise ValueError(f"{subject}must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+
+
 def generate_key() -> str:
     """Generate a key of 256 random bits."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
@@ -182,8 +186,7 @@ def format_key_table(name: str, key: str) -> str:
     Raises:
         ValueError: the name is invalid.
     """
-    if not re.fullmatch(KEY_NAME, name):
-        raise ValueError("a key's name must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    _require_key_name(name, "a key's name ")
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f'[[keys]]\nname = "{name}"\nsha256 = "{digest}"\nmay = ["infer"]\n'
 
@@ -211,12 +214,12 @@ class KeysFileReader:
         try:
             with open_regular_file(self._path) as file:
                 before = os.fstat(file.fileno())
-                content = file.read(_MAX_BYTES + 1)
+                content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
             raise KeysFileError(f"{self._path}: {error.strerror or 'cannot be read'}") from None
         self._warn_if_world_accessible(before.st_mode)
-        if len(content) > _MAX_BYTES:
-            raise KeysFileError(f"{self._path}: it must be at most {_MAX_BYTES} bytes")
+        if len(content) > _MAX_FILE_BYTES:
+            raise KeysFileError(f"{self._path}: it must be at most {_MAX_FILE_BYTES} bytes")
         try:
             keys = parse_keys(content)
         except KeysFileError as error:

@@ -51,7 +51,7 @@ def describe_array(name: str, value: object) -> HostTensor:
     """
     if isinstance(value, HostTensor):
         return value
-    if is_torch_tensor(value):
+    if _is_torch_tensor(value):
         return _describe_torch(name, value)
     if isinstance(value, np.ndarray):
         return _describe_numpy(name, value)
@@ -66,7 +66,7 @@ def convert_tensor(tensor: HostTensor, like: T) -> T:
     """
     if isinstance(like, HostTensor):
         return cast(T, tensor)
-    return cast(T, _convert_to_torch(tensor, like) if is_torch_tensor(like) else _convert_to_numpy(tensor))
+    return cast(T, _convert_to_torch(tensor, like) if _is_torch_tensor(like) else _convert_to_numpy(tensor))
 
 
 def parse_dtype(dtype: object) -> tuple[DType, bool]:
@@ -136,7 +136,7 @@ def check_dtype_support(like: object, dtype: str) -> None:
         get_numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
-def is_torch_tensor(value: object) -> bool:
+def _is_torch_tensor(value: object) -> bool:
     """Return whether a value is a tensor of torch, of any class."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
@@ -165,7 +165,7 @@ def _describe_torch(name: str, tensor: Any) -> HostTensor:
     dtype = _find_torch_dtype(name, tensor.dtype)
     if tensor.is_cuda:
         return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
-    return HostTensor(dtype, tuple(tensor.shape), copy_to_host_bytes(tensor))
+    return HostTensor(dtype, tuple(tensor.shape), _copy_to_host_bytes(tensor))
 
 
 class TorchCudaTensor(HostTensor):
@@ -191,12 +191,12 @@ class TorchCudaTensor(HostTensor):
     def data(self) -> memoryview:
         copy = self._copy
         if copy is None:
-            copy = copy_to_host_bytes(self.view_tensor)
+            copy = _copy_to_host_bytes(self.view_tensor)
             object.__setattr__(self, "_copy", copy)
         return copy
 
 
-def copy_to_host_bytes(tensor: Any) -> memoryview:
+def _copy_to_host_bytes(tensor: Any) -> memoryview:
     """Return a tensor's bytes in row-major order, copied unless the tensor is contiguous in host memory."""
     torch: Any = sys.modules["torch"]
     flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)

@@ -31,7 +31,7 @@ class AsyncConnectionPool:
     """A pool of connections to one address for tasks; a new event loop starts with an empty pool."""
 
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
-        """Args: as `blocking.ConnectionPool`."""
+        """Args: as `connection_pool.ConnectionPool`."""
         self._address = address
         self._tls_settings = trust
         self._max_connections = most
@@ -42,7 +42,7 @@ class AsyncConnectionPool:
         self._idle = IdleConnectionStack(most, keep_s)
 
     async def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Do as `blocking.ConnectionPool.acquire`; the caller must enforce the deadline on the wait."""
+        """Do as `connection_pool.ConnectionPool.acquire`; the caller must enforce the deadline on the wait."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process_id != os.getpid():
             self._reset(loop)

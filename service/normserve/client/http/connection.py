@@ -25,7 +25,7 @@ from normserve.client.responses.body_limits import LimitedBody
 # A small response fits entirely, and of a large one at most this much is copied to the final buffer.
 _FIRST_BYTES = 16 * 1024
 # After so many bytes without a wait, other connections get a turn, and the deadline is checked.
-TURN_BYTES = 4 * 2**20
+_TURN_BYTES = 4 * 2**20
 
 # A large body is received in portions of this size at least.
 _LEAST_BYTES = 256 * 1024
@@ -163,7 +163,7 @@ class SocketReceiver:
                 raise self._make_end_error()
             view = view[got:]
             turn += got
-            if turn >= TURN_BYTES:
+            if turn >= _TURN_BYTES:
                 turn = 0
                 # Bytes that were decrypted already are no event, but that it can be written to is one.
                 yield self._descriptor, READ | WRITE
@@ -203,7 +203,6 @@ class ClientHttpConnection(SocketReceiver):
 
     Attributes:
         is_reusable: whether another exchange may follow the last one.
-        has_answered: whether a byte of a response to the last request was received.
         idle_since: time of the last use, by time.monotonic.
     """
 
@@ -283,9 +282,9 @@ class ClientHttpConnection(SocketReceiver):
                 return True
             views = [memoryview(part).cast("B") for part in parts if len(part)]
             if self._is_tls:
-                views = coalesce_small(views)
+                views = _coalesce_small(views)
             else:
-                drop_sent(views, self._sent_at_once)
+                _drop_sent(views, self._sent_at_once)
             while views:
                 try:
                     sent = self._send_some(views)
@@ -293,12 +292,12 @@ class ClientHttpConnection(SocketReceiver):
                     yield self._descriptor, READ
                     continue
                 except _LATER:
-                    turn = TURN_BYTES
+                    turn = _TURN_BYTES
                 else:
-                    drop_sent(views, sent)
+                    _drop_sent(views, sent)
                     # Of a socket that took a part there is nothing more to ask for now.
-                    turn = turn + sent if self._is_tls else TURN_BYTES
-                if turn >= TURN_BYTES and views:
+                    turn = turn + sent if self._is_tls else _TURN_BYTES
+                if turn >= _TURN_BYTES and views:
                     turn = 0
                     ready_events = yield self._descriptor, READ | WRITE
                     if ready_events & ~WRITE and self._receive_early_response():
@@ -400,7 +399,7 @@ class ClientHttpConnection(SocketReceiver):
         return None if end < 0 else bytes(self._take_buffered(end + 4 - self._begin))
 
 
-def coalesce_small(views: list[memoryview]) -> list[memoryview]:
+def _coalesce_small(views: list[memoryview]) -> list[memoryview]:
     """Join the small views at the beginning into one."""
     small = b""
     for place, view in enumerate(views):
@@ -410,7 +409,7 @@ def coalesce_small(views: list[memoryview]) -> list[memoryview]:
     return [memoryview(small)] if small else views
 
 
-def drop_sent(views: list[memoryview], sent: int) -> None:
+def _drop_sent(views: list[memoryview], sent: int) -> None:
     """Remove the first `sent` bytes from the views, in place."""
     while sent:
         if sent < len(views[0]):

@@ -88,7 +88,7 @@ class HttpxTransport:
         """
         hooks = {"response": [_refuse_redirect]}
         self._client = httpx.Client(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
-        enforce_deadlines(self._client)
+        _enforce_deadlines(self._client)
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """Do as `CallTransport.exchange`."""
@@ -206,7 +206,7 @@ async def _refuse_redirect_async(response: httpx.Response) -> None:
     refuse_redirect(response.status_code)
 
 
-def enforce_deadlines(http: httpx.Client) -> None:
+def _enforce_deadlines(http: httpx.Client) -> None:
     """Make the sockets of an httpx client wait no longer than the deadlines of its requests.
 
     A transport that is not httpx's own is left as it is: it is given the time that is left when a request begins,

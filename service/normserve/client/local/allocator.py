@@ -77,7 +77,7 @@ class FreeRanges:
         holes.insert(index, (start, stop))
 
 
-B = TypeVar("B")
+_B = TypeVar("_B")
 
 
 class MappedSegment:
@@ -95,7 +95,7 @@ class MappedSegment:
         self.free_ranges = FreeRanges(nbytes)
 
 
-class ArenaAllocator(ABC, Generic[B]):
+class ArenaAllocator(ABC, Generic[_B]):
     """An allocator of blocks in segments, which threads share.
 
     Attributes:
@@ -117,17 +117,17 @@ class ArenaAllocator(ABC, Generic[B]):
         """The numbers of all segments."""
         return list(self._segments)
 
-    def allocate(self, nbytes: int) -> B | None:
+    def allocate(self, nbytes: int) -> _B | None:
         """Allocate a block of at least `nbytes`; return None where there is no space."""
         blocks = self.allocate_all((nbytes,))
         return None if blocks is None else blocks[0]
 
-    def allocate_all(self, sizes: Sequence[int]) -> list[B] | None:
+    def allocate_all(self, sizes: Sequence[int]) -> list[_B] | None:
         """Allocate a block of at least so many bytes for each size; return None where not all of them fit."""
         places = self._allocate_ranges(sizes)
         return None if places is None else self._make_blocks(places)
 
-    def allocate_at(self, places: Sequence[SegmentRange]) -> list[B] | None:
+    def allocate_at(self, places: Sequence[SegmentRange]) -> list[_B] | None:
         """Allocate blocks at ranges of earlier blocks; return None where one of the ranges is in use."""
         return self._make_blocks(places) if self._allocate_exact_ranges(places) else None
 
@@ -165,7 +165,7 @@ class ArenaAllocator(ABC, Generic[B]):
         return list(idle)
 
     @abstractmethod
-    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[B]:
+    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[_B]:
         """Make a block for each range, which keeps the range and queues its return."""
 
     def _add_segment(self, part: MappedSegment) -> None:

@@ -29,7 +29,7 @@ class AsyncLocalClientConnection:
     """A connected socket, shared by tasks that wait for their responses.
 
     Attributes:
-        protocol, call_caches, is_open: as of `link.LocalClientConnection`.
+        protocol, call_caches, is_open: as of `LocalClientConnection`.
     """
 
     def __init__(self, api_key: str | None) -> None:
@@ -71,7 +71,7 @@ class AsyncLocalClientConnection:
             raise
 
     async def run_exchanges(self, exchanges: Exchanges[_R]) -> _R:
-        """Do as `link.LocalClientConnection.run_exchanges`."""
+        """Do as `LocalClientConnection.run_exchanges`."""
         reply = None
         try:
             while True:
@@ -86,7 +86,7 @@ class AsyncLocalClientConnection:
             return result
 
     async def send_and_wait(self, request: LocalRequest) -> LazyLocalResponse:
-        """Do as `link.LocalClientConnection.send_and_wait`."""
+        """Do as `LocalClientConnection.send_and_wait`."""
         protocol = self.protocol
         if protocol.make_failure is not None:
             raise protocol.make_failure()

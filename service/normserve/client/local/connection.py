@@ -42,7 +42,7 @@ _SOON_S, _POLLED_S = 400e-6, 300e-6
 # On one core the server would wait meanwhile.
 _MAY_POLL = len(os.sched_getaffinity(0)) > 1
 #: The shortest timeout; shorter ones might be rounded to 0, which is no timeout.
-SHORTEST_WAIT_S = 1e-4
+_SHORTEST_WAIT_S = 1e-4
 
 # How long a wait in the kernel lasts before the deadline is looked at again.
 _WAIT_S = 1.0
@@ -113,9 +113,6 @@ def _update_process_id() -> None:
 
 os.register_at_fork(after_in_child=_update_process_id)
 
-# As an enumeration it takes a microsecond each time.
-_AT_ONCE = int(socket.MSG_DONTWAIT)
-
 
 class LocalClientConnection:
     """A connected socket, shared by threads that wait for their responses.
@@ -153,7 +150,7 @@ class LocalClientConnection:
         try:
             self._set_receive_timeout(_WAIT_S)
             # A server that accepts nobody is waited for so long.
-            wait_s = max(SHORTEST_WAIT_S, min(_WAIT_S, deadline.get_remaining_s() or _WAIT_S))
+            wait_s = max(_SHORTEST_WAIT_S, min(_WAIT_S, deadline.get_remaining_s() or _WAIT_S))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(wait_s))
             self._socket.connect(path)
         except OSError as error:
@@ -328,7 +325,9 @@ class LocalClientConnection:
             self._set_receive_timeout(wait_s)
 
     def _set_receive_timeout(self, seconds: float) -> None:
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(max(seconds, SHORTEST_WAIT_S)))
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(max(seconds, _SHORTEST_WAIT_S))
+        )
         self._wait_s = seconds
 
     def _fail(self, failure: Callable[[], ClientError]) -> None:

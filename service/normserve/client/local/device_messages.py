@@ -118,5 +118,5 @@ def make_device_response(
 
 
 def list_device_segment_sizes(lacking: int, nbytes: int) -> list[int]:
-    """Do as `messages.list_segment_sizes` for device memory, of which each segment takes a millisecond to make."""
+    """Do as `call_messages.list_segment_sizes` for device memory; each segment takes a millisecond to make."""
     return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

@@ -125,13 +125,13 @@ class RequestMiddleware:
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
         if record.op == LAYERS:
-            audit_layer_change(exchange.scope, exchange)
+            _audit_layer_change(exchange.scope, exchange)
         exchange.finish_request(
             is_delivered=bool(exchange.response_sender.is_delivered) and not exchange.is_client_disconnected
         )
 
 
-def audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
+def _audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
     """Log a request to change a layer, once its result is known."""
     results = _RESULTS.get(scope["method"])
     if results is None:

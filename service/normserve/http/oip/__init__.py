@@ -2,7 +2,7 @@
 
 Operations and registered layers are models.  A request is a JSON header, followed by the tensors in binary:
 
-    bytes → header → asked → sources → NormJob → computing → answer → bytes
+    bytes → InferenceHeader → InferenceRequest → HostTensor → NormJob → NormResult → bytes
 
 The engine, the permits, the keys, the deadlines and the metrics are those of `/v1`.
 """

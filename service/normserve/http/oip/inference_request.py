@@ -50,7 +50,6 @@ _MAX_DIGITS = 18
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Value = bool | int | float | str | None
 
-
 _NO_DATA = msgspec.Raw(b"")
 
 _MAX_TIMEOUT_US = 86_400_000_000
@@ -430,8 +429,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
         data = None if bytes(header.data) in _ABSENT else header.data
         if (data is not None) + (parameters.binary_data_size is not None) + (region is not None) != 1:
             raise MalformedPayloadError(
-                f"{_format_label(header.name)} must have exactly one of data, binary_data_size and "
-                "shared_memory_region"
+                f"{header.name[:64]!r} must have exactly one of data, binary_data_size and shared_memory_region"
             )
         source: JsonSource | BinarySource | RegionReference
         if data is not None:
@@ -440,8 +438,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
             size = parameters.binary_data_size if region is None else region.nbytes
             if size != nbytes:
                 raise MalformedPayloadError(
-                    f"{_format_label(header.name)} must have the {nbytes} bytes of its shape and datatype, "
-                    f"got {size}"
+                    f"{header.name[:64]!r} must have the {nbytes} bytes of its shape and datatype, got {size}"
                 )
             source = region or BinarySource(position)
             position += 0 if region else nbytes
@@ -456,16 +453,10 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
 def _read_region(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
     if parameters.shared_memory_region is None:
         if parameters.shared_memory_byte_size is not None or parameters.shared_memory_offset is not None:
-            raise MalformedPayloadError(
-                f"{_format_label(name)} must name the shared_memory_region of its size and offset"
-            )
+            raise MalformedPayloadError(f"{name[:64]!r} must name the shared_memory_region of its size and offset")
         return None
     if parameters.shared_memory_byte_size is None:
-        raise MalformedPayloadError(f"{_format_label(name)} must have a shared_memory_byte_size beside its region")
+        raise MalformedPayloadError(f"{name[:64]!r} must have a shared_memory_byte_size beside its region")
     return RegionReference(
         parameters.shared_memory_region, parameters.shared_memory_offset or 0, parameters.shared_memory_byte_size
     )
-
-
-def _format_label(name: str) -> str:
-    return repr(name[:64])

@@ -106,12 +106,12 @@ class InferenceRoutes:
             shared = self.region_tensors.bind_regions(exchange.client_identity, request)
             if shared.is_on_device:
                 exchange.record.transport = TRANSPORT_CUDA
-        brought = count_external_bytes(request.inputs)
+        brought = _count_external_bytes(request.inputs)
         if brought and exchange.permit is not None:
             self.body_reader.require_body_limit(len(body) + brought)
             exchange.permit.grow(brought)
         copies = await self.region_tensors.read_inputs(shared) if shared.inputs else {}
-        tensors = build_tensors(request.inputs, body, copies)
+        tensors = _build_tensors(request.inputs, body, copies)
         tensors, several = (
             (tensors, None) if request.uses_regions else concatenate_tensors(tensors, body, exchange.charge_copy)
         )
@@ -164,7 +164,7 @@ def _check_body(
     return check_request(model, parse_header(json), len(json), body_bytes)
 
 
-def build_tensors(
+def _build_tensors(
     inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
 ) -> Mapping[str, HostTensor]:
     """Build the tensors by name; binary ones are views of the body.
@@ -189,6 +189,6 @@ def _build_input_tensor(each: InputTensor, body: memoryview, shared: Mapping[str
             return kind(each.dtype, each.shape, data)
 
 
-def count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
+def _count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
     """Count the bytes of the tensors whose memory is not the body."""
     return sum([each.nbytes for each in inputs if type(each.source) is not BinarySource])

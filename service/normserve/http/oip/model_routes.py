@@ -28,10 +28,10 @@ from normserve.layers.registry import LayerRegistry
 from normserve.memory.tensors import DType
 from normserve.peers.sibling_processes import Question, SiblingProcesses
 
-PLATFORM = "normserve"
+_PLATFORM = "normserve"
 _ANY = -1
 
-EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
+_EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
 
 _READS = ["GET", "HEAD"]
 _QUESTION = "oip_statistics"
@@ -86,8 +86,8 @@ class ModelRoutes:
             "system_shared_memory": self.regions.is_enabled,
             "cuda_shared_memory": self.device_regions.is_enabled,
         }
-        extensions = [*EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
-        return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
+        extensions = [*_EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
+        return JSONResponse({"name": _PLATFORM, "version": __version__, "extensions": extensions})
 
     async def show_liveness(self, request: Request) -> JSONResponse:
         """200 while the process works."""
@@ -106,7 +106,7 @@ class ModelRoutes:
     async def show_model(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """The inputs and outputs of a model."""
         label_request(request, "models")
-        return JSONResponse(describe_model(*self._find_model(name, version)))
+        return JSONResponse(_describe_model(*self._find_model(name, version)))
 
     async def show_model_readiness(self, request: Request, name: str, version: str | None = None) -> Response:
         """200 if the model exists and the server is ready, else 404 or 400."""
@@ -121,7 +121,7 @@ class ModelRoutes:
     async def show_configuration(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """A model's configuration."""
         label_request(request, "models")
-        return JSONResponse(describe_configuration(*self._find_model(name, version)))
+        return JSONResponse(_describe_configuration(*self._find_model(name, version)))
 
     async def show_statistics(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """Statistics of a model's inferences."""
@@ -152,7 +152,7 @@ class ModelRoutes:
         self.stall_detector.require_progress()
 
 
-def describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
+def _describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
     """Make the metadata of a model.  An arbitrary size is -1; x may also have any other rank.
 
     Args: layer: the registered layer, if the model is one.
@@ -160,13 +160,13 @@ def describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict
     return {
         "name": model.name,
         "versions": [VERSION],
-        "platform": PLATFORM,
+        "platform": _PLATFORM,
         "inputs": [_describe_tensor(model, layer, name) for name in list_input_names(model)],
         "outputs": [_describe_tensor(model, layer, name) for name in list_output_names(model)],
     }
 
 
-def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
+def _describe_configuration(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
     """Make the configuration of a model, as far as it applies to this server."""
     required = ("x", "dy")
 
@@ -176,8 +176,8 @@ def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None)
 
     return {
         "name": model.name,
-        "platform": PLATFORM,
-        "backend": PLATFORM,
+        "platform": _PLATFORM,
+        "backend": _PLATFORM,
         "max_batch_size": 0,
         "input": [describe_tensor(name) | {"optional": name not in required} for name in list_input_names(model)],
         "output": [describe_tensor(name) for name in list_output_names(model)],

@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -33,22 +33,6 @@ _NO_LIMIT_S = 7 * 86400.0
 _PROGRESS_S = 0.02
 # An owner that has sent no readiness message for this long gets no requests if another owner is ready.
 _QUIET_S = 3.0
-
-
-class OwnerConnection(Protocol):
-    """The connection to the process that a request is relayed to.
-
-    Attributes:
-        mapped_memory: slabs of that process that are mapped in this one, by slab number.
-        receiving_bodies: bodies that are being received into slabs, by request number.
-    """
-
-    link: RelayLink
-    mapped_memory: dict[int, memoryview]
-    receiving_bodies: dict[int, IncomingBody]
-
-    def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
-        """Report the number of received bytes of a body regularly, if it is slow."""
 
 
 class RelayApplication:
@@ -152,6 +136,9 @@ class _OwnerSession:
     """The link to one process that owns a device, and the requests that are relayed to it.
 
     Attributes:
+        link: carries messages to the process and from it.
+        mapped_memory: slabs of that process that are mapped in this one, by slab number.
+        receiving_bodies: bodies that are being received into slabs, by request number.
         on_lost: called when the link has ended.
         reported_connections: the number of connected clients that was last sent to the process.
     """
@@ -163,7 +150,7 @@ class _OwnerSession:
         self.on_lost: Callable[[], None] = lambda: None
         self.mapped_memory: dict[int, memoryview] = {}
         self.receiving_bodies: dict[int, IncomingBody] = {}
-        self._requests: dict[int, ForwardedRequest] = {}
+        self._requests: dict[int, _ForwardedRequest] = {}
         self._request_numbers = itertools.count()
         self._progress_timer: asyncio.TimerHandle | None = None
         self._reported_bytes: dict[int, int] = {}
@@ -184,7 +171,7 @@ class _OwnerSession:
     async def relay_request(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Relay a request; return False if the other process ended before it began a response."""
         number = next(self._request_numbers)
-        relayed = self._requests[number] = ForwardedRequest(self, number, scope, receive, send)
+        relayed = self._requests[number] = _ForwardedRequest(self, number, scope, receive, send)
         try:
             return await relayed.relay()
         finally:
@@ -231,7 +218,7 @@ class _OwnerSession:
                 if (relayed := self._requests.get(message.number)) is not None:
                     relayed.on_message(message)
                 else:
-                    decline_message(self.link, message)
+                    _decline_message(self.link, message)
 
     def _on_link_end(self) -> None:
         self.on_lost()
@@ -239,10 +226,10 @@ class _OwnerSession:
             relayed.on_message(None)
 
 
-class ForwardedRequest:
+class _ForwardedRequest:
     """One request and its response, in the process that has the client's connection."""
 
-    def __init__(self, owner: OwnerConnection, number: int, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, owner: _OwnerSession, number: int, scope: Scope, receive: Receive, send: Send) -> None:
         self._owner = owner
         self._number = number
         self._scope = scope
@@ -272,7 +259,7 @@ class ForwardedRequest:
         except BaseException:
             self._report_disconnect()
             for each in (message, *self._messages):
-                decline_message(link, each)
+                _decline_message(link, each)
             raise
         finally:
             sending.on_disconnect = None
@@ -443,7 +430,7 @@ def _refuse_allocation(nbytes: int) -> memoryview:
     raise AssertionError("a body that is there needs no memory")
 
 
-def decline_message(link: RelayLink, message: Any) -> None:
+def _decline_message(link: RelayLink, message: Any) -> None:
     """Answer messages about a request that no longer has a handler."""
     match message:
         case relay_messages.OperationResponse() | relay_messages.CompleteResponse() | relay_messages.ResponsePart():

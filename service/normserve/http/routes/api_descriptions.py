@@ -47,13 +47,13 @@ def describe_tensors(op: Op, direction: PassDirection) -> str:
 
 _JSON, _TEXT = "application/json", "text/plain"
 
-PARAMETERS: Mapping[str, str | int] = {
+EXAMPLE_PARAMETERS: Mapping[str, str | int] = {
     "name": "encoder.LayerNorm",
     "version": "1",
     "region": "input",
     "num_groups": 2,
 }
-"""Parameters of paths and queries, by name."""
+"""Values in examples for the parameters of paths and queries, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class RouteExample:
 
 _LAYER = describe_layer(
     RegisteredLayer(
-        name=str(PARAMETERS["name"]),
+        name=str(EXAMPLE_PARAMETERS["name"]),
         spec=NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5),
         size=768,
         dtype=DType.FLOAT32,
@@ -208,7 +208,7 @@ def make_command_line(op: Op, direction: PassDirection) -> str:
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is PassDirection.FORWARD:
-        query = f"?num_groups={PARAMETERS['num_groups']}" if op is Op.GROUP_NORM else ""
+        query = f"?num_groups={EXAMPLE_PARAMETERS['num_groups']}" if op is Op.GROUP_NORM else ""
         return f'curl -s $URL/sample.npy | curl -s --data-binary @- -o y.npy "$URL/v1/{op.value}{query}"'
-    groups = f"num_groups={PARAMETERS['num_groups']}, " if op is Op.GROUP_NORM else ""
+    groups = f"num_groups={EXAMPLE_PARAMETERS['num_groups']}, " if op is Op.GROUP_NORM else ""
     return f"normserve.client.Client(URL).{op.value}_backward(dy, x, {groups}weight=weight)"

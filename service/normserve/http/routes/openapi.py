@@ -13,7 +13,7 @@ from normserve import errors
 from normserve.codec.media_types import NPY
 from normserve.errors import NormserveError
 from normserve.errors.problems import STATUSES, make_problem_document
-from normserve.http.routes.api_descriptions import PARAMETERS, RouteExample, find_example
+from normserve.http.routes.api_descriptions import EXAMPLE_PARAMETERS, RouteExample, find_example
 from normserve.http.routes.route_scopes import RouteScopes
 
 # Swagger UI 4 refuses 3.1; nothing here needs it.
@@ -99,8 +99,8 @@ def _describe_parameters(operation: dict[str, Any], path: str) -> None:
     of_query = [each for each in operation.get("parameters", ()) if "title" not in each["schema"]]
     operation["parameters"] = of_path + of_query
     for each in operation["parameters"]:
-        if each["name"] in PARAMETERS:
-            each["example"] = PARAMETERS[each["name"]]
+        if each["name"] in EXAMPLE_PARAMETERS:
+            each["example"] = EXAMPLE_PARAMETERS[each["name"]]
 
 
 def _describe_responses(operation: dict[str, Any], method: str, path: str) -> None:

@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from normserve.admission.keys import KeyScope
-from normserve.http.http_exchange import UNMATCHED
+from normserve.http.http_exchange import NO_ROUTE
 from normserve.jobs.job import Op, PassDirection
 
 #: A key with any of these scopes is sufficient; if the set is empty, no key is needed.
@@ -112,7 +112,7 @@ class RouteScopes:
         if not scope.get("root_path") and (scope["method"], scope["path"]) in self._scopes_by_path:
             path: str = scope["path"]
             return path
-        return getattr(self._find_route(scope), "path", UNMATCHED)
+        return getattr(self._find_route(scope), "path", NO_ROUTE)
 
     def _find_route(self, scope: Scope) -> BaseRoute | None:
         """Return the route that handles a request; None if there is none for this path and method."""

@@ -1,8 +1,8 @@
 """HTTP/1.1 between a socket and the application: bodies are received into slabs, responses are sent from views.
 
-`listen` creates uvicorn's `http` argument, a factory of `HttpConnection`.  The ASGI state of a request has
-objects for the transfer of its body and of its response, as `reception` and `sending`; `AsgiAdapter` provides them
-under other servers.
+`make_connection_factory` makes uvicorn's `http` argument, a factory of `HttpConnection`.  The ASGI state of a
+request has objects for the transfer of its body and of its response, as `reception` and `sending`; `AsgiAdapter`
+provides them under other servers.
 """
 
 from normserve.http.transport.asgi_adapter import AsgiAdapter

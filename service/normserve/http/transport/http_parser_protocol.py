@@ -22,7 +22,7 @@ from normserve.errors import (
 from normserve.http.transport.chunked_body import ChunkedBodyDecoder
 from normserve.http.transport.exchange_protocol import ConnectionPolicy, ExchangeProtocol
 
-SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
+_SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
 """Fields that must not be repeated, as two parsers of one header could see different requests."""
 
 PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
@@ -154,7 +154,7 @@ class HttpParserProtocol(ExchangeProtocol):
         self.url, self.expect_100_continue = url, expects
         self._header_timer.stop()
         super().on_headers_complete()
-        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
+        self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
 
     def _find_header_end(self, data: memoryview) -> int:
         """Return the position after the first empty line; 0 if there is none yet."""
@@ -170,7 +170,7 @@ class HttpParserProtocol(ExchangeProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name in SINGULAR:
+        if name in _SINGULAR:
             if name in self._unrepeatable_fields:
                 self._repeated_field = name
             value = self._unrepeatable_fields[name] = value.strip(b" \t")
@@ -197,14 +197,14 @@ class HttpParserProtocol(ExchangeProtocol):
             self.cycle.keep_alive = False
         self._header_bytes, self._is_header_open = 0, False
         # uvicorn has created the application's task by now, which has not run yet.
-        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
+        self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
 
     def _find_limit_fault(self) -> NormserveError | None:
         """Return the error of a connection beyond a limit, unless the request is a probe."""
         if self.exceeded_limit is None:
             return None
         is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
-        if is_probe and parse_body_length(self._unrepeatable_fields) == 0:
+        if is_probe and _parse_body_length(self._unrepeatable_fields) == 0:
             return None
         return TooManyConnectionsError(self.exceeded_limit)
 
@@ -245,7 +245,7 @@ def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveE
     return None
 
 
-def parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
+def _parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
     """Return the announced body length of a valid request, in bytes; None if the body is chunked."""
     if b"transfer-encoding" in singular:
         return None

@@ -19,7 +19,7 @@ from normserve.http.transport.transfer_progress import TransferProgress
 
 # Every response begins with these bytes, so they can be sent ahead of it.  The host of a disconnected client
 # answers them with a reset; otherwise it accepts them.
-PROBE = b"HTTP/1.1 "
+_PROBE = b"HTTP/1.1 "
 
 # Up to this size one write of a copy is cheaper than a gathering write.
 _JOIN_BYTES = 16 * 1024
@@ -161,12 +161,12 @@ class SocketResponseSender(ResponseSender):
         """Send the first bytes of a response that has not begun; the host of a disconnected client resets them."""
         if not self._began_at:
             self._has_sent_probe = True
-            self._transport.write(PROBE)
+            self._transport.write(_PROBE)
 
     def _start_with(self, data: bytes | memoryview) -> bytes | memoryview:
         """Start the response; return its first data without the bytes that `send_probe` has sent."""
         self._began_at = time.perf_counter()
-        return data[len(PROBE) :] if self._has_sent_probe else data
+        return data[len(_PROBE) :] if self._has_sent_probe else data
 
     def flush(self) -> None:
         """Send the buffered data."""

@@ -1,6 +1,6 @@
 """Runs of channels in the registers of the backward kernels for contiguous groups.
 
-In a tile of `gradient_tiles` UNITS adjacent lanes belong to one channel, the next ones to the next channel.
+In a tile of `group_norm.gradient_tiles` UNITS adjacent lanes belong to one channel, the next ones to the next.
 """
 
 import triton

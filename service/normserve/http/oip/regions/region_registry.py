@@ -111,9 +111,7 @@ class RegionRegistry:
         """
         named = _RegionName(owner, name)
         if named in self._regions:
-            raise UnusableRegionError(
-                f"a region with the name {_format_label(name)} is registered: unregister it first"
-            )
+            raise UnusableRegionError(f"a region with the name {name[:64]!r} is registered: unregister it first")
         self._collect_closed()
         if self._open_count >= self._max_regions:
             raise OverloadedError(
@@ -154,7 +152,7 @@ class RegionRegistry:
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise UnusableRegionError(
                 f"{nbytes} bytes at offset {offset} do not lie within the {region.nbytes} bytes of the region"
-                f" {_format_label(name)}"
+                f" {name[:64]!r}"
             )
         region.require_range(offset, nbytes)
         return RegionRange(region, offset, nbytes)
@@ -175,9 +173,7 @@ class RegionRegistry:
 
     def _make_unknown_error(self, name: str) -> UnusableRegionError:
         may_register = self.is_enabled or self._shares_device_memory
-        return UnusableRegionError(
-            f"no region with the name {_format_label(name)} is registered" if may_register else OFF
-        )
+        return UnusableRegionError(f"no region with the name {name[:64]!r} is registered" if may_register else OFF)
 
     def _collect_closed(self) -> None:
         while not self._closed_sizes.empty():
@@ -193,7 +189,3 @@ def require_region_name(name: str) -> None:
 
 def _describe_named(name: str, region: MemoryRegion) -> dict[str, Any]:
     return {"name": name, **region.describe()}
-
-
-def _format_label(name: str) -> str:
-    return repr(name[:64])
