@@ -14,7 +14,7 @@ else:
 
 
 class Forward(NamedTuple, Generic[A]):
-    """Result of a forward pass; results that were not requested are None.
+    """The results of a forward pass; results that the call does not have are None.
 
     Attributes:
         y: the normalised tensor, in x's shape.
@@ -33,7 +33,7 @@ class Forward(NamedTuple, Generic[A]):
 
 
 class Backward(NamedTuple, Generic[A]):
-    """Result of a backward pass; results that were not requested are None.
+    """The gradients of a backward pass; gradients that the call does not have are None.
 
     Attributes:
         dx: the gradient of x, in x's shape and dtype.

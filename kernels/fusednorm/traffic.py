@@ -10,7 +10,7 @@ really moves.
 
 
 def compute_forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
-    """Compute the fewest bytes of a forward pass.
+    """Compute the fewest bytes that a forward pass must read and write in device memory.
 
     Args:
         numel: elements of x.
@@ -29,7 +29,7 @@ def compute_backward_bytes(
     dresidual_out: int = 0,
     dresidual: int = 0,
 ) -> int:
-    """Compute the fewest bytes of a backward pass.
+    """Compute the fewest bytes that a backward pass must read and write in device memory.
 
     Args:
         numel: elements of x.

@@ -380,7 +380,12 @@ _PLAIN = 0.0, "none", 0.0
 
 
 def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
-    """Compute the result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    """Compute a norm, after the addition of a residual if there is one; return y and the sum.
+
+    `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.  Without a
+    residual the sum has no meaning.  A call that torch traces, transforms or observes goes to the registered
+    operator, any other one directly to its pass.
+    """
     extension = get_extension() if HAS_TRITON and not is_compiling() else None
     if extension is not None and can_bypass_triton():
         made: tuple[Tensor, Any] | None = extension.run_differentiable(values, encode_policy(), *tensors)
@@ -422,10 +427,13 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
 
 
 def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
-    """Compute a call with a nested tensor as a call with one tensor of all its values.
+    """Compute a norm of a nested x as a norm of the one tensor that holds all its values.
+
+    The results are nested again, with x's offsets.
 
     Raises:
-        KernelInputError: rows are not those of its values, or residual has another shape.
+        KernelInputError: x is not jagged with rows of one length, the operation is a group norm, or the
+            residual is not a nested tensor of x's shape.
     """
     x: Any = inputs.x
     residual: Any = inputs.residual
@@ -449,7 +457,7 @@ def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tens
 
 
 def select_library(op: str, x: Tensor) -> Any:
-    """Return the module that computes `op` on x's device.
+    """Return the module whose functions compute the passes of `op` on x's device.
 
     Raises:
         ModuleNotFoundError: the kernels would compute it, but Triton is not installed.
@@ -467,7 +475,11 @@ def _select_kernel_passes(op: str) -> Any:
 
 
 def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
-    """Return the result of a call whose kind has been recorded, else None: see `launch.replay_cache`."""
+    """Repeat the recorded launches of an earlier call like this one, and return the results; else None.
+
+    Two calls are alike if their options, and the dtypes, shapes and strides of their tensors, are equal: see
+    `launch.replay_cache`.
+    """
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
     replayed: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
@@ -475,7 +487,10 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
 
 
 def _define_extension_call(extension: Any, values: OptionValues) -> None:
-    """Define a differentiable call in the host extension by its passes and options."""
+    """Let the host extension make differentiable calls with these options from the passes that it has recorded.
+
+    Options without a hash, which the checks refuse later, are ignored.
+    """
     passes, options = _select_kernel_passes(values[0]), NormOptions._make(values)
     forward = ((options, None, stats) for stats in (True, False))
     backward = ((options, parameter_gradients) for parameter_gradients in (True, False))
@@ -493,9 +508,12 @@ def _compute_gradients(
     dresidual_out: Tensor | None,
     parameter_gradients: bool,
 ) -> Backward:
-    """Compute the backward pass of a call that the host extension made, if the extension has not recorded it.
+    """Compute the gradients of a differentiable call, for autograd or for the host extension.
 
-    `saved` is the inputs, then mean and rstd.
+    The extension calls this function for a call that it made itself, but whose backward pass it has not
+    recorded.
+
+    `saved` is the inputs of the forward pass, then mean and rstd.
     """
     return compute_input_gradients(
         partial(_select_and_run_backward, options, parameter_gradients), saved, dy, dresidual_out
@@ -503,7 +521,10 @@ def _compute_gradients(
 
 
 def _select_and_run_backward(options: NormOptions, parameter_gradients: bool, inputs: BackwardInputs) -> Backward:
-    """Run the backward pass over these tensors: the operator's if it is observed or differentiated."""
+    """Run the backward pass directly, or by its registered operator if torch must see the pass.
+
+    Torch must see it if the pass is traced, transformed or observed, or is itself differentiated.
+    """
     if is_observed(*inputs) or torch.is_grad_enabled():
         return run_backward_operator(options, inputs)
     library = select_library(options.op, inputs.x)
@@ -511,10 +532,11 @@ def _select_and_run_backward(options: NormOptions, parameter_gradients: bool, in
 
 
 class _NormFunction(torch.autograd.Function):
-    """The derivative of the operators without torch's dispatcher."""
+    """The autograd function of calls that bypass torch's dispatcher and thus the registered operators."""
 
     @staticmethod
     def forward(ctx: Any, options: NormOptions, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+        """Repeat a recorded forward pass or run one, and save its inputs and statistics for the backward pass."""
         result = _try_replay(options, tensors, stats=True)
         if result is None:
             library = select_library(options.op, tensors[0])

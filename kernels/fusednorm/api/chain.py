@@ -33,7 +33,7 @@ def layer_norm_chain(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute up to 8 consecutive LayerNorms over the last axis by one launch, without a derivative.
+    """Compute up to 8 consecutive LayerNorms over the last axis by one launch; autograd does not see it.
 
     y = LN_k(... LN_2(LN_1(x))), LN_i(h) = (h - mean(h)) / sqrt(var(h) + eps) * weights[i] + biases[i].
 
@@ -61,7 +61,7 @@ def layer_norm_chain(
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
         ModuleNotFoundError: Triton is not installed.
 
-    Traffic: `kernel_bytes.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384
+    Traffic: `traffic.compute_forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384
     columns are read once more from L1 or L2 for every norm.
 
     Examples:

@@ -40,7 +40,7 @@ def group_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute the forward pass of GroupNorm by launches, without a derivative.
+    """Compute the forward pass of GroupNorm by kernels; autograd does not see it.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, h = x + residual, with the
     statistics of each group.  scale and shift are the affine step per sample of adaptive GroupNorm (`scale_shift`

@@ -39,7 +39,7 @@ def layer_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute the forward pass of LayerNorm over the last axis by one launch, without a derivative.
+    """Compute the forward pass of LayerNorm over the last axis by one launch; autograd does not see it.
 
     y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)), rstd = 1 / sqrt(var + eps), h = x +
     residual.
@@ -110,7 +110,7 @@ def rms_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute the forward pass of RMSNorm over the last axis by one launch, without a derivative.
+    """Compute the forward pass of RMSNorm over the last axis by one launch; autograd does not see it.
 
     y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
 
@@ -308,7 +308,13 @@ def rms_norm_backward(
 def _run_forward(
     values: OptionValues, tensors: tuple[Any, ...], out_dtype: torch.dtype | None, stats: bool, out: Forward | None
 ) -> Forward:
-    """Run the forward pass; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    """Run the forward pass of LayerNorm or RMSNorm by kernels.
+
+    A recorded call like this one is repeated; otherwise the call is checked, planned and launched, and then
+    recorded.
+
+    `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.
+    """
     kind = values, out_dtype, stats
     may_repeat = is_replayable(values)
     repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
@@ -337,7 +343,13 @@ def _run_forward(
 def _run_backward(
     values: OptionValues, tensors: tuple[Any, ...], parameter_gradients: bool, out: Backward | None
 ) -> Backward:
-    """Run the backward pass; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
+    """Run the backward pass of LayerNorm or RMSNorm by kernels.
+
+    A recorded call like this one is repeated; otherwise the call is checked, planned and launched, and then
+    recorded.
+
+    `values` are the fields of `NormOptions`, and `tensors` those of `BackwardInputs`, in order.
+    """
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
     repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None

@@ -7,6 +7,8 @@ from fusednorm.devices.device_properties import make_missing_triton_error
 
 
 def _make_stub(name: str) -> Callable[..., NoReturn]:
+    """Make the replacement of a public function, which raises ModuleNotFoundError when it is called."""
+
     def raise_missing_triton(*_: Any, **__: Any) -> NoReturn:
         raise make_missing_triton_error(f"fusednorm.{name}")
 

@@ -16,9 +16,9 @@ _any_autocast = torch._C._is_any_autocast_enabled
 
 
 def casts_to_float32(x: Tensor) -> bool:
-    """Return whether autocast makes norms of x compute and return float32.
+    """Return whether CUDA's autocast is active for x: norms are then computed and returned in float32.
 
-    CUDA's does, the CPU's does not.
+    The CPU's autocast does not change the dtype of norms.
     """
     return _any_autocast() and x.is_cuda and torch.is_autocast_enabled("cuda")
 
@@ -34,7 +34,9 @@ def compute_layer_norm_over_shape(
     eps: float,
     **options: Any,
 ) -> Tensor:
-    """Compute `layer_norm` of x [..., *normalized_shape] over its last axes, with the other options.
+    """Compute `layer_norm` over the last axes of x as torch's module does: in float32 under CUDA's autocast.
+
+    The axes are those of normalized_shape.  `options` are further arguments of `layer_norm`.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -60,7 +62,10 @@ def compute_rms_norm_module(
     eps: float | None,
     **options: Any,
 ) -> Tensor:
-    """Compute `rms_norm` of x [..., *normalized_shape] over its last axes; eps None is the machine epsilon.
+    """Compute `rms_norm` over the last axes of x as torch's module does, with its dtype under CUDA's autocast.
+
+    The axes are those of normalized_shape.  `options` are further arguments of `rms_norm`.  An eps of None
+    is the machine epsilon of the dtype in which torch computes.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -88,7 +93,9 @@ def compute_group_norm_module(
     eps: float,
     **others: Any,
 ) -> Tensor:
-    """Compute `group_norm` of x [N, C, *spatial], with its other arguments.
+    """Compute `group_norm` of x as torch's module does: in float32 under CUDA's autocast.
+
+    x is [N, C, *spatial].  `others` are further arguments of `group_norm`.
 
     Raises:
         KernelInputError: the function refuses an argument.
@@ -108,7 +115,10 @@ def compute_scripted_norm(
     activation: str,
     is_rms: bool,
 ) -> Tensor:
-    """Compute the norm over `normalized_shape` in TorchScript, which supports operators but not the functions."""
+    """Compute LayerNorm or RMSNorm over normalized_shape in a module that TorchScript compiles.
+
+    TorchScript can call the operators `torch.ops.fusednorm`, but not this package's Python functions.
+    """
     rows = x.flatten(-len(normalized_shape))
     if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
         raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
@@ -128,7 +138,7 @@ def compute_scripted_norm(
 
 
 def _flatten_normalized_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """Reshape x [..., *normalized_shape] so that those axes are one.
+    """Merge the last axes of x, which must have the sizes normalized_shape, into one axis.
 
     Raises:
         KernelInputError: x has another shape, or normalized_shape has no axes.

@@ -17,7 +17,7 @@ from fusednorm.arguments.checks import ActivationName, check_activation, check_w
 
 
 class _ActivationMixin(nn.Module):
-    """Mixin for torch's modules: an activation after the norm."""
+    """Mixin that adds an activation after the norm to a norm module of torch."""
 
     #: Added to the weight; only for modules that normalise over the last axes.
     weight_offset: float = 0.0
@@ -40,7 +40,7 @@ class _ActivationMixin(nn.Module):
 
 
 class _WeightOffsetMixin(_ActivationMixin):
-    """A module that normalises over the last axes."""
+    """Mixin that adds an activation and a weight offset to torch modules that normalise over the last axes."""
 
     def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
         # Before torch's constructor, which resets the parameters.
@@ -49,16 +49,13 @@ class _WeightOffsetMixin(_ActivationMixin):
         check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """Reset the parameters so that, as in torch, x_hat is multiplied by one.
-
-        The weight becomes 1 - weight_offset, and the bias 0.
-        """
+        """Set the weight to 1 - weight_offset and the bias to 0, so that the affine step changes nothing."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
 
 class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
-    """A `torch.nn.LayerNorm` on this library's functions, with an activation fused after the norm.
+    """A `torch.nn.LayerNorm` that this library computes, with an optional activation after the norm.
 
     y = act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias), with the mean and the biased variance
     over the last axes.
@@ -139,7 +136,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
 
 
 class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
-    """A `torch.nn.RMSNorm` on this library's functions, with an activation fused after the norm.
+    """A `torch.nn.RMSNorm` that this library computes, with an optional activation after the norm.
 
     y = act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), with the mean over the last axes.
 
@@ -217,7 +214,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
 
 
 class GroupNorm(_ActivationMixin, nn.GroupNorm):
-    """A `torch.nn.GroupNorm` on this library's functions, with an activation fused after the norm.
+    """A `torch.nn.GroupNorm` that this library computes, with an optional activation after the norm.
 
     y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and the
     biased variance of each group of channels in a sample.  scale and shift are optional arguments of the call.

@@ -14,7 +14,10 @@ _tracing_state = torch._C._get_tracing_state
 
 
 def is_observed(*tensors: Tensor | None) -> bool:
-    """Return whether the call is traced or transformed, or is observed by a mode or a tensor's class."""
+    """Return whether torch traces or transforms the call, or a mode or tensor subclass intercepts it.
+
+    Such a call must pass through torch's dispatcher.
+    """
     # First, because Dynamo must not trace the other conditions.
     if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
         return True

@@ -51,10 +51,17 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 def register_derivatives(
     library: torch.library.Library, name: str, plain: Plain, setup: Setup, derivative: Derivative
 ) -> None:
-    """Make the operator `name` of `library` differentiable in both modes and usable in `torch.vmap`.
+    """Make an operator differentiable in reverse and forward mode, and usable in `torch.vmap`.
 
     Unlike with `torch.library.register_autograd`, the operator works in (nested) transforms of `torch.func`, and
     tangents are not lost.
+
+    Args:
+        library, name: where the operator was defined, and its name there.
+        plain: computes the operator in plain torch; forward mode and vmap use this function.
+        setup: saves the tensors that `derivative` needs in a context.
+        derivative: computes the gradients of the arguments from the context and the gradients of the
+            results.
     """
     operator = getattr(getattr(torch.ops, library.ns), name).default
     below_autograd = torch._C._after_autograd_keyset
@@ -102,7 +109,7 @@ def has_tangent(argument: Any) -> bool:
 def differentiate_plain_operator(
     plain: Plain, arguments: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients of the needed arguments from gradients of the results; they are differentiable, too.
+    """Compute the gradients of a function by operations of torch that can be differentiated again.
 
     Args:
         plain: the function to differentiate.
@@ -154,7 +161,10 @@ def _parse_backward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[Back
 
 
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
-    """Raise KernelInputError for a dtype that no device supports; in a trace, no pass runs to refuse it."""
+    """Raise KernelInputError for a tensor whose dtype no device supports.
+
+    Fakes call this function, since no pass that would refuse the tensor runs while torch traces.
+    """
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is not None:
             check_float(name, tensor)
@@ -166,14 +176,18 @@ def _make_placeholder(x: Tensor) -> Tensor:
 
 
 def _list_backward_results(op: str, inputs: BackwardInputs, result: Backward) -> tuple[Tensor, ...]:
-    """Return the results of a backward operator, each in a separate tensor."""
+    """Return the results of a backward operator: a gradient or a placeholder for each input.
+
+    An operator returns no None, and no tensor twice.  So a placeholder stands for a missing gradient, and
+    for the residual's gradient if that is dx.
+    """
     if not has_own_gradient(inputs.residual, op, inputs.x):
         result = result._replace(dresidual=None)
     return tuple(_make_placeholder(inputs.x) if tensor is None else tensor for tensor in result)
 
 
 def _define_operators(library: torch.library.Library, op: str) -> None:
-    """Define `op` and its backward with their kernels, fakes and derivatives."""
+    """Define the operators `op` and `op`_backward in `library`, with their kernels, fakes and derivatives."""
 
     def run_library_forward(*arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
         inputs, options = _parse_forward_arguments(op, arguments)
@@ -267,7 +281,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
 
 
 def _make_result_like(op: str, x: Tensor) -> Tensor:
-    """Make a result of x's shape, laid out as the passes return it."""
+    """Allocate a fake result with x's shape and dtype, and the strides that a pass would give it."""
     if op != "group_norm":
         return x.new_empty(x.shape)
     # As `copy_unsupported_strides` chooses, but without a condition on sizes that are unknown before the call.

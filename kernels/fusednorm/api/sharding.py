@@ -13,7 +13,7 @@ _is_registered = False
 
 
 def register_shardings() -> None:
-    """Register the placements that the operators support with torch, once, if there may be DTensors."""
+    """Register the operators' DTensor placements with torch, once, if the program has imported DTensors."""
     global _is_registered
     # Importing this part of torch takes seconds, so only a program that uses it shall wait for it.
     if _is_registered or "torch.distributed.tensor" not in sys.modules:
@@ -31,7 +31,11 @@ register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """List the pairs of the placements of results and arguments along one dimension of a mesh."""
+    """List the DTensor placements that a forward operator supports along one dimension of a mesh.
+
+    Each entry is one way to divide the work: the placements of the results, and those of the arguments.
+    Those of options are None.
+    """
     inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
     found = []
     for split in _list_shardings(inputs, settings):
@@ -42,7 +46,11 @@ def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]
 
 
 def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """List the pairs of the placements of gradients and arguments along one dimension of a mesh."""
+    """List the DTensor placements that a backward operator supports along one dimension of a mesh.
+
+    Each entry is one way to divide the work: the placements of the results, and those of the arguments.
+    Those of options are None.
+    """
     count = len(BackwardInputs._fields)
     inputs, settings = BackwardInputs.from_operator_arguments(arguments[:count]), arguments[count:]
     found = []
@@ -57,7 +65,13 @@ def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any
 
 
 class _ShardingPlacements(NamedTuple):
-    """A division of the work: the placements of undivided tensors, of x, and of parameters and their gradients."""
+    """One way to divide the work over ranks: the DTensor placement of each sort of tensor.
+
+    Attributes:
+        replicated: the placement of a tensor that each rank has undivided.
+        x_placement: of x, and of every other tensor that is not a parameter.
+        parameter_placement, gradient_placement: of parameters, and of their gradients.
+    """
 
     replicated: Any
     x_placement: Any
@@ -77,7 +91,10 @@ class _ShardingPlacements(NamedTuple):
 
 
 def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
-    """List the ways to divide the work."""
+    """Yield the ways to divide an operation's work over ranks: undivided, or by samples, rows or heads.
+
+    With dropout the work stays undivided, since the mask counts the rows of the undivided tensor.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     options = NormOptions("", *settings)

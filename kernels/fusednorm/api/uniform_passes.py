@@ -33,7 +33,11 @@ _MAX_COLS_OF_HEADS = 8192
 
 
 def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
-    """Run the forward pass of an operation."""
+    """Run an operation's forward pass by its function in a module, for inputs with any strides.
+
+    The module `library` has functions `<op>_forward` and `<op>_backward`.  Tensors with strides that these
+    do not support are copied.
+    """
     op = options.op
     if _has_empty_rows(op, inputs.x):
         return _run_empty_forward(options, inputs)
@@ -44,7 +48,11 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
 def run_backward(
     library: Any, options: NormOptions, inputs: BackwardInputs, *, parameter_gradients: bool = True
 ) -> Backward:
-    """Run the backward pass of an operation."""
+    """Run an operation's backward pass by its function in a module, for inputs with any strides.
+
+    The module `library` has functions `<op>_forward` and `<op>_backward`.  Tensors with strides that these
+    do not support are copied.
+    """
     op = options.op
     if _has_empty_rows(op, inputs.x):
         return _run_empty_backward(options, inputs)
@@ -54,7 +62,10 @@ def run_backward(
 
 
 def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backward:
-    """Run the backward pass of an operation by its operator."""
+    """Run an operation's backward pass by its operator in `torch.ops.fusednorm`, so that torch sees it.
+
+    The placeholders that the operator returns become None, or dx as the gradient of the residual.
+    """
     op = options.op
     run = getattr(torch.ops.fusednorm, f"{op}_backward")
     results = run(*inputs.list_operator_arguments(), *options.operator_arguments)
@@ -72,9 +83,9 @@ def compute_input_gradients(
     dy: Tensor | None,
     dresidual_out: Tensor | None,
 ) -> Backward:
-    """Compute the gradient of each input of a forward pass, in the input's dtype, by `run`.
+    """Compute the gradients of a forward pass's inputs by the backward pass `run`, in the inputs' dtypes.
 
-    `saved` is the inputs of the forward pass, then mean and rstd.
+    `saved` is the inputs of the forward pass, then mean and rstd.  A dy of None is zero.
     """
     x, _, _, residual, *_ = saved
     dy = torch.zeros_like(x) if dy is None else dy
@@ -91,7 +102,7 @@ def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[T
 
 
 def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
-    """Return the inputs with strides that all passes support: see `copy_unsupported_strides`."""
+    """Return the inputs, with copies of those whose strides a pass would not support."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
         return inputs
@@ -106,7 +117,7 @@ def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
 
 
 def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
-    """Return x and tensors of x's shape with strides that all passes support, copied where necessary.
+    """Return x and tensors of x's shape, with copies of those whose strides a pass would not support.
 
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
     function; copies of the other tensors have x's layout.
@@ -129,7 +140,10 @@ def _has_empty_rows(op: str, x: Tensor) -> bool:
 
 
 def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
-    """Run the forward pass over empty rows or groups, with the usual checks of its arguments."""
+    """Return the results of a forward pass over rows or groups without elements, which no kernel supports.
+
+    The arguments are checked as usual.  mean is 0, and rstd NaN.
+    """
     options = options.validate()
     x, residual = inputs.x, inputs.residual
     check_float("x", x)
@@ -151,7 +165,7 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
 
 
 def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backward:
-    """Run the backward pass over empty rows or groups."""
+    """Return the gradients of a backward pass over rows or groups without elements: zero, or empty."""
     made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward_inputs]
     x, residual = inputs.x, inputs.residual
     dx = torch.empty_like(x)
@@ -170,7 +184,10 @@ def _has_uniform_rows(tensor: Tensor) -> bool:
 
 
 def _has_contiguous_heads(tensor: Tensor) -> bool:
-    """Return whether [..., heads, cols] has tokens of contiguous heads, one constant stride apart."""
+    """Return whether each token [heads, cols] is contiguous, and tokens are one constant stride apart.
+
+    Return False, too, if the tensor has more heads or columns than the passes support with two strides.
+    """
     if tensor.is_contiguous():
         return True
     if tensor.dim() < 3:
@@ -184,7 +201,10 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
 
 
 def _unify_strides(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return scale and shift [N, C] with contiguous channels and one common stride between samples."""
+    """Return scale and shift [N, C] with contiguous channels and one common stride between samples.
+
+    Both are copied unless they already have such strides.
+    """
     strides = [tensor.stride() for tensor in (scale, shift) if tensor is not None]
     if all(stride == strides[0] and stride[-1:] == (1,) for stride in strides):
         return scale, shift

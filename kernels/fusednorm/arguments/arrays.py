@@ -14,7 +14,7 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(slots=True, eq=False)
 class Workspace:
-    """Memory that a plan needs besides its inputs and results; immutable after construction.
+    """Memory that a call's launches need besides its inputs and results; immutable after construction.
 
     Attributes:
         dtype, count: the dtype and the number of its elements.
@@ -29,9 +29,10 @@ class Workspace:
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """The description of an array; immutable after construction (a frozen class takes twice as long to construct).
+    """The description of an array of any library, for checks and plans; immutable after construction.
 
-    Its methods have the names and results of those of torch's tensors.
+    Its methods have the names and results of those of torch's tensors.  A frozen class would take twice as
+    long to construct.
 
     Attributes:
         memory: the memory that has its elements: the name of an input or result, or a workspace.
@@ -74,13 +75,13 @@ class Array:
         return self.is_dense
 
     def view(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> "Array":
-        """Describe these elements with another shape."""
+        """Describe the same elements as an array with another shape and strides."""
         return Array(
             self.memory, self.dtype, shape, strides, self.device, self.is_dense, self.is_aligned, self.offset
         )
 
     def unbind(self) -> list["Array"]:
-        """Return the parts along the first axis of a contiguous array."""
+        """Describe each part along the first axis of a contiguous array, as torch.unbind does."""
         shape, strides, step, size = self.shape[1:], self.strides[1:], self.strides[0], self.element_size()
         parts = []
         for index in range(self.shape[0]):
@@ -102,7 +103,7 @@ def workspace_like(array: Array, dtype: str) -> Array:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous array."""
+    """Return the strides, in elements, of a contiguous array of a shape."""
     if len(shape) < 3:
         return (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
     strides, step = [], 1
@@ -126,7 +127,11 @@ def has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def merge_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the stride of adjacent axes merged into one, or None if they have no common stride."""
+    """Return the stride of the one axis into which adjacent axes can be merged; None if they cannot.
+
+    They can be merged if the elements along them are one constant stride apart.  Axes of one element may
+    have any stride.
+    """
     if 0 in shape:
         return 1
     first, step = 1, None

@@ -42,7 +42,10 @@ def is_integer(value: object) -> bool:
 
 
 def check_dropout(dropout: float, seed: int | None) -> None:
-    """Raise KernelInputError unless dropout is a number in [0, 1), with an int64 as its seed."""
+    """Raise KernelInputError unless dropout is a number in [0, 1) and the seed is an int64.
+
+    Without dropout the seed may be None.
+    """
     if not ((type(dropout) is float or is_number(dropout)) and 0.0 <= dropout < 1.0):
         raise KernelInputError(f"dropout must be in [0, 1), got {dropout}")
     if dropout and seed is None:
@@ -52,7 +55,7 @@ def check_dropout(dropout: float, seed: int | None) -> None:
 
 
 def validate_eps(eps: float) -> float:
-    """Convert eps to a float: a kernel is compiled for the type of its arguments.
+    """Check eps and return it as a float, since a kernel is compiled for the types of its arguments.
 
     Raises:
         KernelInputError: eps is not a number, negative, or not finite.
@@ -63,7 +66,10 @@ def validate_eps(eps: float) -> float:
 
 
 def check_out_dtype(dtype: str, *more: str) -> None:
-    """Raise KernelInputError unless y's dtype is one that x may have, or is in `more`."""
+    """Raise KernelInputError unless a dtype of y is one that x may have, or is explicitly allowed.
+
+    A kernel that writes float8 allows that dtype, too.
+    """
     if dtype not in (*FLOAT_DTYPES, *more):
         *names, last = (*FLOAT_DTYPES, *more)
         raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
@@ -78,7 +84,7 @@ def check_weight_offset(weight_offset: float, weight: object) -> None:
 
 
 def check_float(name: str, array: Array, like: Array | None = None) -> None:
-    """Check that a kernel can read an array of floats; with `like`, also that its shape is that of `like`.
+    """Raise unless an array has a float dtype that kernels read and, with `like`, the shape of `like`.
 
     Raises:
         KernelInputError: wrong dtype or shape.
@@ -101,7 +107,7 @@ def check_shape(name: str, parameter: Any, shape: tuple[int, ...], x: Any) -> No
 
 
 def check_parameter(name: str, parameter: Array | None, shape: tuple[int, ...], x: Array) -> None:
-    """Check that a parameter is None or a contiguous array of floats of `shape`.
+    """Raise unless a parameter is None, or a contiguous array of floats with the shape that x needs.
 
     Raises:
         KernelInputError: wrong dtype or shape.
@@ -116,7 +122,7 @@ def check_parameter(name: str, parameter: Array | None, shape: tuple[int, ...], 
 
 
 def check_statistics(mean: Array | None, rstd: Array | None, shape: tuple[int, ...]) -> None:
-    """Check that saved statistics are each None or contiguous float32 of `shape`.
+    """Raise unless the saved mean and rstd are each None, or contiguous float32 arrays of `shape`.
 
     Raises:
         KernelInputError: wrong dtype or shape.
@@ -139,7 +145,7 @@ def has_common_stride(array: Array) -> bool:
 
 
 def view_as_rows(name: str, array: Array) -> Array:
-    """Return the view [rows, cols] of [..., cols] whose rows are one constant stride apart.
+    """View an array [..., cols] as [rows, cols], or raise if its strides do not allow this.
 
     Raises:
         KernelInputError: the array has no axis, or its last axis is empty.
@@ -163,7 +169,7 @@ def view_as_rows(name: str, array: Array) -> Array:
 
 
 def view_as_heads(name: str, array: Array) -> Array:
-    """Return the view [tokens, heads, cols] of [..., heads, cols] whose tokens are one constant stride apart.
+    """View an array [..., heads, cols] as [tokens, heads, cols], or raise if its strides do not allow this.
 
     Raises:
         KernelInputError: the last axis is empty.
@@ -184,9 +190,10 @@ def view_as_heads(name: str, array: Array) -> Array:
 
 
 def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
-    """Return `view_as_heads` or `view_as_rows`.
+    """Select the function that views the arrays of a call with one stride for their rows, or with two.
 
-    It is `view_as_heads` if heads have separate parameters, or if the rows of an array have no common stride.
+    It is `view_as_heads` if heads have separate parameters, or the rows of an array have no common stride;
+    else `view_as_rows`.
     """
     if own_parameters:
         return view_as_heads
@@ -197,6 +204,7 @@ def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[st
 
 
 def _check_last_axis(name: str, array: Array) -> None:
+    """Raise unless the last axis is contiguous and has 1 to `MAX_COLS` elements."""
     cols = array.shape[-1] if array.shape else 0
     if cols == 0:
         raise KernelInputError(f"{name} must be [..., cols] with cols >= 1, got {list(array.shape)}")
@@ -209,7 +217,7 @@ def _check_last_axis(name: str, array: Array) -> None:
 
 
 def check_groups(x: Any, num_groups: int) -> None:
-    """Check that x can be divided into groups.
+    """Raise unless the channels of x can be divided into `num_groups` groups, none of them empty.
 
     Raises:
         KernelInputError: x has no channel axis, num_groups is not an int or does not divide the number of channels,
@@ -229,7 +237,9 @@ def check_groups(x: Any, num_groups: int) -> None:
 
 
 def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) -> None:
-    """Check that scale and shift are each None or [N, C]: contiguous channels, equal strides between samples.
+    """Raise unless scale and shift are each None or [N, C] with strides that a kernel supports.
+
+    Their channels must be contiguous, and both must have one stride between samples.
 
     Raises:
         KernelInputError: wrong dtype or shape.

@@ -11,7 +11,7 @@ PHILOX_ROUNDS = 7
 
 
 def compute_dropout_threshold(p: float) -> int:
-    """Compute the smallest random word that keeps its element.
+    """Compute the least random word with which dropout of probability `p` keeps an element.
 
     P(word >= threshold) = 1 - p, with an error up to 2^-32.
     """

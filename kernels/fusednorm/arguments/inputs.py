@@ -9,7 +9,7 @@ from fusednorm.results import A
 
 
 class ShapeRole(IntEnum):
-    """The rule by which a tensor's shape follows from x's."""
+    """The role of a tensor in a call, which determines its shape for a given x."""
 
     LIKE_X = 0
     """x's shape."""
@@ -50,7 +50,9 @@ _OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scal
 
 
 class NormInputs(NamedTuple, Generic[A]):
-    """The tensors of a forward pass; `Backward` has their gradients in the same order.
+    """The tensors of a forward pass; absent ones are None.
+
+    `results.Backward` has their gradients in the same order.
 
     Attributes:
         x: the tensor that is normalised.

@@ -5,7 +5,7 @@ from fusednorm.errors import UnsupportedShapeError
 
 
 def detect_channels_last(x: Array, name: str = "x") -> bool:
-    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
+    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C] rather than contiguous.
 
     An array that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
@@ -22,7 +22,10 @@ def detect_channels_last(x: Array, name: str = "x") -> bool:
 
 
 def has_layout(array: Array, channels_last: bool) -> bool:
-    """Return whether [N, C, *spatial] is stored in the given layout; an array may have both layouts."""
+    """Return whether an array [N, C, *spatial] is channels-last, or contiguous if not `channels_last`.
+
+    An array may have both layouts.
+    """
     if not channels_last:
         return array.is_dense
     return has_dense_strides(_move_channels(array.shape), _move_channels(array.strides))

@@ -26,7 +26,9 @@ def is_replayable(values: OptionValues) -> bool:
 
 
 class NormOptions(NamedTuple):
-    """The options of a call of an operation, as its caller passes them; passes read the result of `validate`.
+    """The options of a call of an operation: all of its arguments that are not tensors.
+
+    The caller of an operation passes any values; a pass reads the result of `validate`.
 
     Attributes:
         op: one of `inputs.OPERATIONS`.
@@ -72,9 +74,9 @@ class NormOptions(NamedTuple):
         return NormOptions(self.op, self.num_groups, self.eps)
 
     def validate(self) -> "NormOptions":
-        """Check the options, and return them in the types of kernels' arguments.
+        """Check the options and return them with an eps that is a float.
 
-        Checks of an option together with a tensor are those of the tensor.
+        Options that depend on a tensor, such as num_groups, are checked together with the tensor.
 
         Raises:
             KernelInputError: an option has a wrong type or value.
@@ -102,7 +104,7 @@ def _select_fields(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], C
 def collect_arguments(
     op: str, inputs: NormInputs[A] | BackwardInputs[A], options: NormOptions | None = None
 ) -> dict[str, Any]:
-    """Collect the inputs and options that an operation has, by name."""
+    """Collect the inputs and options that `op` has, as keyword arguments of its pass."""
     fields, given = (
         (inputs._fields, inputs) if options is None else (inputs._fields + options._fields, inputs + options)
     )

@@ -10,7 +10,7 @@ from fusednorm.arguments.arrays import Array, contiguous_strides
 
 
 class OutputSpec(NamedTuple):
-    """One result of a pass, on x's device.
+    """The dtype and shape of one result of a pass, relative to x; the result is on the device of x.
 
     Attributes:
         name: the field of the result.
@@ -33,7 +33,7 @@ class OutputSpec(NamedTuple):
         return shape[: len(shape) - self.dropped_axes] if self.dropped_axes else shape
 
     def describe(self, x: Array, is_aligned: bool = True) -> Array:
-        """Describe the result of a call with x."""
+        """Describe the result of a call with x as an array."""
         if self.has_x_layout:
             return Array(self.name, self.dtype, x.shape, x.strides, x.device, x.is_dense, is_aligned)
         shape = self.compute_shape(x)

@@ -11,12 +11,12 @@ PIECE_ELEMENTS = 128 * 1024
 
 
 def compute_chunk_rows(cols: int) -> int:
-    """Compute the number of rows in a piece."""
+    """Compute the number of rows in a chunk."""
     return max(1, PIECE_ELEMENTS // cols)
 
 
 def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
-    """Divide rows into ranges of at most a piece's elements, or of one row.
+    """Divide rows into ranges of at most `PIECE_ELEMENTS` elements, but at least one row.
 
     Args: heads: the rows of each token; a range has complete tokens, or some heads of one token.
     """
@@ -33,7 +33,10 @@ def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
 
 
 def split_groups(samples: int, groups: int, group_elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide samples and groups into ranges: several complete samples, or one or more groups of one sample."""
+    """Divide samples and their groups into chunks of at most `PIECE_ELEMENTS` elements, but at least one group.
+
+    Each chunk is a pair of ranges: several samples with all their groups, or some groups of one sample.
+    """
     step = PIECE_ELEMENTS // (groups * group_elements)
     if step:
         return ((slice(start, min(start + step, samples)), slice(0, groups)) for start in range(0, samples, step))
@@ -46,7 +49,9 @@ def split_groups(samples: int, groups: int, group_elements: int) -> Iterator[tup
 
 
 def split_range(count: int, elements: int = 1) -> Iterator[slice]:
-    """Divide a piece of unlimited size into ranges, for work on each of `count` units separately.
+    """Divide `count` units into ranges of at most `PIECE_ELEMENTS` elements, but at least one unit.
+
+    The last range may extend past `count`, as a slice may.
 
     Args: elements: the number of elements of one unit.
     """

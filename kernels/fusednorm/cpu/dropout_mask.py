@@ -22,13 +22,13 @@ _Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class DropoutMask:
-    """A dropout mask that drops each element with probability `p` in (0, 1), determined by `seed`."""
+    """A mask that drops each element with probability `p` in (0, 1); `seed` determines which elements."""
 
     p: float
     seed: int
 
     def compute(self, rows: range, positions: range) -> Tensor:
-        """Compute the mask of kept elements, bool [rows, positions]."""
+        """Compute whether each element at these rows and positions is kept, bool [rows, positions]."""
         mask = np.empty((len(rows), len(positions)), np.bool_)
         first = positions.start // 4
         quads = (positions.stop + 3) // 4 - first
@@ -56,7 +56,10 @@ def make_dropout_mask(p: float, seed: int | None) -> DropoutMask | None:
 
 
 def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
-    """Yield ranges of rows and of quads (four positions each) that are computed together."""
+    """Yield blocks whose random words are computed at once: a range of rows, and a first and last quad.
+
+    A quad is four adjacent positions of a row; the last quad is excluded.
+    """
     if quads <= _QUADS:
         step = _QUADS // quads
         return ((slice(start, min(start + step, rows)), 0, quads) for start in range(0, rows, step))

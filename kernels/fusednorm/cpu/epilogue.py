@@ -51,7 +51,7 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def activate_(z: Tensor, activation: str) -> Tensor:
-    """Compute act(z) in z's memory.
+    """Apply an activation to z in z's memory, and return z.
 
     Args:
         z: float32 or float64, in memory of its own without gaps.
@@ -62,7 +62,7 @@ def activate_(z: Tensor, activation: str) -> Tensor:
 
 
 def backpropagate_activation_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """Compute dy * act'(z), the gradient of z, in z's memory.
+    """Compute the gradient of z, dy * act'(z), in z's memory, and return z.
 
     Args:
         dy: like z, in z's memory order without gaps.
@@ -76,7 +76,7 @@ def backpropagate_activation_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 def apply_epilogue_(
     z: Tensor, activation: str, dropout: DropoutMask | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Compute dropout(act(z)) in z's memory.
+    """Compute dropout(act(z)) in z's memory, and return z.
 
     Args:
         z: float32, contiguous.
@@ -101,7 +101,9 @@ def backpropagate_epilogue(
     *,
     overwrites_z: bool,
 ) -> Tensor:
-    """Compute dz = dy * keep / (1 - p) * act'(z) in float32; the result is dy itself if dy is dz.
+    """Compute dz, the gradient of z in dropout(act(z)), in float32: dz = dy * keep / (1 - p) * act'(z).
+
+    Without dropout and activation, the result is dy itself if dy is float32.
 
     Args:
         dy, z: contiguous; z in float32.
@@ -124,7 +126,11 @@ def backpropagate_epilogue(
 
 
 def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Compute a function of each element, in the first tensor's memory, by vector instructions only."""
+    """Compute a function of each element in the memory of the first tensor, with equal bits at all positions.
+
+    torch rounds the last elements, which do not fill its vector registers, differently.  So the function is
+    called with multiples of a vector only, and the last elements are padded.
+    """
     count = tensors[0].numel()
     rest, threads = count % _VECTOR_ELEMENTS, torch.get_num_threads()
     if not rest and count <= (_BLOCK_ELEMENTS if threads == 1 else _UNDIVIDED_ELEMENTS):
@@ -141,7 +147,10 @@ def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> No
 
 
 def _iterate_vector_aligned_blocks(count: int, threads: int) -> Iterator[slice]:
-    """Yield blocks in which each thread's share is a multiple of `_VECTOR_ELEMENTS`, as `count` is."""
+    """Yield blocks of elements in which the share of each thread of torch consists of whole vectors.
+
+    A vector has `_VECTOR_ELEMENTS` elements; `count` is a multiple of this number.
+    """
     start, unit = 0, _VECTOR_ELEMENTS * threads
     while start < count:
         size = min(count - start, _BLOCK_ELEMENTS * threads)

@@ -27,7 +27,11 @@ _STATISTICS = ("mean", "rstd")
 
 
 def compute_forward(op: str, **arguments: Any) -> Forward:
-    """Compute a forward pass of `fusednorm.reference` from its arguments, all by name."""
+    """Compute a forward pass that torch's norms do not support, by `batch_invariant` or by the reference.
+
+    The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
+    takes less time, calls in float64, and invalid calls, whose errors it raises.
+    """
     if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
         computed: Forward = getattr(reference, f"{op}_forward")(**arguments)
         return computed
@@ -36,7 +40,11 @@ def compute_forward(op: str, **arguments: Any) -> Forward:
 
 
 def compute_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
-    """Compute a backward pass of `fusednorm.reference` from its arguments, all by name."""
+    """Compute a backward pass that torch's norms do not support, by `batch_invariant` or by the reference.
+
+    The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
+    takes less time, calls in float64, and invalid calls, whose errors it raises.
+    """
     if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
         run = getattr(reference, f"{op}_backward")
         computed: Backward = run(**arguments, parameter_gradients=parameter_gradients)
@@ -67,9 +75,10 @@ def _is_supported(
     stats: bool = False,
     **like_x: Tensor | None,
 ) -> bool:
-    """Return whether the arguments are valid and none is float64.
+    """Return whether `batch_invariant` can compute a call: its arguments are valid, and none is float64.
 
-    x must not be empty, nor in another memory order.
+    Return False, too, for an empty x, for an x of GroupNorm that is neither contiguous nor channels-last,
+    and for LayerNorm of rows of one value.
     """
     shape = x.shape
     if op == "group_norm":
@@ -102,9 +111,10 @@ def _is_supported(
 
 
 def _is_reference_faster(arguments: dict[str, Any]) -> bool:
-    """Return whether the reference takes less time.
+    """Return whether the reference takes less time for a call than `batch_invariant`.
 
-    It takes half the time for a backward pass with parameters for each head.
+    It does for small calls without dropout: with parameters for each head, or with gradients of scale and
+    shift.  It takes half the time for a backward pass with parameters for each head.
     """
     if arguments["x"].numel() > _SMALL_ELEMENTS or arguments["dropout"]:
         return False
@@ -114,7 +124,7 @@ def _is_reference_faster(arguments: dict[str, Any]) -> bool:
 
 
 def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Convert the arguments' tensors to those that `batch_invariant` takes."""
+    """Convert the tensors of a call to the shapes and layouts that `batch_invariant` takes."""
     x, prepared = arguments["x"], dict(arguments)
     if op == "group_norm":
         channels_last = not x.is_contiguous()
@@ -134,9 +144,9 @@ def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore_results(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, Any]:
-    """Reshape results to the shapes of the operation.
+    """Convert results of `batch_invariant` to x's shape and layout, in `results` itself.
 
-    None of them is a view, which torch would not change in place.
+    No result is a view, since torch would not change a view in place.
     """
     is_rows = op != "group_norm"
     for name, result in results.items():

@@ -14,11 +14,13 @@ from fusednorm.tensors.layouts import laid_out
 
 
 def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
-    """Compute the norm of x with weight and bias.
+    """Compute a norm without options by torch's own CPU functions, which autograd differentiates directly.
 
-    The result is None if there are more tensors, or if torch's norm is less accurate.
+    The result is None if a residual, scale or shift is given, or if torch cannot compute the call or is less
+    accurate than this package.
 
-    `values` are those of `NormOptions`, `tensors` those of `NormInputs`; `trains` as in `try_layer_norm`.
+    `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.  The last
+    argument is as in `try_layer_norm`.
     """
     op, num_groups, eps, _, _, _, _ = values
     x, weight, bias, residual, scale, shift = tensors
@@ -34,7 +36,9 @@ def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool)
 def try_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
-    """Compute LayerNorm over the last axis; None if torch's is less accurate.
+    """Compute LayerNorm over the last axis by torch's own CPU function.
+
+    The result is None if torch cannot compute the call, or is less accurate than this package.
 
     Args:
         x: [..., cols].
@@ -53,9 +57,9 @@ def try_layer_norm(
 
 
 def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
-    """Compute RMSNorm over the last axis.
+    """Compute RMSNorm over the last axis by `torch_row_norms`; None if the result will be differentiated.
 
-    The result is None if it will be differentiated: torch has no derivative of its own.
+    torch has no derivative of its own for RMSNorm.
     """
     return None if trains else torch_row_norms.rms_norm_forward(x, weight, eps=eps).y
 
@@ -63,7 +67,10 @@ def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> 
 def try_group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
-    """Compute GroupNorm of [N, C, *spatial]; None if torch's is less accurate.
+    """Compute GroupNorm of [N, C, *spatial] by torch's own CPU function.
+
+    The result is None if torch cannot compute the call, or is less accurate than this package, or would
+    crash.
 
     Args:
         x: contiguous or channels-last.

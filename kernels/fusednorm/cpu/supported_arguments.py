@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def has_float_tensors(shape: Shape, *tensors: Tensor | None) -> bool:
-    """Return whether the tensors are float32 or 16-bit, of the given shape and on the CPU; None is ignored."""
+    """Return whether each tensor is None, or on the CPU, of the given shape and float32, float16 or bfloat16."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
             return False
@@ -30,7 +30,7 @@ def is_zero_dropout(dropout: float) -> bool:
 
 
 def has_torch_options(eps: float, activation: str, dropout: float) -> bool:
-    """Return whether torch's functions support eps and activation, and there is no dropout."""
+    """Return whether eps and activation are valid and there is no dropout, as torch's norms need."""
     return (
         is_valid_eps(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero_dropout(dropout)
     )
@@ -52,7 +52,7 @@ def make_ones(count: int) -> Tensor:
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Compute x + residual, or x alone, in float32."""
+    """Compute x + residual in float32; without a residual, return x in float32."""
     if residual is None:
         return x.float()
     # torch would round the sum of two 16-bit tensors; a copy of x is used for the sum.

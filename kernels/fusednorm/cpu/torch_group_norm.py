@@ -37,7 +37,10 @@ def can_compute(
     activation: str,
     dropout: float,
 ) -> bool:
-    """Return whether torch's kernels may compute this call: see `fusednorm.cpu`."""
+    """Return whether torch's GroupNorm kernels support a call; if not, `fallback_passes` computes the call.
+
+    They may still be less accurate for a channels-last x: see `has_distant_mean`.
+    """
     shape = x.shape
     return (
         has_torch_options(eps, activation, dropout)
@@ -74,7 +77,10 @@ def group_norm_forward(
     seed: int | None = None,
     stats: bool = False,
 ) -> Forward:
-    """See `fusednorm.reference.group_norm_forward`."""
+    """Compute GroupNorm's forward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.group_norm_forward`.
+    """
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     computed = None
     can_compute_call = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
@@ -115,7 +121,11 @@ def group_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback_passes` computes it."""
+    """Compute GroupNorm's backward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.group_norm_backward`.  torch's kernels need the
+    saved statistics.
+    """
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     can_compute_call = (
         can_compute(x, num_groups, weight, bias, residual, **options)
@@ -163,9 +173,9 @@ def group_norm_backward(
 def _try_normalise(
     h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute the norm of h, and mean and rstd, float32 [N, num_groups].
+    """Compute GroupNorm of h by torch's kernel; return the result, and mean and rstd, float32 [N, num_groups].
 
-    The result is None if the variance has cancellation.
+    Return None for a channels-last h with a mean far from zero, for which torch's variance is inaccurate.
     """
     n, c = h.shape[:2]
     # With float32 parameters torch's statistics are float32, too.

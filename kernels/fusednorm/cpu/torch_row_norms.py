@@ -36,9 +36,9 @@ def can_compute(
     activation: str,
     dropout: float,
 ) -> bool:
-    """Return whether torch's kernels compute this call: see `fusednorm.cpu`.
+    """Return whether torch's kernels support a call over rows; if not, `fallback_passes` computes the call.
 
-    Not for rows of one value: their gradient is 0, but torch's is a rounding error times rstd.
+    Rows of one value are not supported: their gradient is 0, but torch's is a rounding error times rstd.
     """
     shape = x.shape
     return (
@@ -65,7 +65,10 @@ def layer_norm_forward(
     seed: int | None = None,
     stats: bool = False,
 ) -> Forward:
-    """See `fusednorm.reference.layer_norm_forward`."""
+    """Compute LayerNorm's forward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.layer_norm_forward`.
+    """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
@@ -99,7 +102,10 @@ def rms_norm_forward(
     seed: int | None = None,
     stats: bool = False,
 ) -> Forward:
-    """See `fusednorm.reference.rms_norm_forward`."""
+    """Compute RMSNorm's forward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.rms_norm_forward`.
+    """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if (
         x.ndim == 0
@@ -141,7 +147,11 @@ def layer_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.layer_norm_backward`; without saved statistics `fallback_passes` computes it."""
+    """Compute LayerNorm's backward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.layer_norm_backward`.  torch's kernels need the
+    saved statistics.
+    """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
     can_compute_call = (
@@ -182,7 +192,10 @@ def rms_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd `fallback_passes` computes the call.
+    """Compute RMSNorm's backward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
+
+    Arguments and results are those of `fusednorm.reference.rms_norm_backward`.  torch's kernels need the
+    saved statistics.
 
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
@@ -232,7 +245,7 @@ def _cast_sum(h: Tensor, residual: Tensor) -> Tensor:
 
 
 class _ChunkedRowGradients:
-    """The results of a backward pass; 16-bit tensors and sums are widened, used and narrowed in pieces."""
+    """The results of a backward pass over rows, computed in chunks whose float32 copies stay in the cache."""
 
     def __init__(
         self,
@@ -257,7 +270,11 @@ class _ChunkedRowGradients:
     def iterate_chunks(
         self, dy: Tensor, mean: Tensor, rstd: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of one piece after another."""
+        """Yield the inputs of each chunk in float32: h and dy [rows, cols], mean and rstd [rows, 1].
+
+        h is x + residual.  The caller passes the gradients of each chunk to `write_chunk` before it takes the
+        next.
+        """
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
@@ -275,7 +292,10 @@ class _ChunkedRowGradients:
             yield h, gradient[piece].float(), centre[piece], inverse[piece]
 
     def write_chunk(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
-        """Store the gradients of the last piece."""
+        """Store the gradients of the chunk that `iterate_chunks` yielded last; dresidual_out is added to dx.
+
+        The gradients of the parameters are summed over the chunks.
+        """
         piece = self._chunk
         if self._dresidual_out is not None:
             dx = dx.add_(self._dresidual_out[piece])
@@ -291,6 +311,7 @@ class _ChunkedRowGradients:
         self._dbias = _add_optional(self._dbias, dbias if self._bias is not None else None)
 
     def get_result(self) -> Backward:
+        """Return the gradients in the dtypes of their inputs, after all chunks have been written."""
         x, dx, dresidual = self._x, self._dx, self._dresidual
         assert dx is not None
         # Not views, which torch does not change in place if they are results of an autograd function.

@@ -13,14 +13,17 @@ else:
 
 
 def make_missing_triton_error(what: str) -> ModuleNotFoundError:
-    """Make the error of a call that runs kernels if Triton is not installed."""
+    """Make the exception for a call that would run kernels while Triton is not installed.
+
+    The argument is the subject of the message, such as "layer_norm of a tensor on cuda:0".
+    """
     return ModuleNotFoundError(
         f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
     )
 
 
 class GpuModel(NamedTuple):
-    """The properties of a GPU that plans use.
+    """The properties of a GPU on which the plans of launches depend.
 
     Attributes:
         name: the name of the model.

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundBuild:
-    """A build of the host extension by another process, at low priority.
+    """A build of the host extension in the background, by a separate process at low priority.
 
-    That process has a session of its own and nothing of this one open, so that neither waits for the other's end.
-    It holds the lock, so that no other process starts a build meanwhile.
+    That process has its own session and inherits no open file but the lock, so that neither process waits
+    for the end of the other.  The lock keeps other processes from starting a build meanwhile.
 
     Args:
         files: where the extension is stored.
@@ -42,9 +42,10 @@ class BackgroundBuild:
         return self._builder is not None and self._builder.poll() is None
 
     def start_if_needed(self) -> None:
-        """Start the build, unless it has failed before, another process compiles, or it is disabled.
+        """Start the compiler process, unless a build has failed or is disabled, or another process compiles.
 
-        Returns immediately.  Call it again until the extension exists; it logs at most once why it will not exist.
+        Returns immediately.  Call the method again until the extension exists; it logs at most once why it will
+        not exist.
         """
         if self._has_ended or self.is_running():
             return
@@ -61,7 +62,10 @@ class BackgroundBuild:
                 log.info("the host extension is not compiled: %s", error)
 
     def _log_failure(self) -> None:
-        """Log the failed build: a warning if this process started the build, else information."""
+        """Log that the build failed: as a warning if this process started the build, else as information.
+
+        A compiler process that ended without a result is logged as information, too.
+        """
         if self._files.read_failure():
             level = logging.INFO if self._builder is None else logging.WARNING
             log.log(level, "calls cost more host time: %s", explain_absence(self._files))
@@ -69,7 +73,7 @@ class BackgroundBuild:
             log.info("the process that compiles the host extension was ended: the next process starts another")
 
     def _start_compiler(self) -> subprocess.Popen[bytes] | None:
-        """Start the compiler process; None if another process compiles, or has just compiled.
+        """Start the compiler process and return it; None if another process compiles, or has just compiled.
 
         Raises:
             OSError: the folder cannot be written to, or others can write to it; headers are missing; or no process
@@ -98,7 +102,9 @@ class BackgroundBuild:
 def ensure_extension_built(
     files: ExtensionFiles | None = None, compile_by: Callable[[], list[str]] = make_compiler_command
 ) -> Path:
-    """Compile the extension unless it exists, or wait for the process that compiles it; returns its path.
+    """Return the path of the compiled extension, which is compiled first if it does not exist.
+
+    If another process compiles, wait for that process.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message is the compiler's.
@@ -117,7 +123,7 @@ def ensure_extension_built(
 
 
 def explain_absence(files: ExtensionFiles) -> str:
-    """Return the reason why there is no extension, and whether or when there will be one."""
+    """Explain in a sentence why there is no compiled extension, and whether or when there will be one."""
     failure = files.read_failure()
     if failure:
         lines = failure.splitlines()
@@ -139,6 +145,11 @@ def is_build_enabled() -> bool:
 
 
 def _open_lock(files: ExtensionFiles) -> IO[bytes]:
+    """Open the lock file of the build for writing; create its folder first.
+
+    Raises:
+        OSError: the folder cannot be written to, or others can write to it.
+    """
     files.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     for folder in (files.folder, files.folder.parent):
         check_owner(folder)
@@ -146,6 +157,7 @@ def _open_lock(files: ExtensionFiles) -> IO[bytes]:
 
 
 def _is_locked(path: Path) -> bool:
+    """Return whether another process holds the lock file, and thus compiles; False if there is no such file."""
     try:
         with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

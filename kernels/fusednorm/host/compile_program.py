@@ -18,7 +18,7 @@ _MAX_FAILURE = 20_000
 
 
 def compile_library(target: Path, command: list[str]) -> None:
-    """Run a compiler and move the library that it makes to `target`, or write the record of its failure.
+    """Run a compiler and move the library that it makes to `target`, or record its errors in a file beside.
 
     Args:
         command: the compiler's command line without `-o`.
@@ -43,7 +43,7 @@ def compile_library(target: Path, command: list[str]) -> None:
 
 
 def _run_compiler(command: list[str]) -> str:
-    """Run a compiler and return its errors, or an empty string if it succeeds."""
+    """Run a compiler and return the text of its errors; an empty string if it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
@@ -54,7 +54,7 @@ def _run_compiler(command: list[str]) -> str:
 
 
 def _lower_priority() -> None:
-    """Give this process and its compiler the lowest priority for the processor and for memory."""
+    """Give this process and its compiler the lowest CPU priority, and let the OOM killer prefer them."""
     os.nice(19)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

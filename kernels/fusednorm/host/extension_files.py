@@ -30,7 +30,7 @@ FOLDER = "fusednorm-host"
 
 
 class ExtensionFiles:
-    """The files of the host extension that fits the installed versions.
+    """The files of the host extension for the installed versions of torch and Python.
 
     Attributes:
         folder: in Triton's cache as it is now: torch's compiler moves that when it is first used.
@@ -50,7 +50,7 @@ class ExtensionFiles:
         return self.folder / "lock"
 
     def find_compiled(self) -> Path | None:
-        """Find the compiled extension, next to this module if the installation includes it; None if there is none.
+        """Find the compiled extension: in the installed package, or else in the cache; None if there is none.
 
         Raises:
             PermissionError: other users may have written it.
@@ -65,14 +65,16 @@ class ExtensionFiles:
         return self.compiled
 
     def read_failure(self) -> str:
-        """Return the compiler's errors if it has failed for these versions; else an empty string."""
+        """Read the errors of a failed build for the installed versions; an empty string if none has failed."""
         try:
             return self.compiled.with_suffix(FAILED).read_text(errors="replace")
         except OSError:
             return ""
 
     def load_module(self) -> Any:
-        """Load the extension's module; None if none was compiled.
+        """Import the compiled extension; None if it has not been compiled.
+
+        This method never compiles.
 
         Raises:
             ImportError: it is for other libraries than the installed ones.
@@ -88,7 +90,7 @@ def is_accessible(path: Path) -> bool:
 
 
 def check_owner(path: Path) -> None:
-    """Check that only this process's user and root can change the file or folder at a path.
+    """Raise PermissionError unless only root and the user of this process can change a file or folder.
 
     Raises:
         PermissionError: others can.
@@ -103,7 +105,7 @@ def check_owner(path: Path) -> None:
 
 
 def load_extension_module(path: str, name: str) -> Any:
-    """Load the module `name` from a compiled file.
+    """Import a compiled file as the module `name`, without an entry in sys.modules.
 
     Raises: ImportError: it is none.
     """
@@ -116,7 +118,10 @@ def load_extension_module(path: str, name: str) -> Any:
 
 
 def compute_build_key() -> str:
-    """Compute the key of a build: a hash of the sources and of the versions against which it is compiled."""
+    """Compute the key in the name of a compiled extension: a hash of its sources and of the installed versions.
+
+    The versions are those of torch, Python and the C library.
+    """
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(SOURCE_FOLDER.iterdir()) if path.is_file())
     # SOABI distinguishes versions of Python, builds with and without its lock, and C libraries.
     facts = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), platform.machine())
@@ -124,7 +129,7 @@ def compute_build_key() -> str:
 
 
 def make_compiler_command() -> list[str]:
-    """Make the compiler's command line, without the output file.
+    """Make the compiler's command line that builds the extension, without the output file.
 
     Raises:
         FileNotFoundError: torch's or Triton's headers are missing.

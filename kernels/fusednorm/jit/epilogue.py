@@ -66,10 +66,11 @@ def approximate_tanh(x):
 
 @triton.jit
 def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Apply the activation to a float32 tile whose result is rounded to DTYPE afterwards.
+    """Apply the activation to a float32 tile, as exactly as a result in DTYPE needs.
 
-    For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
-    half a rounding step of the largest results, but possibly a large part of small results, where z is far below 0.
+    For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less
+    than half a rounding step of the largest results, but possibly a large part of small results, where z is
+    far below 0.
     """
     if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
@@ -102,10 +103,10 @@ def differentiate_activation(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _compute_random_words(seed, row, quad):
-    """Compute the four uint32 words of Philox for each row and group of four positions.
+    """Compute the four random uint32 words for each group of four positions of a row, by Philox.
 
-    Returns four tiles of `quad`'s shape.  `quad` is the index of a group of four positions in its row; `row`,
-    int64, is broadcast to `quad`'s shape.
+    Returns four tiles of `quad`'s shape.  `quad` is the index of a group of four positions in its row;
+    `row`, int64, is broadcast to `quad`'s shape.
     """
     row = row + tl.zeros(quad.shape, tl.int64)
     c0 = quad.to(tl.uint32)
@@ -116,10 +117,10 @@ def _compute_random_words(seed, row, quad):
 
 @triton.jit
 def compute_keep_mask(seed, row, position, threshold):
-    """Compute dropout's mask of the elements that are kept, for a tile of any shape.
+    """Compute the mask of the elements that dropout keeps, for a tile of any shape.
 
-    `row` (int64) and `position` (int64 or int32) are each element's row, and its index in the row; an element is
-    kept if its random word is at least `threshold`.
+    `row` (int64) and `position` (int64 or int32) are each element's row, and its index in the row; an
+    element is kept if its random word is at least `threshold`.
     """
     w0, w1, w2, w3 = _compute_random_words(seed, row, position // 4)
     lane = position % 4

@@ -17,7 +17,7 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 def compute_magnitude(y, mask, EVEN: tl.constexpr):
     """Compute |y|, and 0 in columns that do not exist.
 
-    There a bias or an activation may have made y nonzero.
+    In these, a bias or an activation may have made y nonzero.
     """
     if EVEN:
         return tl.abs(y)

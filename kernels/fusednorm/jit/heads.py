@@ -18,9 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def locate_program_in_head(HEADS: tl.constexpr):
-    """Compute this program's index among the programs of its head.
+    """Compute this program's head, and its index among the programs of that head.
 
-    Returns that index, the number of programs of a head, the head, and the number of heads.
+    Returns the index, the number of programs of a head, the head, and the number of heads.  HEADS is the
+    memory layout of heads, "none" without heads.
     """
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
@@ -33,7 +34,10 @@ def locate_program_in_head(HEADS: tl.constexpr):
 
 @triton.jit
 def compute_row_index(token, head, heads, HEADS: tl.constexpr):
-    """Compute the index of the row of one token and head; `token` is int64."""
+    """Compute the index of the row of one token and head; `token` is int64.
+
+    HEADS is the memory layout of heads; with "none", a token is one row.
+    """
     if HEADS == "none":
         return token
     else:
@@ -42,7 +46,7 @@ def compute_row_index(token, head, heads, HEADS: tl.constexpr):
 
 @triton.jit
 def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
-    """Compute the offset of a row in x, in elements.
+    """Compute the offset of a row in x, in elements, for HEADS, the memory layout of heads.
 
     `stride` (int64) is between tokens for "shared" and "own", else between rows.
     """
@@ -54,7 +58,10 @@ def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
 
 @triton.jit
 def compute_parameter_offset(head, cols, HEADS: tl.constexpr):
-    """Compute the offset of this head's parameters in weight and bias, in elements."""
+    """Compute the offset of this head's parameters in weight and bias, in elements.
+
+    The offset is 0 if heads share parameters or x has no heads; HEADS is the memory layout of heads.
+    """
     if HEADS == "own" or HEADS == "own_uniform":
         return head.to(tl.int64) * cols
     else:

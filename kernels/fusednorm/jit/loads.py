@@ -12,7 +12,7 @@ def load_masked(ptr, at, mask, EVICT: tl.constexpr):
 
 @triton.jit
 def load_residual_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
-    """Load x + residual in float32, both at the offsets `at`; masked elements are 0.
+    """Load x + residual in float32, both at the offsets `at`.  Masked elements are 0.
 
     The sum is x alone if residual_ptr is None.
     """
@@ -24,7 +24,10 @@ def load_residual_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
 
 @triton.jit
 def make_column_mask(col, cols, EVEN: tl.constexpr):
-    """Make the mask of columns that exist; if every block is full (EVEN), a constant that the compiler removes."""
+    """Make the mask of columns that exist.  If every block is full (EVEN), it is a constant.
+
+    The compiler removes the constant.
+    """
     if EVEN:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -33,10 +36,10 @@ def make_column_mask(col, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def make_unaligned_zero(cols, NARROW: tl.constexpr):
-    """Make an offset of 0; if accesses are NARROW, one that the compiler cannot prove to be aligned.
+    """Make an offset of 0 which hides the alignment of addresses from the compiler if accesses are NARROW.
 
-    If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread would hold
-    neighbouring elements, and the narrow accesses of x would leave gaps between lanes.
+    If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread
+    would hold neighbouring elements, and the narrow accesses of x would leave gaps between lanes.
     """
     if NARROW:
         return cols >> 30
@@ -76,7 +79,7 @@ def widen(value):
 
 @triton.jit
 def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
-    """Compute the factor of x_hat: weight + WEIGHT_OFFSET, or weight itself without an offset."""
+    """Compute weight + WEIGHT_OFFSET, the factor of x_hat.  If the offset is 0, return weight unchanged."""
     if WEIGHT_OFFSET == 0.0:
         return weight
     else:
@@ -85,7 +88,7 @@ def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
 
 @triton.jit
 def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
-    """Load x + residual in float32, each at offsets of its own; masked elements are 0.
+    """Load x + residual in float32, at the offsets `x_at` and `residual_at`.  Masked elements are 0.
 
     The sum is x alone if residual_ptr is None.
     """

@@ -14,13 +14,14 @@ from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_p
 
 @triton.jit
 def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
-    """Compute pivot, shift and sum of squares of each row, [ROWS, 1], from a tuple of chunks [ROWS, BLOCK_N].
+    """Compute the mean, in two parts, and the sum of squares of each row of a tile of complete rows.
 
-    `masks` are the chunks' masks of columns that exist, [1, BLOCK_N]; `count` is the number of columns in all
-    chunks.
+    Returns pivot, shift and sum of squares, [ROWS, 1] each.  The mean is pivot + shift; subtract the pivot
+    first, then the shift.  The squares are about the mean.  For RMSNorm pivot and shift are 0, and the
+    squares are about 0.
 
-    The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean.  For
-    RMSNorm pivot and shift are 0, and the squares are about 0.
+    `chunks` are a tuple of blocks of the tile, [ROWS, BLOCK_N]; `masks` are their masks of columns that
+    exist, [1, BLOCK_N]; `count` is the number of columns in all of them.
     """
     if IS_RMS:
         squares = chunks[0] * chunks[0]
@@ -51,7 +52,7 @@ def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.co
 
 @triton.jit
 def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
-    """Store mean + shift and rstd of rows, each unless its pointer is None.
+    """Store the mean, mean + shift, and the rstd of rows.  One whose pointer is None is not stored.
 
     `mask` selects the rows that are stored; None selects all.
     """
@@ -63,20 +64,21 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 @triton.jit
 def compute_mean_term(count, mean, rest, total):
-    """Compute a set's term in the sum that is the rough mean of all sets: its share of the values times its mean.
+    """Compute a set's term of the sum that is the mean of all sets: its share of the values times its mean.
 
-    The set has `count` of `total` values, and its mean is mean + rest.  The sum of these terms is equal in all
-    threads.
+    The set has `count` of `total` values, and its mean is mean + rest.  The sum of these terms is equal in
+    all threads, and, because of rounding, only near the mean.
     """
     return multiply_rounded(count / total + tl.zeros_like(mean), mean + rest)
 
 
 @triton.jit
 def convert_moments_to_sums(rough, count, mean, rest, square):
-    """Convert a set's moments to its sums of x - rough and of (x - rough)^2.
+    """Convert the moments of a set of values x to its sums of x - rough and of (x - rough)^2.
 
-    The set's mean is mean + rest; `square` is its sum of squares about that mean.  The first sum is not contracted
-    into an addition, so that a sum of such sums is the same in all threads.
+    `rough` is a number near the mean of all sets, about which their sums can be added.  The set's mean is
+    mean + rest; `square` is its sum of squares about that mean.  The first sum is not contracted into an
+    addition, so that a sum of such sums is the same in all threads.
     """
     delta = (mean - rough) + rest
     weighted = multiply_rounded(count + tl.zeros_like(delta), delta)
@@ -85,10 +87,10 @@ def convert_moments_to_sums(rough, count, mean, rest, square):
 
 @triton.jit
 def convert_sums_to_moments(total, sum_1, sum_2):
-    """Convert sums about `rough` to moments: `rest` of the mean, and the sum of squares about the mean.
+    """Convert sums of x - rough and of (x - rough)^2 to moments.
 
-    The mean is rough + rest.  `total` is the number of values; `sum_1` and `sum_2` are their sums of x - rough and
-    of (x - rough)^2.
+    Returns `rest` of the mean, and the sum of squares about the mean.  The mean is rough + rest.  `total` is
+    the number of values; `sum_1` and `sum_2` are their sums.
     """
     rest = sum_1 / total
     return rest, tl.maximum(sum_2 - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -96,10 +98,10 @@ def convert_sums_to_moments(total, sum_1, sum_2):
 
 @triton.jit
 def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
-    """Merge the moments of the sets along AXIS into those of their union, keeping the axis (Chan's merge).
+    """Merge the moments of several sets, along AXIS, into those of their union (Chan's merge).
 
-    Returns mean, `rest` and sum of squares.  The mean is mean + rest, of the sets and of the union.  All results
-    are the same numbers in all threads.
+    Returns mean, `rest` and sum of squares, and keeps the axis.  The mean is mean + rest, of the sets and of
+    the union.  All results are the same numbers in all threads.
 
     Args:
         count: the number of values of each set, float32; a set of none has the mean, rest and square 0.
@@ -114,13 +116,14 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
 
 @triton.jit
 def compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n):
-    """Compute rough, shift and variance of a row, [1, 1] each, from each lane's sums about its pivot.
+    """Compute the mean, in two parts, and the variance of a row from each lane's sums about its pivot.
 
-    This is Chan's merge.  The mean is rough + shift; the variance is that of the population.
+    Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift; the variance is that of the
+    population.  The lanes' sums are combined by Chan's merge.
 
-    A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
-    spread for each chunk.  The error from cancellation is thus at most the number of chunks times 2^-24 of the
-    result, for any row.
+    A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the
+    lane's own spread for each chunk.  The error from cancellation is thus at most the number of chunks times
+    2^-24 of the result, for any row.
 
     Args:
         pivot, sum_1, sum_2: [LANES, 1], the pivot and the sums of x - pivot and (x - pivot)^2.
@@ -150,13 +153,14 @@ def compute_row_moments(
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):
-    """Compute rough, shift and variance of one row, [1, 1] each, by reading it in chunks of BLOCK_N columns.
+    """Compute the mean, in two parts, and the variance of one row by reading it in chunks of BLOCK_N columns.
 
-    The mean is rough + shift.  Subtract rough first, then shift: that keeps x - mean exact to a float32 rounding of
-    the difference.  `x_row` and `residual_row` are the row's offsets in elements.
+    Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift.  Subtract rough first, then
+    shift: that keeps x - mean exact to a float32 rounding of the difference.  `x_row` and `residual_row` are
+    the row's offsets in elements.  For RMSNorm rough and shift are 0, and the variance is the mean square.
 
-    A lane is the GROUP columns that one thread loads at once; its sums take three registers, not three for each
-    column.
+    A lane is the GROUP columns that one thread loads at once; its sums take three registers, not three for
+    each column.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

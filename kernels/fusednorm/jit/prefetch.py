@@ -26,7 +26,7 @@ def prefetch(ptr, count):
 
 @triton.jit
 def prefetch_parameters(weight_ptr, bias_ptr, start, count):
-    """Prefetch `count` elements of weight and of bias from `start` on, each unless it is None."""
+    """Prefetch `count` elements of weight and of bias from `start` on into L2.  Either may be None."""
     if weight_ptr is not None:
         prefetch(weight_ptr + start, count)
     if bias_ptr is not None:
@@ -35,7 +35,7 @@ def prefetch_parameters(weight_ptr, bias_ptr, start, count):
 
 @triton.jit
 def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size, cols):
-    """Prefetch the row of the program that is `ahead` programs later, if there is one, into L2.
+    """Prefetch into L2 the row of the program that is `ahead` programs later, if there is such a program.
 
     Each program has one row; `ahead` 0 prefetches none.
     """
@@ -64,7 +64,7 @@ TOUCH: tl.constexpr = tl.constexpr(_TOUCH)
 
 @triton.jit
 def prefetch_lines(ptr, count):
-    """Prefetch the cache lines of `count` elements from `ptr` on into L2, at most one line per thread.
+    """Prefetch into L2 the cache lines of `count` elements from `ptr` on, at most one line per thread.
 
     `ptr` may be any address.
     """
@@ -95,7 +95,7 @@ TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
 
 @triton.jit
 def prefetch_row_lines(ptr, rows, stride, width):
-    """Prefetch the cache lines of `rows` rows of `width` elements, `stride` elements apart, into L2.
+    """Prefetch into L2 the cache lines of `rows` rows of `width` elements, which are `stride` elements apart.
 
     A row has at most 256 bytes.
     """

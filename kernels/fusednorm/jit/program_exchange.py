@@ -116,9 +116,10 @@ def load_first_tag(exchange_ptr):
 
 @triton.jit
 def locate_slot(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
-    """Compute the address of the slot to which a member of a group posts in the round `tag`.
+    """Compute the address of the slot to which a program posts its values in the round `tag`.
 
-    `member` may be a tile of members; the result has its shape.
+    The program is the `member`th of the `members` programs of a group, which exchange values.  `member` may
+    be a tile; the result has its shape.
     """
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
@@ -126,10 +127,10 @@ def locate_slot(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
 
 @triton.jit
 def post_scalars(slot_ptr, tag, a, b, c):
-    """Post the float32 scalars a, b and c to a slot, for the group's other members.
+    """Post the float32 scalars a, b and c to a slot, for the programs that exchange values with this one.
 
-    All threads hold the scalars, and one thread writes them.  They are scalars because a tile would be written once
-    for each register that holds a copy of it.
+    All threads hold the scalars, and one thread writes them.  They are scalars because a tile would be
+    written once for each register that holds a copy of it.
     """
     tl.inline_asm_elementwise(
         POST, "=r,l,r,r,r,r", [slot_ptr.to(tl.int64), a, b, c, tag], dtype=tl.int32, is_pure=False, pack=1
@@ -138,10 +139,10 @@ def post_scalars(slot_ptr, tag, a, b, c):
 
 @triton.jit
 def collect_slots(slot_ptrs, tag):
-    """Wait until every slot of a 1-D tile has the values of the round `tag`, and return them.
+    """Wait until every slot of a 1-D tile has the values of the round `tag`, and return the values.
 
-    Returns three float32 tiles of the slots' shape.  Use the results in 1-D reductions only: the compiler repeats
-    the wait for every other layout that it needs.
+    Returns three float32 tiles of the slots' shape.  Use the results in 1-D reductions only: the compiler
+    repeats the wait for every other layout that it needs.
     """
     return tl.inline_asm_elementwise(
         COLLECT,
@@ -155,7 +156,7 @@ def collect_slots(slot_ptrs, tag):
 
 @triton.jit
 def post_tile(slot_ptrs, mask, tag, a, b, c):
-    """Post an element of a, b and c to each slot of a tile where `mask` is true.
+    """Post to each slot of a tile, where `mask` is true, its elements of a, b and c.
 
     Threads that hold copies of an element write equal values.
     """
@@ -171,10 +172,10 @@ def post_tile(slot_ptrs, mask, tag, a, b, c):
 
 @triton.jit
 def collect_tile(slot_ptrs, tag):
-    """Wait until every slot of a tile of any rank has the values of the round `tag`, and return them.
+    """Wait until every slot of a tile of any rank has the values of the round `tag`, and return the values.
 
-    Returns three float32 tiles of the slots' shape.  The loop runs once.  The compiler keeps the results of a loop;
-    without the loop, it would repeat the wait for every layout in which the results are used.
+    Returns three float32 tiles of the slots' shape.  The loop runs once.  The compiler keeps the results of
+    a loop; without the loop, it would repeat the wait for every layout in which the results are used.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
     b = tl.zeros(slot_ptrs.shape, tl.float32)
@@ -188,7 +189,7 @@ def collect_tile(slot_ptrs, tag):
 
 @triton.jit
 def post_pairs(slot_ptrs, mask, tag, a, b):
-    """Post an element of a and of b to each slot of a tile where `mask` is true.
+    """Post to each slot of a tile, where `mask` is true, its elements of a and b.
 
     Threads that hold copies of an element write equal values.
     """
@@ -204,7 +205,7 @@ def post_pairs(slot_ptrs, mask, tag, a, b):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """Wait until every slot of a tile has the pair of the round `tag` from `post_pairs`, and return the pairs.
+    """Wait until `post_pairs` has posted to every slot of a tile in the round `tag`, and return the pairs.
 
     Returns two float32 tiles of the slots' shape.  The loop is that of `collect_tile`.
     """
@@ -226,9 +227,10 @@ def collect_pairs(slot_ptrs, tag):
 
 @triton.jit
 def end_exchange(exchange_ptr, last_tag):
-    """Count this program as finished; the last one stores `last_tag` for the next launch.
+    """Count this program as finished.  The last program of the launch stores `last_tag` for the next launch.
 
-    `last_tag` is the tag of the launch's last round, equal in all programs.
+    `last_tag` is the tag of the launch's last round, equal in all programs.  The next launch's tags are
+    larger, so that no slot has to be cleared.
     """
     # Relaxed is sufficient: this launch has already read the tag, and the next launch starts after this one has
     # ended.

@@ -12,7 +12,7 @@ def _add_pairs(a0, b0, a1, b1):
 
 @triton.jit
 def sum_pair(a, b, AXIS: tl.constexpr):
-    """Sum two tiles of one shape along AXIS, keeping the axis.
+    """Sum two tiles of one shape along AXIS in one reduction, keeping the axis.
 
     Both sums use one tree, with one series of shuffles and one barrier.
     """
@@ -27,12 +27,13 @@ def sum_pair_to_scalars(a, b):
 
 @triton.jit
 def multiply_rounded(a, b):
-    """Compute a * b with rounding, so that it is never contracted into an addition.
+    """Compute a * b, rounded, so that the compiler cannot contract it with an addition to an FMA.
 
-    In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
-    a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
-    Where lanes write their copies of a sum to one place, the result would then be any of them.  This product is for
-    sums over lanes that hold one term each; `multiply_sum_terms` is for lanes that may hold several.
+    In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With
+    contraction, a lane would add its own unrounded product to the other lane's rounded one, and lanes would
+    get different sums.  Where lanes write their copies of a sum to one place, the result would then be any
+    of them.  This product is for sums over lanes that hold one term each; `multiply_sum_terms` is for lanes
+    that may hold several.
     """
     return tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -41,11 +42,12 @@ def multiply_rounded(a, b):
 
 @triton.jit
 def multiply_sum_terms(a, b):
-    """Multiply a and b, the terms of a sum along the last axis, so that the sum is equal in all threads.
+    """Compute a * b for a sum along the last axis, so that the sum is the same number in all threads.
 
-    Only the first product is a `multiply_rounded`.  If a thread holds full rows, it starts with that one and adds
-    the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the compiler does not
-    know which of them has the first, and contracts no product into the addition of another thread's.
+    Only the first product is a `multiply_rounded`.  If a thread holds full rows, it starts with that one and
+    adds the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the
+    compiler does not know which of them has the first, and contracts no product into the addition of another
+    thread's.
     """
     product = a * b
     place = tl.arange(0, product.shape[len(product.shape) - 1])

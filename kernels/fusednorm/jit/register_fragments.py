@@ -13,9 +13,10 @@ from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_p
 
 @triton.jit
 def merge_equal_sets(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """Merge the moments of two sets of equal size by Chan's formula, for a reduction whose tree is full.
+    """Merge the moments of two sets of equal size by Chan's formula, as a step of `tl.reduce`.
 
-    Within a thread the compiler merges one element after another, so a thread may hold at most two elements.
+    The number of sets in the reduction is a power of two, so that it merges only sets of equal size.  Within
+    a thread the compiler merges one element after another, so a thread may hold at most two elements.
 
     The mean of a set is mean + shift.  The result keeps the first set's `mean`, so that only differences are
     rounded.
@@ -27,7 +28,11 @@ def merge_equal_sets(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_
 
 @triton.jit
 def merge_sets(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """Merge the moments of two sets of any size as `merge_equal_sets` does; a set may be empty."""
+    """Merge the moments of two sets of any size by Chan's formula, as a step of `tl.reduce`.
+
+    A set may be empty.  The mean of a set is mean + shift; the result keeps the first set's `mean` unless it
+    is empty.
+    """
     count = count_a + count_b
     delta = (mean_b - mean_a) + (shift_b - shift_a)
     share = count_b / tl.maximum(count, 1.0)
@@ -44,10 +49,11 @@ def load_fragment(
     ptr, start, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a fragment: CHUNKS chunks of BLOCK_N columns from ptr + start on, a tuple of [lanes, GROUP] tiles.
+    """Load a fragment of a row: CHUNKS chunks of BLOCK_N columns, a tuple of [lanes, GROUP] tiles.
 
-    They have the dtype of memory.  Columns from `fragment_cols` on are 0; the first FULL chunks need no mask.  The
-    tuple is empty if ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
+    The fragment starts at ptr + start and keeps the dtype of memory.  Columns from `fragment_cols` on are 0;
+    the first FULL chunks need no mask.  The tuple is empty if ptr is None.  A lane is the GROUP columns of
+    each chunk that one thread loads at once.
     """
     col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     chunks = ()
@@ -65,7 +71,10 @@ def store_residual_sum(
     chunks, residuals, residual_out_ptr, at, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store h = x + residual of a fragment, `at` elements after residual_out_ptr, unless that pointer is None."""
+    """Store h = x + residual of a loaded fragment at residual_out_ptr + at.
+
+    If residual_out_ptr is None, nothing is stored.
+    """
     if residual_out_ptr is not None:
         col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         for i in tl.static_range(len(chunks)):
@@ -96,9 +105,10 @@ def compute_lane_moments(
 ):  # fmt: skip
     """Compute count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1] each.
 
-    A lane's mean is mean + shift, and the squares are about that mean.  They are computed from sums about the mean
-    of the lane's first chunk: a pivot from the lane's own values is near its mean in relation to the lane's spread.
-    For RMSNorm mean and shift are 0, and the squares are about 0.
+    A lane is the columns that one thread loads.  A lane's mean is mean + shift, and the squares are about
+    that mean.  They are computed from sums about the mean of the lane's first chunk: a pivot from the lane's
+    own values is near its mean in relation to the lane's spread.  For RMSNorm mean and shift are 0, and the
+    squares are about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     count = tl.zeros((lanes, 1), tl.float32)
@@ -132,10 +142,10 @@ def compute_lane_moments(
 
 @triton.jit
 def _standardise(h, mean, rest, rstd):
-    """Compute (h - mean) * rstd - rest, in one asm statement.
+    """Compute (h - mean) * rstd - rest in one asm statement, so that all operands are of one thread.
 
-    After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
-    one thread is right.  Within the statement no value moves to another thread.
+    After a reduction tree that merges moments, mean and shift may differ between threads; only their
+    combination in one thread is right.  Within the statement no value moves to another thread.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
@@ -155,10 +165,11 @@ def store_normalised_chunk(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise chunk i of a fragment, h [lanes, GROUP], apply affine step and epilogue, and store it as y.
+    """Normalise chunk i of a fragment, apply affine step, activation and dropout, and store y.
 
-    The fragment starts at column `first_col` of the row, and `y_at` elements after y_ptr.  The mean is mean +
-    shift.  `weights` and `biases` are tuples of one chunk in the dtype of memory, or empty.
+    h [lanes, GROUP] is the chunk of x + residual.  The fragment starts at column `first_col` of the row, and
+    `y_at` elements after y_ptr.  The mean is mean + shift.  `weights` and `biases` are tuples of one chunk
+    in the dtype of memory, or empty.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
     mask = make_column_mask(at, fragment_cols, i < FULL)
@@ -195,7 +206,7 @@ def store_normalised_fragment(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a fragment and store it as y, by `store_normalised_chunk` for each chunk.
+    """Normalise all chunks of a loaded fragment by `store_normalised_chunk`, and store y.
 
     Parameters, from `parameter_at` on in weight and bias, are loaded one chunk ahead.
     """
@@ -223,7 +234,7 @@ def store_normalised_fragment(
 def reduce_lane_moments(count, mean, shift, square, EVEN: tl.constexpr):
     """Merge the moments of all lanes, [lanes, 1], into mean, shift and sum of squares, as scalars.
 
-    EVEN: all lanes have the same count.
+    The mean is mean + shift, of the lanes and of the result.  EVEN: all lanes have the same count.
     """
     if EVEN:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_equal_sets, keep_dims=True)
@@ -239,8 +250,8 @@ def _compute_two_pass_moments(
 ):  # fmt: skip
     """Compute mean, shift and sum of squares of a fragment, as scalars, in two passes over the registers.
 
-    This is for narrow accesses, where every element is a lane of its own: merging that many moments would cost
-    more.
+    The mean is mean + shift.  This is for narrow accesses, where every element is a lane of its own: merging
+    that many moments would cost more.
     """
     n = fragment_cols.to(tl.float32)
     mean = 0.0
@@ -272,10 +283,10 @@ def compute_fragment_moments(
     chunks, residuals, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NARROW: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, shift and sum of squares of a fragment, as scalars.
+    """Compute mean, shift and sum of squares of a loaded fragment of a row, as scalars.
 
-    The mean is mean + shift, and the squares are about it; for RMSNorm both are 0.  NARROW: accesses have less than
-    16 bytes.
+    The mean is mean + shift, and the squares are about it; for RMSNorm both are 0.  NARROW: accesses have
+    less than 16 bytes.
     """
     if NARROW:
         mean, shift, square = _compute_two_pass_moments(

@@ -11,11 +11,13 @@ def load_tile(
     x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of x + residual, or of x, as CHUNKS blocks [ROWS, BLOCK_N] of float32.
+    """Load a tile of complete rows of x + residual as CHUNKS blocks [ROWS, BLOCK_N] of float32.
 
-    Returns tuples of the blocks' columns [1, BLOCK_N], masks of columns [1, BLOCK_N], and values.
+    Without a residual, the tile is x.  Returns three tuples: the blocks' columns [1, BLOCK_N], masks of
+    columns [1, BLOCK_N], and values.
 
-    `x_row`, `residual_row` and `row_mask` are [ROWS, 1]: the offset of each row in elements, and which rows exist.
+    `x_row`, `residual_row` and `row_mask` are [ROWS, 1]: the offset of each row in elements, and which rows
+    exist.
     """
     columns = ()
     col_masks = ()
@@ -35,9 +37,10 @@ def normalise(
     h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile with given moments and apply the affine step.
+    """Normalise a tile h with given mean and rstd, and apply the affine step.
 
-    The mean is rough + shift; `at` and `mask` are the offsets and the mask of the parameters, which broadcast to h.
+    The mean is rough + shift; `at` and `mask` are the offsets and the mask of the parameters, which
+    broadcast to h.
     """
     if IS_RMS:
         y = h * rstd

@@ -7,7 +7,7 @@ from fusednorm.launch.replay_cache import get_extension, is_extension_pending
 
 
 def describe_repeated_calls() -> str:
-    """Describe how this process makes repeated calls on a GPU, and why.
+    """Describe for people how this process makes repeated calls on a GPU, and why.
 
     The process plans each call anew, or replays calls in Python or in the host extension.
     """

@@ -11,7 +11,7 @@ from fusednorm.launch.memories import PlanTensors
 
 
 def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapping[str, Tensor]) -> None:
-    """Launch in order on the device's current stream; for an absent GPU, record the launches.
+    """Launch kernels in order on the device's current stream; for a meta device, only record the launches.
 
     Args:
         tensors: the call's inputs and results by name.

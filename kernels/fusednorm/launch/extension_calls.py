@@ -28,12 +28,14 @@ _load_error = ""
 
 
 def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
-    """Load the extension and set it up; None if it is not compiled or cannot be loaded.
+    """Load the host extension and configure it; None if it is not compiled, or cannot be loaded.
+
+    If loading fails, the first call warns, and later calls return None at once.
 
     Args:
-        backward: the backward pass of a differentiable call that the extension does not know.
-        most: the most kinds of calls that it may keep.
-        may_build: whether to have it compiled in the background if it is not there.
+        backward: computes the gradients of a differentiable call whose backward pass the extension has not
+            recorded.
+        may_build: whether to start a build in the background if the extension is not compiled.
     """
     global _load_error
     if _load_error or _build.is_running():
@@ -52,7 +54,7 @@ def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int
 
 
 def explain_extension() -> tuple[bool, str]:
-    """Return whether the extension can be loaded, and its path or the reason why not."""
+    """Return whether the host extension can be loaded, and its path or the reason why it cannot."""
     if _load_error:
         return False, f"the host extension does not load: {_load_error}"
     try:
@@ -68,7 +70,10 @@ def configure_extension(
     most: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Pass the callbacks to the extension; `launch`, if set, receives launches in place of the driver."""
+    """Pass the extension the Python functions that it calls, and the most kinds of calls that it keeps.
+
+    `launch`, if it is not None, replaces the launch function of the driver.
+    """
     extension.configure(backward, _get_workspace, (Tensor, torch.nn.Parameter), most, launch)
 
 
@@ -78,9 +83,10 @@ def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
 
 
 def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
-    """Describe a call as the arguments of the extension's `record_replay`; None if it is unsupported.
+    """Describe a recorded call as arguments of the extension's `record_replay`.
 
-    The description is for any number of rows, or for the call's own.
+    Return None if a kernel needs features of Triton's launcher.  With `any_rows` the description is for any
+    number of rows, else for the number in the call.
 
     Args:
         outputs: the call's outputs; the same `OutputSpec` twice if one tensor is two results.
@@ -102,6 +108,11 @@ def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows:
 
 
 def _describe_output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+    """Describe result number `place` of a call for the extension; None for a result that is absent.
+
+    The description has five items: the number of an earlier result with the same tensor or -1, a code for
+    the shape, the dtype, the shape and the strides.
+    """
     output = outputs[place]
     if output is None:
         return None
@@ -119,7 +130,7 @@ def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
 
 
 def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any, ...] | None:
-    """Describe a launch as the driver's arguments; None if the kernel needs features of Triton's launcher."""
+    """Describe a launch as arguments of the driver; None if the kernel needs features of Triton's launcher."""
     compiled = start.kernel.compiled_kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -133,6 +144,11 @@ def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any
 
 
 def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTemplate) -> Iterator[Parameter]:
+    """Yield a kernel's parameters for the extension, those of tuples one by one.
+
+    Each is a pair: whether the parameter is a constant, and its bits or its position in the list of a
+    `LaunchTemplate`.
+    """
     for place, kind in zip(places, kinds, strict=True):
         if isinstance(kind, tuple):
             yield from _iterate_parameters(recipe.tuples[place], kind, recipe)
@@ -145,7 +161,7 @@ def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTempl
 
 
 def _encode_constant(value: Any, kind: str) -> int:
-    """Encode a constant as the lowest bytes of a parameter of type `kind`."""
+    """Encode a constant as an integer whose lowest bytes are those of a parameter of type `kind`."""
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
     return int(value) & (2**64 - 1)

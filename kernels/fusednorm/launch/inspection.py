@@ -38,7 +38,7 @@ _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """The compiler's results for one kernel.
+    """The resources and memory accesses of a compiled kernel.
 
     Attributes:
         kernel: its name.
@@ -57,7 +57,7 @@ class KernelReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpecialisation:
-    """The input of Triton's compiler for a launch.
+    """The input of Triton's compiler for the kernel of a launch.
 
     Attributes:
         source: the kernel, with types for its arguments and values for its constexprs.
@@ -69,7 +69,7 @@ class KernelSpecialisation:
 
 
 def specialise_kernel(launch: Launch) -> KernelSpecialisation:
-    """Specialise the kernel of a launch for its arrays, as Triton would."""
+    """Make the compiler's input for a launch, specialised for its arguments as Triton would do at the launch."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -110,7 +110,7 @@ def _is_int32(value: int) -> bool:
 
 
 def inspect_launch(launch: Launch, target: GPUTarget = SM_90) -> KernelReport:
-    """Compile a launch for `target`, as Triton would specialise it."""
+    """Compile the kernel of a launch for `target`, and report its registers, spills and memory accesses."""
     specialised = specialise_kernel(launch)
     compiled = triton.compile(specialised.source, target=target, options=specialised.options)
     registers, spilled, static_shared = _assemble_ptx(compiled.asm["ptx"], target)
@@ -124,7 +124,7 @@ def inspect_launch(launch: Launch, target: GPUTarget = SM_90) -> KernelReport:
 
 
 def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
-    """Assemble PTX; returns registers per thread, spilled bytes and static shared memory."""
+    """Assemble PTX; return registers per thread, spilled bytes per thread and bytes of static shared memory."""
     text = _read_assembler_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
@@ -133,7 +133,10 @@ def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
 
 
 def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
-    """Return the assembler's report on a kernel; the report is stored in Triton's cache."""
+    """Return the assembler's report on PTX, from Triton's cache or by running the assembler.
+
+    A new report is stored in the cache.
+    """
     ptxas = nvidia.get_ptxas(target.arch)
     options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
     key = "\0".join([ptxas.version, *options, ptx])
@@ -151,6 +154,7 @@ def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
 
 
 def _count_access_widths(ptx: str) -> dict[str, Counter[int]]:
+    """Count the loads, stores and asynchronous copies of global memory in PTX by their bytes per thread."""
     widths: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter(), "cp": Counter()}
     for kind, vector, bits in _ACCESS.findall(ptx):
         widths[kind][int(vector or 1) * int(bits) // 8] += 1

@@ -28,12 +28,14 @@ _ALIGNED = 256
 
 
 class PreparedLaunch(NamedTuple):
-    """One launch with its grid and the positions of its parameters.
+    """One launch of a `LaunchTemplate`: its kernel, its grid, and the positions of its parameters in a list.
+
+    The list is the template's list of all values that parameters can have.
 
     Attributes:
         kernel: the kernel to launch.
-        grid: the grid; if `grid_slot` is not None, its first size is item `grid_slot` of the list of parameters.
-        slots: the positions of the launch's parameters in that list.
+        grid: the grid; if `grid_slot` is not None, its first size is the list's item `grid_slot`.
+        slots: the positions of the launch's parameters in the list.
         select: selects these parameters from the list.
     """
 
@@ -46,7 +48,7 @@ class PreparedLaunch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchTemplate:
-    """The launches of one call, prepared to be repeated with other tensors, of which only the addresses are needed.
+    """The launches of one call, prepared to be repeated with tensors at other addresses.
 
     Tensors start at multiples of 16 bytes.  A repetition makes one list, from which each launch selects its
     kernel's parameters by index.  The list has, in this order: the addresses of the tensors; the addresses of
@@ -77,7 +79,7 @@ class LaunchTemplate:
 
     @classmethod
     def from_launches(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
-        """Make a template that repeats launches with other tensors, from launches that have run once.
+        """Make a template of launches that have run once; None if they cannot be repeated in this way.
 
         Args:
             launches: all launches of one call, in order.
@@ -121,10 +123,12 @@ class LaunchTemplate:
         )
 
     def launch(self, at: list[Any], rows: int = 0) -> bool:
-        """Launch on the current stream of `device`, the current device, if all tensors are aligned to 16 bytes.
+        """Repeat the launches with other tensors; False if a tensor is not aligned to 16 bytes.
+
+        The launches are made on the current stream of `device`, which must be the current device.  The list of
+        addresses, in the order of the tensors, must not be used after the call.
 
         Args:
-            at: addresses of the tensors, in their order; not to be used after the call.
             rows: the number of rows, at least 1; used only if the launches depend on it.
         """
         if reduce(or_, at) % 16:
@@ -159,7 +163,7 @@ class LaunchTemplate:
 
 @dataclass(slots=True)
 class _ScratchMemory:
-    """Memory of launches besides the tensors for which they were planned.
+    """The memory of launches besides the tensors of the call: temporary arrays, and workspaces of the stream.
 
     Attributes:
         offsets: offsets in bytes of arrays in one allocation of `nbytes` bytes, by their workspace and offset
@@ -173,7 +177,7 @@ class _ScratchMemory:
 
     @classmethod
     def from_launches(cls, launches: list[Launch]) -> "_ScratchMemory":
-        """Collect the memory of the launches."""
+        """List the temporary arrays and workspaces of launches; each array gets an offset in one allocation."""
         own, starts = cls({}, {}, 0), dict[Workspace, int]()
         for array in _arrays(argument for launch in launches for argument in launch.arguments):
             memory = array.memory
@@ -191,7 +195,7 @@ class _ScratchMemory:
 
 
 class _SlotTable:
-    """The positions of parameters in the list from which launches select them."""
+    """The positions that the parameters of launches have in the list of a `LaunchTemplate`."""
 
     def __init__(self, tensors: Iterable[str], own: _ScratchMemory, launches: list[Launch]) -> None:
         addresses: tuple[Hashable, ...] = (*tensors, *own.offsets, *own.workspaces)
@@ -215,14 +219,17 @@ class _SlotTable:
         return tuple(self._tuples)
 
     def find_grid_slot(self, launch: Launch) -> int | None:
-        """Find the position of the first size of a launch's grid, if it depends on the number of rows."""
+        """Return the list position of the first size of a launch's grid; None if the grid is constant.
+
+        Only a grid that depends on the number of rows is not constant.
+        """
         by_rows = launch.row_dependence
         if by_rows is None or not self.rules or not by_rows.scales_grid:
             return None
         return self._rows + 1 + self.rules.index((by_rows.tile_rows, by_rows.max_programs))
 
     def list_slots(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
-        """List the positions of a launch's parameters in the list."""
+        """Return the list position of each parameter of a launch: its arguments, then its constexprs."""
         places = [*map(self._find_argument_slot, launch.arguments), *map(self._find_constant_slot, constants)]
         by_rows = launch.row_dependence
         if by_rows is not None and self.rules:
@@ -235,6 +242,10 @@ class _SlotTable:
         return tuple(places)
 
     def _find_argument_slot(self, argument: Any) -> int:
+        """Return the list position of an argument: an array, a tuple or a constant.
+
+        Constants are added to the list if necessary.
+        """
         if type(argument) is Array:
             return self._addresses[_address_of(argument)]
         if type(argument) is tuple:
@@ -247,9 +258,10 @@ class _SlotTable:
 
 
 def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
-    """List the rules by which numbers of programs depend on the number of rows.
+    """List the different rules by which the numbers of programs of launches follow from the number of rows.
 
-    The list is empty unless every launch has a rule.
+    A rule is `tile_rows` and `max_programs` of a `RowDependence`.  The list is empty unless every launch has
+    a rule.
     """
     rules = [
         (launch.row_dependence.tile_rows, launch.row_dependence.max_programs)
@@ -260,6 +272,7 @@ def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
 
 
 def _make_selector(places: tuple[int, ...]) -> Pick:
+    """Make a function that returns the items of a list at the given positions as a tuple."""
     if len(places) == 1:
         # An item getter of one item does not return a tuple.
         return lambda table: (table[places[0]],)
@@ -267,7 +280,11 @@ def _make_selector(places: tuple[int, ...]) -> Pick:
 
 
 def _address_of(array: Array) -> Hashable:
-    """Return the key of an array's address in the table."""
+    """Make the key that stands for an array's address while the list positions are assigned.
+
+    The key is the name of a tensor of the call, the memory and offset of a temporary array, or the size and
+    purpose of a workspace of the stream.
+    """
     memory = array.memory
     if isinstance(memory, str):
         return memory
@@ -275,6 +292,7 @@ def _address_of(array: Array) -> Hashable:
 
 
 def _arrays(arguments: Iterable[Any]) -> Iterator[Array]:
+    """Yield the arrays among the arguments of launches, also those in tuples."""
     for argument in arguments:
         if type(argument) is Array:
             yield argument

@@ -20,7 +20,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True, slots=True)
 class RowDependence:
-    """The only dependence of a launch over rows on the number of rows.
+    """How the grid and arguments of a launch over rows depend on the number of rows.
 
     The number of programs is the number of tiles of `tile_rows` rows, at most `max_programs`.
 
@@ -41,7 +41,7 @@ class RowDependence:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One planned kernel launch.
+    """One planned launch of a kernel, with descriptions of arrays in place of their addresses.
 
     Attributes:
         arguments: numbers, None, and arrays or tuples of arrays in place of their addresses.
@@ -66,15 +66,15 @@ class Launch:
 
 
 def make_early_options(early: bool) -> dict[str, object]:
-    """Make options of a launch whose kernel waits for the previous kernel.
+    """Make the options of a launch that depends on the previous launch in the stream.
 
-    If `early`, the kernel starts before the previous kernel ends.
+    If `early`, the kernel starts before the previous kernel ends, and waits for that kernel in its own code.
     """
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 class ResidentConfig(Protocol):
-    """A configuration that wants a given number of programs resident on a multiprocessor."""
+    """A kernel's configuration that needs `programs_per_sm` programs resident on a multiprocessor at once."""
 
     @property
     def num_warps(self) -> int: ...
@@ -94,9 +94,9 @@ def make_cooperative_options(config: ResidentConfig) -> dict[str, object]:
 
 
 def can_prefetch(vec: int, *arrays: Array | None) -> bool:
-    """Return whether the arrays' runs of vectors of `vec` elements can be prefetched.
+    """Return whether adjacent vectors of `vec` elements of the arrays can be prefetched into L2 in bulk.
 
-    They must start and end on 16 bytes.
+    The device must have bulk prefetches, and the vectors must start and end at multiples of 16 bytes.
     """
     for array in arrays:
         if array is not None and not (
@@ -107,21 +107,23 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
 
 
 def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
-    """Return whether accesses to arrays have 16 bytes.
+    """Return whether accesses to the arrays have 16 bytes, so that each thread has a single lane.
 
     Accesses have `width` bytes if the arrays start at multiples of 16.
 
-    The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
-    reduction tree of `merge_equal_sets` is not full.
+    The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that
+    the reduction tree of `merge_equal_sets` is not full.
     """
     return width == 16 and all(array is None or array.is_aligned for array in arrays)
 
 
 def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """Compute FULL, the number of full chunks, of a program that has all of `length` in `chunks` chunks.
+    """Compute FULL, the number of chunks without masked elements, of a program that reads `length` elements.
 
-    If all chunks are full, moments are merged as sets of equal size; without one lane per thread FULL is therefore
-    at most chunks - 1.
+    The program reads them in `chunks` chunks of `block` elements.
+
+    If all chunks are full, moments are merged as sets of equal size.  This needs one lane per thread;
+    without it FULL is at most chunks - 1.
     """
     return min(length // block, chunks if lane_a_thread else chunks - 1)
 

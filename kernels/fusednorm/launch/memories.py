@@ -12,10 +12,11 @@ from fusednorm.tensors.arrays import TORCH_DTYPES
 
 
 def workspace_of(device: torch.device, stream: int, words: int, purpose: str) -> Tensor:
-    """Return the workspace with `words` 8-byte words of the device's current stream, whose handle is `stream`.
+    """Return the workspace of a stream for a purpose: `words` int64 words, which are zero at first.
 
-    Launches on a stream run one after another and leave the workspace ready for the next.  A launch that is
-    captured into a graph gets a workspace of its own, which is cleared at every replay.
+    `stream` is the handle of the device's current stream.  Launches on a stream run one after another and
+    leave the workspace ready for the next.  A launch that is captured into a graph gets a separate
+    workspace, which is cleared at every replay.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return _zeros(device, words)
@@ -32,7 +33,7 @@ def _zeros(device: torch.device, words: int) -> Tensor:
 
 
 class PlanTensors(dict[str | Workspace, Tensor]):
-    """The tensor for each memory of a plan; a workspace is allocated at its first use.
+    """The tensor for each memory of a plan, by name or workspace; workspaces are allocated at their first use.
 
     Args:
         device: the device of the tensors.
@@ -60,6 +61,7 @@ class PlanTensors(dict[str | Workspace, Tensor]):
         return tuple(self._bind_each(arguments))
 
     def _bind_each(self, arguments: tuple[Any, ...]) -> Iterator[Any]:
+        """Yield the arguments of a launch, with tensors in place of arrays, also in tuples."""
         for value in arguments:
             if type(value) is Array:
                 tensor = self[value.memory]

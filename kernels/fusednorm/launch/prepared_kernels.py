@@ -45,7 +45,7 @@ _Key = tuple[Any, ...]
 
 
 class DriverLauncher(NamedTuple):
-    """The function that launches a compiled kernel, without hooks.
+    """The most direct function that launches a compiled kernel, and its constant arguments.
 
     Attributes:
         function: called with the grid's three sizes, the stream, `constant_arguments`, and then every parameter of
@@ -61,7 +61,7 @@ class DriverLauncher(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedKernel:
-    """A compiled kernel, with all values that its launch needs besides grid, stream and arguments.
+    """A compiled kernel with all values that its launches have in common: all but grid, stream and arguments.
 
     Attributes:
         launcher: the function that launches it.
@@ -84,7 +84,10 @@ _LOOKS: dict[Any, tuple[str, ...]] = {}
 
 
 def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
-    """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
+    """Launch a kernel on the current stream of the current device, whose index is `device`.
+
+    Triton compiles the kernel at its first launch; later launches bypass Triton if `can_bypass_triton`.
+    """
     if INTERPRETED or not can_bypass_triton():
         _launch_through_triton(launch, memories)
         return
@@ -107,7 +110,10 @@ def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
 
 
 def can_bypass_triton() -> bool:
-    """Return whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
+    """Return whether kernels may be launched without Triton's own code.
+
+    They may if no hook observes launches or changes how kernels are compiled.
+    """
     runtime = knobs.runtime
     try:
         watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
@@ -125,6 +131,11 @@ def _launch_through_triton(launch: Launch, memories: PlanTensors) -> Any:
 
 
 def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> PreparedKernel:
+    """Make the PreparedKernel of a kernel that Triton has compiled.
+
+    `arguments` is the number of its arguments; the parameters that follow are constexprs, with values in
+    `options`.
+    """
     constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
     run = compiled.run  # Loads the kernel: only now it has a handle.
     launcher = find_launcher(run, compiled.function, compiled.packed_metadata)
@@ -138,7 +149,10 @@ def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
 
 
 def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | None:
-    """Find the driver function that `run` calls and its constant arguments; None if `run` does more."""
+    """Find the driver function that Triton's `run` calls, and its constant arguments; None if `run` does more.
+
+    A copy of `run` is called with a function that records its arguments in place of the driver function.
+    """
     if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
         return None
     # Triton's sanitizer keeps state for each launch.
@@ -159,9 +173,10 @@ def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | N
 
 
 def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[_Key, list[Any]]:
-    """Make the key by which Triton chooses the compiled kernel.
+    """Make the key of a launch: the properties of its arguments by which Triton selects the compiled kernel.
 
-    With `memories`, also the parameters of the launch.
+    Also return the values of the launch's parameters, with addresses in place of arrays.  Without `memories`
+    the addresses are left out.
     """
     # Not the kernel object, whose hash is computed from its source.
     kernel = launch.kernel
@@ -176,6 +191,10 @@ def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) 
 def _describe_arguments(
     looks: Iterable[str], arguments: tuple[Any, ...], memories: PlanTensors | None
 ) -> tuple[list[Any], list[Any]]:
+    """Return each argument's part of the launch's key, and the arguments with addresses in place of arrays.
+
+    Without `memories` the addresses are left out.
+    """
     kinds: list[Any] = []
     values: list[Any] = []
     for look, value in zip(looks, arguments, strict=False):
@@ -204,9 +223,10 @@ def _describe_arguments(
 
 
 def _find_integer_properties(parameter: Any) -> str:
-    """Return the properties of an integer that Triton uses.
+    """Return the property of an integer parameter that selects the compiled kernel: "value", "width" or "type".
 
-    "type" if declared, else "width", or also its "value".
+    It is "value" unless Triton must not specialise the kernel for the parameter (do_not_specialize).  Then
+    it is "type" if the parameter has a declared type, else "width", the number of bits of the integer.
     """
     if not parameter.do_not_specialize:
         return "value"
@@ -219,7 +239,10 @@ def _classify_integer(value: int, look: str) -> Any:
 
 
 def compute_stable_key(function: Any) -> None:
-    """Compute the key of a jit function, after the keys of the functions that it calls."""
+    """Let Triton compute and store the key of a jit function, after the keys of the functions that it calls.
+
+    In this order the key is equal in every process.
+    """
     if not isinstance(function, JITFunction):
         return
     with _SETTLING:
@@ -236,7 +259,7 @@ def _iterate_called(function: Any) -> Iterator[Any]:
 
 
 def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
-    """Return the value of a name, or of an attribute of a module."""
+    """Return the object to which a name or `module.attribute` in a function's source refers; else None."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -22,7 +22,10 @@ def record_launches(launches: Iterable[Launch]) -> None:
 
 @contextmanager
 def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
-    """Plan calls on meta tensors for `gpu` in this context; yields the list that records their launches."""
+    """Record the launches of calls on meta tensors in this context, and yield the list of launches.
+
+    The calls are planned for `gpu`.
+    """
     stand_in(gpu)
     _noted.clear()
     try:
@@ -32,7 +35,7 @@ def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
 
 
 def bind_to_nothing(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a launch's arguments with meta tensors in place of its arrays, to compile the launch.
+    """Replace the arrays in a launch's arguments by meta tensors, with which the kernel can be compiled.
 
     The meta tensors have the dtypes and alignments of the arrays.
     """
@@ -40,6 +43,7 @@ def bind_to_nothing(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _bind_to_nothing(value: Any) -> Any:
+    """Replace an argument that is an array, or the arrays in a tuple, by meta tensors."""
     if isinstance(value, tuple):
         return bind_to_nothing(value)
     if not isinstance(value, Array):

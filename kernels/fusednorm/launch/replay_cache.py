@@ -48,7 +48,7 @@ Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _CallReplay:
-    """The work of a call whose kind has been recorded.
+    """Everything that is needed to repeat a recorded call: how its results are allocated, and its launches.
 
     Attributes:
         allocators: for each field of the result with a tensor of its own, the function that allocates it.
@@ -65,7 +65,10 @@ class _CallReplay:
     def allocate_missing(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
     ) -> list[Tensor | None] | None:
-        """Allocate the results that `out` does not have; None if a tensor of `out` does not fit."""
+        """Return the tensors of the results: those in `out`, and new ones for the others.
+
+        Return None if a tensor in `out` has another dtype, shape, layout or device than the result.
+        """
         results: list[Tensor | None] = []
         for new, output, given in zip(self.allocators, self.outputs, out, strict=True):
             if given is None:
@@ -99,7 +102,9 @@ is_capturing = torch.cuda.is_current_stream_capturing
 
 
 def set_extension_loader(load: Callable[[bool], Any]) -> None:
-    """Let the host extension make recorded calls as soon as `load` returns it.
+    """Set the function that loads the host extension, and is called again until it returns the extension.
+
+    The extension then makes the recorded calls.
 
     Args:
         load: returns the extension, or None; called at plans and, with whether the extension may now be built,
@@ -110,9 +115,9 @@ def set_extension_loader(load: Callable[[bool], Any]) -> None:
 
 
 def set_extension(extension: Any) -> None:
-    """Use `extension` for recorded calls.
+    """Let the host extension make the calls that it has recorded, and Python the others.
 
-    Python makes the calls that the extension has not recorded, or all calls if `extension` is None.
+    If `extension` is None, Python makes all calls.
     """
     global _extension, _load
     if extension is not None:
@@ -123,7 +128,11 @@ def set_extension(extension: Any) -> None:
 
 
 def _search_extension(may_build: bool) -> None:
-    """Use the host extension, if it exists; recorded calls are planned once more for it."""
+    """Load the host extension if it exists, and let it make recorded calls from then on.
+
+    All records in Python are dropped, so that each call is planned once more and recorded in the extension.
+    Nothing is done during the capture of a graph, or while another thread searches.
+    """
     if is_capturing() or not _LOOKING.acquire(blocking=False):
         return
     try:
@@ -137,6 +146,7 @@ def _search_extension(may_build: bool) -> None:
 
 
 def _count_replay() -> None:
+    """Count a replay by Python; at every `_LOOK_EVERY`th one, search for the host extension."""
     global _replays
     _replays += 1
     if _replays % _LOOK_EVERY == 0:
@@ -144,7 +154,7 @@ def _count_replay() -> None:
 
 
 def clear_replays() -> None:
-    """Forget all recorded calls."""
+    """Forget all recorded calls, so that the next call of each kind is planned anew."""
     _KNOWN.clear()
     if _extension is not None:
         _extension.clear_replays()
@@ -166,7 +176,7 @@ def encode_policy() -> int:
 
 
 class ReplayablePass(Generic[Result]):
-    """A pass of an operation; its inputs and options distinguish its calls.
+    """A forward or backward pass of an operation, whose calls are recorded and repeated.
 
     Attributes:
         roles: as below.
@@ -185,7 +195,11 @@ class ReplayablePass(Generic[Result]):
         _PASSES.append(self)
 
     def replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
-        """Replay a call without dropout; None unless its kind has been recorded and `out` fits."""
+        """Repeat the recorded launches of an earlier call like this one, and return the results.
+
+        Return None if no such call is recorded, a tensor of `out` does not fit its result, a tensor is not
+        aligned to 16 bytes, or a hook observes Triton's launches.  The call must be one without dropout.
+        """
         if not prepared_kernels.can_bypass_triton():
             return None
         if _extension is not None and out is None:
@@ -238,6 +252,8 @@ class ReplayablePass(Generic[Result]):
     ) -> None:
         """Record a call for `replay`, after it was checked, planned and launched.
 
+        Nothing is recorded if `LaunchTemplate` does not support the launches.
+
         Args:
             tensors: inputs and results by name, in the order of the pass.
         """
@@ -263,6 +279,11 @@ class ReplayablePass(Generic[Result]):
                 _extension.record_replay(self.extension_number, encode_policy(), options, inputs, *described_call)
 
     def _find_replay(self, inputs: Inputs, options: Options) -> _CallReplay | None:
+        """Return the record of an earlier call like this one; None if there is none.
+
+        The earlier call may have had another number of rows if all launches declare how they depend on that
+        number.
+        """
         of_any_rows = _make_row_free_key(self, self.roles, inputs, options)
         if of_any_rows is not None:
             call_replay = _KNOWN.get(of_any_rows, _NOTHING)
@@ -272,7 +293,7 @@ class ReplayablePass(Generic[Result]):
 
 
 def _make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
-    """Make the key of a call of a pass.
+    """Make the key under which a call of a pass is recorded, from everything in the call but addresses.
 
     Raises:
         TypeError: an option has no hash; raised when the key is first looked up.
@@ -289,13 +310,14 @@ def _make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashabl
 def _make_row_free_key(
     whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
 ) -> Hashable | None:
-    """Make the key of a call without its number of rows.
+    """Make the key under which a call is recorded for any number of rows; None if there is no such key.
 
-    The result is None if the memory layout of the rows depends on that number.
+    There is none without `roles`, or if the strides between rows depend on the number of rows.
 
     Args:
-        roles: the roles of the inputs, x first; those beyond are parameters.  Empty if calls differ by more than
-            their number of rows.
+        roles: the roles of the inputs, x first; inputs beyond these are parameters.  Empty if calls differ
+            by more
+            than their number of rows.
     """
     x: Any = inputs[0]
     shape = x.shape
@@ -323,7 +345,10 @@ def _make_row_free_key(
 
 
 def _store_replay(kind: Hashable, replay: _CallReplay | None) -> None:
-    """Store the work of a kind of call; if there are too many kinds, the oldest is dropped."""
+    """Store the record of a call under its key; if there are `MAX_KINDS` records, drop the oldest.
+
+    A record of None means that each number of rows needs a key of its own.
+    """
     with _LEARNING:
         if len(_KNOWN) >= MAX_KINDS and kind not in _KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
@@ -331,7 +356,7 @@ def _store_replay(kind: Hashable, replay: _CallReplay | None) -> None:
 
 
 def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a field and the other field whose tensor it shares."""
+    """Yield each field of a result that shares the tensor of an earlier field, with that earlier field."""
     places: dict[int, int] = {}
     for place, output in enumerate(outputs):
         first = places.setdefault(id(output), place)
@@ -340,7 +365,10 @@ def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
 
 
 def _make_allocator(output: OutputSpec, x: Tensor, any_rows: bool) -> Allocate:
-    """Make the function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
+    """Make the function that allocates one result of a recorded call when the call is repeated.
+
+    With `any_rows` it allocates the result for any number of rows, else in the shape for this x.
+    """
     dtype = TORCH_DTYPES[output.dtype]
     if output.has_x_layout and not x.is_contiguous():
         return lambda x, *_: torch.empty_like(x, dtype=dtype)

@@ -31,7 +31,7 @@ def allow_waiting(allowed: bool) -> None:
 
 
 def may_wait() -> bool:
-    """Return whether the next launch may be cooperative.
+    """Return whether the programs of the next launch may wait for one another (a cooperative launch).
 
     In the interpreter it never may, since one program runs at a time.
     """

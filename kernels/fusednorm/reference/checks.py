@@ -23,10 +23,9 @@ def check_float(name: str, tensor: Tensor) -> None:
 def check_optional_tensor(
     name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Check that a tensor is None or a float tensor of `shape` (x's shape if None) on x's device.
+    """Raise KernelInputError unless a tensor is None, or a float tensor of `shape` on x's device.
 
-    Raises:
-        KernelInputError: wrong dtype, device or shape.
+    `shape` is None for x's shape.
     """
     if tensor is None:
         return

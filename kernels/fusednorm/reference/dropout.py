@@ -11,7 +11,9 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
+    """Compute the four random words of each (row, quad), int64 in [0, 2^32).
+
+    `fusednorm.arguments.dropout` defines them.
 
     Args:
         seed: int64.
@@ -30,7 +32,7 @@ def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, 
 
 
 def compute_dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
-    """Compute the mask of kept elements, bool [rows, positions]."""
+    """Compute whether dropout keeps each element of [rows, positions], as a bool tensor."""
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     quad = torch.arange((positions + 3) // 4, dtype=torch.int64, device=device)[None, :]
     words = torch.stack(compute_philox_words(seed, row, quad), dim=-1).reshape(rows, -1)

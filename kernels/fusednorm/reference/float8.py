@@ -10,9 +10,9 @@ SMALLEST_SCALE = 2.0**-126
 
 
 def quantise_rows(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute y / scale in float8_e4m3fn, and the scale, in y's dtype.
+    """Quantise each row of y to float8_e4m3fn; return the quantised rows and their scales, in y's dtype.
 
-    scale = max(largest |y| of the row / 448, 2^-126).
+    A quantised row is y / scale, with scale = max(largest |y| of the row / 448, 2^-126).
 
     2^-126 is the smallest normal float32: with it a row of zeros stays zero.  The scale of a row with a NaN or an
     infinity is NaN or infinite too, and every element times the scale is NaN.

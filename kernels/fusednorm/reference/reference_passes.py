@@ -43,7 +43,9 @@ from fusednorm.tensors.layouts import is_channels_last, laid_out
 
 @dataclass(frozen=True)
 class _NormView:
-    """The view of tensors in one operation: x as an array of `shape`, normalised over `axes`.
+    """Shapes, axes and dtypes with which the same code computes LayerNorm, RMSNorm and GroupNorm.
+
+    x is viewed as an array of `shape` and normalised over `axes`.
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `convert_mask` converts a mask of that
@@ -160,7 +162,7 @@ def group_norm_forward(
 ) -> Forward:
     """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias.
 
-    The statistics are those of groups.
+    h = x + residual; mean and rstd are those of groups.
 
     Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
     for a contiguous x and channel last for a channels-last x, so the two layouts have different masks.
@@ -239,7 +241,10 @@ def rms_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
+    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
+
+    Everything else is as in `layer_norm_backward`.
+    """
     view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
@@ -266,7 +271,9 @@ def group_norm_backward(
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute `layer_norm_backward` with means over a group; dweight and dbias sum over samples and positions.
+    """Compute the gradients of GroupNorm's inputs as `layer_norm_backward`, with means over groups.
+
+    dweight and dbias are sums over samples and positions.
 
     With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
     positions.
@@ -288,6 +295,7 @@ def _make_rows_view(
     centre: bool,
     precision: torch.dtype | None,
 ) -> _NormView:
+    """Check the arguments of LayerNorm or RMSNorm, and make the view with which they are computed."""
     check_float("x", x)
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
@@ -327,6 +335,7 @@ def _make_groups_view(
     *,
     precision: torch.dtype | None,
 ) -> _NormView:
+    """Check the arguments of GroupNorm, and make the view with which they are computed."""
     check_float("x", x)
     check_groups(x, num_groups)
     for name, parameter, of_parameter in (
@@ -372,6 +381,7 @@ def _compute_forward(
     out_dtype: torch.dtype | None,
     stats: bool,
 ) -> Forward:
+    """Compute the forward pass of any of the three norms, over tensors as the view describes them."""
     h = _add_residual(view, x, residual)
     centred, mean, rstd = _compute_statistics(view, h, options.eps)
     z = _apply_modulation(view, _apply_affine(view, centred * rstd, weight, bias))
@@ -402,6 +412,7 @@ def _compute_backward(
     dresidual_out: Tensor | None,
     options: NormOptions,
 ) -> Backward:
+    """Compute the backward pass of any of the three norms, over tensors as the view describes them."""
     work, scale, shift = view.work_dtype, view.scale, view.shift
     check_optional_tensor("dy", dy, x)
     check_optional_tensor("dresidual_out", dresidual_out, x)
@@ -453,6 +464,7 @@ def _sum_sample_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> T
 
 
 def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
+    """Select the dtype of all arithmetic: `precision`, or without it float64 for a float64 x, else float32."""
     check_precision(precision)
     if precision is not None:
         return precision
@@ -465,11 +477,9 @@ def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor
 
 
 def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Compute h without its mean, the mean and the reciprocal standard deviation.
+    """Compute h - mean, the mean and the reciprocal standard deviation; both statistics broadcast against h.
 
-    If the operation does not centre, the mean is None.
-
-    The last two are broadcastable.
+    For RMSNorm the first result is h itself, and the mean is None.
     """
     centred, mean = h, None
     if view.subtracts_mean:
@@ -483,6 +493,7 @@ def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor,
 
 
 def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Compute xhat * (weight + weight_offset) + bias; a weight or bias of None is left out."""
     z = xhat
     if weight is not None:
         z = z * _compute_weight_factors(view, weight)
@@ -492,7 +503,7 @@ def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Te
 
 
 def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
-    """Apply the affine step per sample to z, if there is one."""
+    """Compute z * (1 + scale) + shift with the view's scale and shift of each sample, if there are any."""
     if view.scale is not None:
         z = z * _compute_scale_factors(view, view.scale)
     if view.shift is not None:
@@ -526,7 +537,7 @@ def _sum_parameter_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -
 
 
 def _convert_result(view: _NormView, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a result to x's shape, in the memory order of results."""
+    """Copy a result to x's shape and `dtype`, in the memory layout of the view."""
     # Not a view, which torch would not change in place as the result of an autograd function; and not written into
     # an empty tensor, since under vmap x may be one tensor and its results several.
     return laid_out(values.reshape(x.shape), view.channels_last).to(dtype, copy=True)

@@ -69,7 +69,7 @@ _FUNCTIONS = {
 
 
 def activation_of(name: str) -> Activation:
-    """Return the activation `name`.
+    """Return the function and the derivative of the activation with this name.
 
     Raises:
         KernelInputError: there is no such activation.

@@ -35,7 +35,7 @@ def is_misaligned(tensor: Tensor) -> bool:
 
 
 def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array:
-    """Describe a tensor, in separate memory that has the given name."""
+    """Describe a tensor as an `Array` whose memory has the given name."""
     dtype = tensor.dtype
     device = device or describe_device(tensor.device)
     is_aligned = tensor.data_ptr() % 16 == 0
@@ -46,7 +46,7 @@ def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array
 def describe_each(
     names: Iterable[str], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Array | None], dict[str, Tensor]]:
-    """Describe a call's tensors, x first; returns the descriptions, and the tensors by name.
+    """Check the devices of a call's tensors, x first; return their descriptions, and the tensors by name.
 
     Raises:
         KernelInputError: a tensor is not on x's device, or x's is no CUDA device; or a lazy negation
@@ -76,7 +76,11 @@ def describe_each(
 
 
 def describe_inputs(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
-    """Describe a call's inputs; returns the descriptions, and the tensors by name; raises as `describe_each`."""
+    """Check the devices of a call's inputs; return their descriptions, and the tensors by name.
+
+    Raises:
+        KernelInputError: as in `describe_each`.
+    """
     described, named = describe_each(inputs._fields, inputs)
     arrays: Inputs = type(inputs)(*described)
     return arrays, named

@@ -11,10 +11,10 @@ _stand_in: GpuModel | None = None
 
 
 def stand_in(gpu: GpuModel | None) -> None:
-    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches.
+    """Set the GPU for which calls on meta tensors are planned; these calls only record their launches.
 
-    For a process that compiles in advance (`launch.recorded_launches`).  With None, the initial state, such calls
-    are refused.
+    A process that compiles kernels in advance for a GPU that is not present calls this function.  With None,
+    the initial state, calls on meta tensors are refused.
     """
     global _stand_in
     _stand_in = gpu
@@ -28,9 +28,9 @@ def stands_in(device: torch.device) -> bool:
 
 @cache
 def describe_device(device: torch.device) -> GpuModel:
-    """Return the properties of a tensor's device that plans use.
+    """Return the properties of a device on which plans depend.
 
-    Calls on meta tensors are planned for the GPU of `stand_in`, or for an H200, for inspection.
+    For the meta device these are the properties of the GPU set by `stand_in`, or of an H200.
     """
     if device.type != "cuda":
         return (_stand_in or H200) if device.type == "meta" else CPU
@@ -40,9 +40,10 @@ def describe_device(device: torch.device) -> GpuModel:
 
 @cache
 def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
-    """Return bytes per second, read plus written, of a copy of `nbytes` on the device: the library's limit.
+    """Measure the bandwidth of copies on a CUDA device, in bytes per second, read plus written.
 
-    Median of 20 timed copies, measured at the first call.  CUDA only.
+    This bandwidth is the limit for the library's kernels.  The result is the median of 20 timed copies of
+    `nbytes`, which are made at the first call only.
     """
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)

@@ -6,7 +6,7 @@ from fusednorm.errors import UnsupportedShapeError
 
 
 def is_channels_last(x: Tensor, name: str = "x") -> bool:
-    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
+    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C] rather than contiguous.
 
     A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
@@ -23,14 +23,21 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
 
 
 def in_layout(tensor: Tensor, channels_last: bool) -> bool:
-    """Return whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
+    """Return whether a tensor [N, C, *spatial] is channels-last, or contiguous if not `channels_last`.
+
+    A tensor may have both layouts.
+    """
     if channels_last:
         tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
     return tensor.is_contiguous()
 
 
 def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
-    """Return [N, C, *spatial] in the given layout with a new tensor's strides; only another layout is copied."""
+    """Return a tensor [N, C, *spatial] as channels-last, or as contiguous if not `channels_last`.
+
+    It is copied only if it has another layout.  Its strides are those of a new tensor, also along axes of
+    one element.
+    """
     # A trace may not know whether a size is 1.
     if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
         return tensor

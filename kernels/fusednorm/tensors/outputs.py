@@ -17,7 +17,7 @@ Result = TypeVar("Result", Forward, Backward)
 
 
 def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
-    """Return whether a result can be written to the tensor `given`."""
+    """Return whether a tensor of the caller has the dtype, shape, device and layout of a result."""
     return (
         given.dtype == TORCH_DTYPES[output.dtype]
         and given.shape == output.compute_shape(x)
@@ -28,6 +28,11 @@ def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
 
 
 def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
+    """Return the caller's tensor for a result after a check, or a new tensor if the caller passed none.
+
+    Raises:
+        KernelInputError: the tensor does not fit the result.
+    """
     dtype, shape = TORCH_DTYPES[output.dtype], output.compute_shape(x)
     if given is None:
         if output.has_x_layout:
@@ -43,7 +48,7 @@ def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
 
 
 def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
-    """Return tensors for all results of a pass: those of `out` where given, else new ones.
+    """Return a tensor for each result of a pass: the one that the caller passed in `out`, or a new one.
 
     Raises:
         KernelInputError: a tensor of `out` does not fit its result, or the call does not return that result.

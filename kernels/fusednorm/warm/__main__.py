@@ -35,7 +35,7 @@ Part = tuple[int, int]
 
 
 def main(arguments: list[str] | None = None, hashing: threading.Thread | None = None) -> int:
-    """Compile; returns the exit code.
+    """Compile the kernels that the command line asks for; return 1 if a kernel could not be compiled, else 0.
 
     Args:
         hashing: a thread that already runs `triton_key`, if any.
@@ -72,7 +72,10 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
 
 
 class CacheWarmer:
-    """The compilation for some GPUs and row lengths, and its results so far."""
+    """The kernels of some GPUs and row lengths that are to be compiled into Triton's cache.
+
+    The constructor plans their launches, and replaces Triton's driver.
+    """
 
     def __init__(self, gpus: Sequence[GpuModel], lengths: Sequence[int], only_warm_up: bool) -> None:
         self._gpus = gpus
@@ -89,7 +92,7 @@ class CacheWarmer:
         driver.set_active(self._driver)
 
     def compile(self, jobs: int, until_gone: int | None) -> int:
-        """Compile in `jobs` processes; returns the number of missing kernels.
+        """Compile the kernels in `jobs` processes and print the results; return the number of missing kernels.
 
         Args:
             until_gone: the id of a process; compilation stops when that process has ended.
@@ -114,6 +117,10 @@ class CacheWarmer:
         return missing
 
     def _compile_ticket(self, ticket: int) -> tuple[int, bool]:
+        """Compile the kernel of the launch with index `ticket`, in a worker process.
+
+        Return the kernel's bytes in the cache, and whether it was there before.
+        """
         self._driver.current, launch = self._tickets[ticket]
         hits: list[bool] = []
         knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)

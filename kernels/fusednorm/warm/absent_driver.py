@@ -15,7 +15,10 @@ _THREADS_OF_A_WARP = 32
 
 
 class AbsentDriver:
-    """A driver with one device for each named GPU, one of them current; it launches nothing."""
+    """Replacement for Triton's driver with which kernels are compiled for GPUs that are not present.
+
+    Each GPU is a device, and `current` is the index of the current device.  The driver launches nothing.
+    """
 
     def __init__(self, gpus: Sequence[GpuModel]) -> None:
         self._gpus = gpus
@@ -32,9 +35,10 @@ class AbsentDriver:
 
 
 def build_launcher(kernel: Any) -> None:
-    """Compile a kernel's launcher into the cache: before version 3.7 Triton needs a C stub for its parameters.
+    """Compile a kernel's launcher, a C stub that Triton before version 3.7 needs, into Triton's cache.
 
-    This needs CUDA's driver; without it, or if the compilation fails, Triton compiles the stub at the first launch.
+    Without CUDA's driver, or if the compilation fails, nothing is done: Triton compiles the stub at the
+    first launch.
     """
     if hasattr(nvidia, "make_launcher") and _has_driver():
         with contextlib.suppress(Exception):
@@ -43,6 +47,7 @@ def build_launcher(kernel: Any) -> None:
 
 @functools.cache
 def _has_driver() -> bool:
+    """Return whether CUDA's driver library can be loaded."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -29,7 +29,13 @@ def is_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: bool
 
 
 def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> None:
-    """Record that all kernels were compiled: `is_compiled` is true from now on.
+    """Record that all kernels for such a GPU and row length were compiled, so that `is_compiled` returns True.
+
+    Args:
+        arch, multiprocessors: the GPU's compute capability, as 90 for 9.0, and its number of
+            multiprocessors.
+        length: the number of elements of a row.
+        only_warm_up: whether only the kernels of a server's warm-up were compiled.
 
     Raises:
         OSError: Triton's cache cannot be written to.
@@ -40,9 +46,9 @@ def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: 
 
 
 def get_lock_path() -> Path:
-    """Return the file that a process locks while it compiles in advance.
+    """Return the path of the file that a process locks while it compiles in advance; create its folder.
 
-    The lock keeps other processes from compiling these kernels.
+    The lock keeps other processes from compiling the same kernels.
     """
     folder = Path(knobs.cache.dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +62,10 @@ def _make_record_path(arch: int, multiprocessors: int, length: int, only_warm_up
 
 @functools.cache
 def _describe_versions() -> str:
-    """Describe the versions on which compiled kernels depend; equal in every process of an installation."""
+    """Describe in one text the sources, versions and environment variables on which compiled kernels depend.
+
+    The text is equal in every process of an installation.
+    """
     sources = hashlib.sha256()
     for folder, _, names in sorted(os.walk(Path(fusednorm.__file__).parent)):
         for name in sorted(names):

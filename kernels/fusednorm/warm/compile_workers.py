@@ -24,12 +24,12 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TicketResult:
-    """The result of a ticket.
+    """Result of one ticket, a number that stands for a kernel to compile.
 
     Attributes:
-        seconds: the time that it took.
-        nbytes: its size in the cache; -1 if it failed.
-        was_cached: whether it was in the cache already.
+        seconds: the time that the compilation took.
+        nbytes: the kernel's size in the cache; -1 if the compilation failed.
+        was_cached: whether the kernel was in the cache already.
     """
 
     ticket: int
@@ -45,9 +45,9 @@ Work = Callable[[int], tuple[int, bool]]
 def run_tickets(
     tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]
 ) -> Iterator[TicketResult]:
-    """Process each ticket in one of `jobs` processes; yields results in order of completion.
+    """Process each ticket, the number of a kernel, in one of `jobs` forked processes.
 
-    A ticket whose process dies is processed once more.
+    Results are yielded in order of completion.  A ticket whose process dies is processed once more.
 
     Args:
         is_wanted: called twice a second; when it returns False, the processes are killed.
@@ -65,6 +65,10 @@ def run_tickets(
 def _run_round(
     tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]
 ) -> Iterator[TicketResult]:
+    """Fork the processes, let them process each ticket once, and yield the results.
+
+    A ticket whose process dies has no result.  All processes have ended when the last result was taken.
+    """
     to_take, to_give = os.pipe()
     to_hear, to_report = os.pipe()
     workers = []
@@ -92,7 +96,7 @@ def _run_round(
 def _exchange_tickets(
     to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]
 ) -> Iterator[TicketResult]:
-    """Send tickets and receive results until no worker is left."""
+    """Send tickets to the workers and yield their results, until all workers have ended or are not wanted."""
     tickets.reverse()
     polled_at = time.monotonic()
     while True:
@@ -120,7 +124,7 @@ def _exchange_tickets(
 
 
 def _run_worker(to_take: int, to_report: int, work: Work) -> None:
-    """Run the main loop of a worker; does not return."""
+    """Process tickets in a forked process until none is left or the parent has ended, then exit the process."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.
     while (ticket_bytes := os.read(to_take, _TICKET.size)) and os.getppid() == parent:

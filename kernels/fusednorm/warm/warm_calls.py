@@ -30,7 +30,7 @@ _META = torch.device("meta")
 
 
 def list_warm_launches(gpu: GpuModel, length: int, only_warm_up: bool) -> list[Launch]:
-    """List the launches that a server on `gpu` compiles for rows of `length` elements, in order of need.
+    """List the launches whose kernels a server on `gpu` needs for rows of `length` elements, in order of need.
 
     Each kernel is in the list once.
 
@@ -50,6 +50,7 @@ def list_warm_launches(gpu: GpuModel, length: int, only_warm_up: bool) -> list[L
 
 
 def _record_calls(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
+    """Make a forward or backward call of each operation on meta tensors, so that its launches are recorded."""
     x = torch.empty(_ROWS, length, dtype=dtype, device=_META)
     parameter = torch.empty(length, dtype=torch.float32, device=_META)
     tensors = (x,) if direction == "forward" else (x, x)
@@ -66,7 +67,7 @@ def _record_calls(length: int, direction: str, dtype: torch.dtype, with_paramete
 
 
 def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """Yield the first launch of each different kernel."""
+    """Yield the launches whose compiled kernel no earlier launch has."""
     seen: set[Hashable] = set()
     for launch in launches:
         kind = make_kernel_key(launch)
@@ -76,7 +77,7 @@ def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
 
 
 def make_kernel_key(launch: Launch) -> Hashable:
-    """Make the key of a launch's compiled kernel; launches that share a compiled kernel have equal keys."""
+    """Make the key of the compiled kernel of a launch; launches with the same compiled kernel have equal keys."""
     specialised = specialise_kernel(launch)
     source = specialised.source
     return (
@@ -89,16 +90,21 @@ def make_kernel_key(launch: Launch) -> Hashable:
 
 
 def compile_kernel(launch: Launch) -> Any:
-    """Compile the kernel of a launch for the current device of Triton's driver; returns the compiled kernel."""
+    """Compile the kernel of a launch for the current device of Triton's driver, and return the kernel.
+
+    Nothing is launched.
+    """
     options = {"enable_fp_fusion": True, **launch.options}
     compute_stable_key(launch.kernel)
     return launch.kernel.warmup(*bind_to_nothing(launch.arguments), grid=launch.grid, **options)
 
 
 def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:
-    """Compile the kernels that `call` on meta tensors would launch on this process's GPU `gpu`; one call at a time.
+    """Compile the kernels that `call` would launch on this process's GPU, in parallel threads.
 
-    A single kernel is not compiled here, but by the call that needs it.  The current device is the first.
+    `call` makes a call on meta tensors, which is planned for `gpu`.  A single kernel is not compiled here,
+    but by the call that needs it.  Kernels are compiled for the first device.  Only one thread at a time may
+    call this function.
 
     Raises:
         KernelInputError: the call raises it.

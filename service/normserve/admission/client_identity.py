@@ -10,11 +10,12 @@ _IPV6_NETWORK_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """The sender of a request, as far as the server knows it.
+    """The sender of a request: its address, and the name and byte limit of its API key.
 
     Attributes:
         address: the client's IP address; `unix` on a Unix socket.
-        key: the name of its API key, never the key itself; None if no key was given or none is required.
+        key: the name of its API key, never the key itself; None if no key was given or none is
+            required.
         max_inflight_bytes: limit of the bytes of all requests with its key together; None is no limit.
     """
 
@@ -24,7 +25,8 @@ class ClientIdentity:
 
     @property
     def tenant_name(self) -> str:
-        """The name of the tenant to which the request is charged: by its key, or without a key by its address.
+        """The name of the tenant that is charged for the request: `key:NAME`, or the address of a client
+        without a key.
 
         IPv6 addresses of one /64 network are one tenant.
         """
@@ -41,7 +43,10 @@ def make_anonymous_identity(address: str) -> ClientIdentity:
 
 @functools.lru_cache(maxsize=1024)
 def _format_ipv6_prefix(address: str) -> str:
-    """Return the tenant's name for an IPv6 address: its /64 network, or the IPv4 address that it maps."""
+    """Return the tenant's name for an IPv6 address: its /64 network, as `PREFIX/64`.
+
+    An IPv4 address that is mapped to IPv6 is returned as IPv4, and an invalid address unchanged.
+    """
     try:
         parsed = ipaddress.IPv6Address(address)
     except ValueError:

@@ -37,7 +37,7 @@ class ReleaseRate:
         self._bytes = 0.0
 
     def record_release(self, nbytes: int, requests: int = 1) -> None:
-        """Record that requests have released their permits with `nbytes` in all."""
+        """Record that `requests` permits were released, of `nbytes` together."""
         now = self._clock()
         decay_factor = math.exp((self._updated_at - now) / _MEMORY_S)
         self._requests = self._requests * decay_factor + requests
@@ -53,6 +53,10 @@ class ReleaseRate:
         return self._estimate_seconds(nbytes, self._bytes)
 
     def _estimate_seconds(self, amount: float, decayed_amount: float) -> float:
+        """Estimate the seconds until `amount` is released at the recent rate; 0 without recent releases.
+
+        Args: decayed_amount: the weighted sum of releases until `_updated_at`.
+        """
         now = self._clock()
         recent_amount = decayed_amount * math.exp((self._updated_at - now) / _MEMORY_S)
         # Soon after the start, the means cover less than the time constant.
@@ -61,7 +65,8 @@ class ReleaseRate:
 
 
 class AdmissionBudget:
-    """A budget of requests and bytes, taken by try-acquire: no request ever waits for a permit.
+    """The server's limits of concurrent requests and of their bytes: a request is admitted at once, or
+    refused.
 
     Not thread-safe: it belongs to the event loop's thread.
     """
@@ -99,15 +104,16 @@ class AdmissionBudget:
         return self._tenants.sharing_count
 
     def acquire(self, nbytes: int, tenant: str = "", max_inflight_bytes: int | None = None) -> "Permit":
-        """Admit one request that brings `nbytes`.
+        """Admit one request of `nbytes`, and return its permit; if it does not fit, unfinished bodies may be
+        aborted for it.
 
         Args:
             tenant: the tenant to which the request is charged.
             max_inflight_bytes: limit of the bytes of all that tenant's requests together; None is no limit.
 
         Raises:
-            OverloadedError: the budget of requests or of bytes is spent, or the tenant's own is; its retry time is
-                the estimated time until the current requests have been released.
+            OverloadedError: the budget of requests or of bytes is spent, or the tenant's own is; its retry
+                time is the estimated time until the current requests have been released.
             TooLargeError: `max_inflight_bytes` is less than `nbytes`.
         """
         holder = self._tenants_by_name.get(tenant) or self._tenants.add_tenant(tenant)
@@ -132,7 +138,7 @@ class AdmissionBudget:
 
     @property
     def free_capacity(self) -> tuple[int, int]:
-        """The free requests and bytes of the budget; none while a refused tenant has priority."""
+        """The number of requests and of bytes that are free; (0, 0) while a refused tenant has priority."""
         if self._tenants.priority_count:
             return 0, 0
         return self._max_requests - self.request_count, self._max_bytes - self.used_bytes
@@ -147,7 +153,12 @@ class AdmissionBudget:
         self._release_rate.record_release(nbytes, requests)
 
     def grow_permit(self, permit: "Permit", nbytes: int) -> None:
-        """Add bytes to an unreleased permit; see `Permit.grow`."""
+        """Add `nbytes` to a permit that is neither released nor revoked, for `Permit.grow`.
+
+        Raises:
+            OverloadedError: the budget or the tenant's limit is spent; the permit is unchanged.
+            TooLargeError: the tenant's limit is less than `nbytes`.
+        """
         holder = permit.tenant
         if permit.max_inflight_bytes is not None:
             self._require_tenant_limit(permit.max_inflight_bytes, holder, nbytes)
@@ -171,6 +182,7 @@ class AdmissionBudget:
         del self._body_rates[permit]
 
     def _subtract_permit(self, permit: "Permit") -> None:
+        """Take a permit's request and bytes back from its tenant and from the sums over all tenants."""
         holder = permit.tenant
         holder.request_count -= 1
         holder.used_bytes -= permit.nbytes
@@ -180,6 +192,12 @@ class AdmissionBudget:
             self._tenants.sharing_count -= 1
 
     def _require_tenant_limit(self, most: int, holder: Tenant, nbytes: int) -> None:
+        """Refuse `nbytes` more for a tenant if all its requests together would exceed its limit.
+
+        Raises:
+            TooLargeError: these bytes alone exceed the limit.
+            OverloadedError: the tenant's other requests leave too few bytes.
+        """
         if holder.used_bytes + nbytes <= most:
             return
         if nbytes > most:
@@ -190,7 +208,8 @@ class AdmissionBudget:
         )
 
     def _make_room(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
-        """Revoke permits of unfinished bodies until a tenant's request fits; refuse it if that is not possible.
+        """Revoke permits of unfinished bodies until a tenant's request fits; refuse the request if too few can
+        be revoked.
 
         Also refuse a tenant beyond its share while another tenant has priority.
 
@@ -226,13 +245,20 @@ class AdmissionBudget:
         raise error
 
     def _claim_inspection(self, now: float) -> bool:
-        """Return whether all bodies may be inspected now, which is limited in case many requests are refused."""
+        """Return whether the rates of all bodies may be measured now; if so, delay the next measurement.
+
+        The limit keeps refusals cheap when there are many.
+        """
         if now < self._next_inspection_at:
             return False
         self._next_inspection_at = now + self._stall_s / _INSPECTIONS_PER_STALL
         return True
 
     def _make_refusal(self, requests: int, nbytes: int, is_within_share: bool) -> OverloadedError:
+        """Make the error for a request that does not fit: which limit is reached, and when to try again.
+
+        A tenant within its share has priority, and is asked to try again soon.
+        """
         if self.request_count + requests > self._max_requests:
             detail = f"{self.request_count} requests are in flight, no more than that are admitted"
             wait_s = self._release_rate.estimate_seconds_for_requests(self.request_count)
@@ -247,6 +273,7 @@ class AdmissionBudget:
         return OverloadedError(detail, _SHORTEST_WAIT_S if is_within_share else _clamp_retry_after(wait_s))
 
     def _revoke(self, permit: "Permit", reason: str) -> None:
+        """Take back a permit's request and bytes, and abort its body with an error that depends on the reason."""
         inflow = self._body_rates[permit]
         permit.revoke()
         self._subtract_permit(permit)
@@ -290,7 +317,7 @@ class Permit:
         self.nbytes = nbytes
 
     def grow(self, nbytes: int) -> None:
-        """Take more bytes, for a body of unannounced length or for the memory of the computation.
+        """Add `nbytes` to the permit, for a body of unannounced length or for the memory of the computation.
 
         Raises:
             OverloadedError: a budget is spent, or the permit was revoked; `nbytes` is unchanged.
@@ -302,7 +329,7 @@ class Permit:
             self._budget.grow_permit(self, nbytes)
 
     def start_receiving(self, body: RevocableBody, due_bytes_per_s: float) -> None:
-        """Make the permit revocable from now on, while its body is received.
+        """Allow the budget to revoke the permit while its body is received, until `complete_body`.
 
         Args: due_bytes_per_s: a body that is slower than this can be aborted for another request.
         """
@@ -311,13 +338,16 @@ class Permit:
             self._budget.start_receiving(self, body, due_bytes_per_s)
 
     def complete_body(self) -> None:
-        """Make the permit irrevocable, because its body is complete."""
+        """Make the permit irrevocable, because its body is no longer being received."""
         if self._is_receiving and self._budget is not None:
             self._is_receiving = False
             self._budget.end_receiving(self)
 
     def revoke(self) -> None:
-        """Mark the permit as revoked; the budget calls this, and takes back all requests and bytes."""
+        """Mark the permit as revoked, so that it cannot grow and its release does nothing.
+
+        Called by the budget, which takes the permit's request and bytes back itself.
+        """
         self.complete_body()
         self._budget = None
         self._is_revoked = True

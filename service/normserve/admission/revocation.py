@@ -12,7 +12,7 @@ STALLED, SHARE = REASONS = ("stalled", "share")
 
 
 class RevocableBody(Protocol):
-    """A request's body while it is received.
+    """A request's body that is being received, and can be aborted to free its memory.
 
     Attributes:
         received_bytes: the number of received bytes.
@@ -44,7 +44,8 @@ class BodyRate:
         self._bytes_per_s: float | None = None
 
     def measure_relative_rate(self, now: float) -> float:
-        """Return the body's recent rate, divided by its due rate.
+        """Measure the body's recent rate, and return it divided by its due rate: below 1, the body is too
+        slow.
 
         In the first `stall_s` seconds, the received bytes are divided by `stall_s`.
         """
@@ -59,7 +60,7 @@ class BodyRate:
 
 
 class RevocablePermit(Protocol):
-    """The attributes of a permit that the choice depends on."""
+    """A permit as `choose_permits_to_revoke` needs it: its tenant and its bytes."""
 
     tenant: Tenant
     nbytes: int
@@ -80,7 +81,7 @@ class CapacityShortfall(NamedTuple):
         return CapacityShortfall(self.request_count - 1, self.nbytes - held.nbytes)
 
     def add_permit(self, held: RevocablePermit) -> "CapacityShortfall":
-        """Return the shortfall without the revocation of a permit."""
+        """Return the shortfall if a permit that was chosen for revocation is kept."""
         return CapacityShortfall(self.request_count + 1, self.nbytes + held.nbytes)
 
 
@@ -95,16 +96,17 @@ def choose_permits_to_revoke(
     *,
     looks_at_all: bool = True,
 ) -> list[tuple[_H, str]] | None:
-    """Choose the permits to revoke, with the reasons; return None if the shortfall cannot be covered.
+    """Choose permits whose revocation covers the shortfall, each with the reason; return None if too few
+    can be revoked.
 
-    Stalled bodies are aborted first, then others of tenants above their share; each time the slowest first, and the
-    largest of equally slow ones.
+    Stalled bodies are aborted first, then others of tenants above their share; each time the slowest
+    first, and the largest of equally slow ones.
 
     Args:
         receiving: the permits whose body may be incomplete.
         share: each tenant's share, if permits of tenants above it may be revoked; else None.
-        looks_at_all: whether to measure also bodies that were not stalled at their last measurement, which takes
-            longer.
+        looks_at_all: whether to measure also bodies that were not stalled at their last measurement,
+            which takes longer.
     """
     if lacking.is_covered:
         return []
@@ -129,9 +131,11 @@ def _rank_candidates(
     now: float,
     looks_at_all: bool,
 ) -> list[tuple[bool, float, int, _H]]:
-    """List revocable permits in the order of revocation, each after its sort keys; none if they are too few.
+    """List the permits that may be revoked, in the order of revocation, each after its sort keys.
 
-    The keys are whether the body is not stalled, its relative rate, and the negative bytes of the permit.
+    The keys are whether the body is not stalled, its relative rate, and the negative bytes of the
+    permit. Unless `looks_at_all`, the list is empty if all candidates together cannot cover the
+    shortfall.
     """
     possible = [
         (held, inflow)
@@ -160,16 +164,23 @@ def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
 def _is_above_share_of_shortfall(
     share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
 ) -> bool:
-    """Return whether a tenant has more than its share of a resource that has a shortfall."""
+    """Return whether a tenant with `requests` and `nbytes` exceeds its share of requests or bytes,
+    whichever are short.
+
+    A tenant is spared if it has too much only of the other one.
+    """
     return share is not None and not share.is_enough_for(
         requests if lacking.request_count > 0 else 0, nbytes if lacking.nbytes > 0 else 0
     )
 
 
 def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> list[tuple[_H, str]]:
-    """Return the chosen permits without those that the shortfall does not need.
+    """Return the chosen permits without those that can be kept: the revocation of the others covers the
+    shortfall.
 
     A permit may be unneeded because a larger one was chosen after it.
+
+    Args: lacking: the shortfall that remains if all chosen permits are revoked, at most 0.
     """
     needed = []
     for held, reason in chosen:

@@ -11,7 +11,7 @@ _MAX_IDLE = 1024
 
 
 class Tenant:
-    """A tenant, with its part of the budget.
+    """An API key or a client address, with the requests and bytes that its permits hold.
 
     Attributes:
         request_count, used_bytes: the requests and bytes of its permits.
@@ -46,10 +46,10 @@ class TenantShare(NamedTuple):
 
 
 class TenantTable:
-    """The tenants that share the budget equally: those that hold permits or were refused recently.
+    """The tenants by name; those that hold permits or were refused recently share the budget equally.
 
-    Some idle tenants are kept, so that a client's next request finds its tenant.  The number of kept tenants is
-    bounded by the admitted requests and two constants.
+    Some idle tenants are kept, so that a client's next request finds its tenant.  The number of kept
+    tenants is bounded by the admitted requests and two constants.
 
     Attributes:
         by_name: all tenants in the table.
@@ -67,7 +67,9 @@ class TenantTable:
         self.priority_count = 0
 
     def add_tenant(self, name: str) -> Tenant:
-        """Add a tenant that is not in the table, and return it."""
+        """Add a tenant whose name is not in the table, and return it; first remove idle tenants if there are
+        many.
+        """
         if len(self.by_name) >= self._prune_count:
             for idle in [tenant.name for tenant in self.by_name.values() if not tenant.is_sharing]:
                 del self.by_name[idle]
@@ -103,7 +105,9 @@ class TenantTable:
         tenant.has_priority = False
 
     def expire_refusals(self, now: float) -> None:
-        """Remove refusals that are too long ago."""
+        """Forget the refusals that are older than two seconds (`_CLAIM_S`), and the priority of the refused
+        tenants.
+        """
         while self._refused_tenants:
             first = next(iter(self._refused_tenants.values()))
             assert first.refused_at is not None
@@ -112,7 +116,7 @@ class TenantTable:
             self._clear_refused_state(first)
 
     def _clear_refused_state(self, tenant: Tenant) -> None:
-        """Remove the refusal of a tenant, if there is one."""
+        """Forget that a tenant was refused, and end its priority; do nothing if it was not refused recently."""
         if tenant.refused_at is None:
             return
         self.clear_priority(tenant)

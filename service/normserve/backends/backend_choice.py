@@ -10,9 +10,11 @@ from normserve.memory.slabs import SlabPool
 def choose_backend(
     name: str, cpu_threads: int, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
 ) -> Backend:
-    """Make the backend of that name; "auto" is triton if there is a CUDA device, else torch.
+    """Make the backend of that name: `triton` for CUDA, `torch` for the CPU; `auto` is triton if there is
+    a CUDA device.
 
-    Imports only the chosen backend, as each takes seconds to load.
+    Imports only the chosen backend, as each takes seconds to load.  For CUDA, also starts to compile
+    kernels in the background.
 
     Raises:
         ConfigurationError: the name is triton and there is no CUDA device.

@@ -15,11 +15,12 @@ from normserve.memory.tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class LaunchDepth:
-    """The number of batches that a device may have at once: copied in, computed and copied out side by side.
+    """The limits of the number of batches that a device has at once: copied in, computed and copied out
+    side by side.
 
     Attributes:
-        max_launches: of both lanes.
-        max_launches_by_lane: of each.
+        max_launches: of both lanes together.
+        max_launches_by_lane: of each lane.
     """
 
     max_launches: int
@@ -30,7 +31,7 @@ ONE_AT_A_TIME = LaunchDepth(1, dict.fromkeys(QueueLane, 1))
 
 
 class PendingLaunch(ABC):
-    """A batch that has been launched on the device."""
+    """A batch that has been launched on the device, and may not have ended yet."""
 
     @abstractmethod
     def poll(self, seconds: float) -> bool:
@@ -44,13 +45,14 @@ class PendingLaunch(ABC):
 
 
 class Backend(Protocol):
-    """The driver of one device.  Methods are called on the one thread that owns it, unless they say otherwise.
+    """The interface of a device: it runs batches and keeps the parameters of layers.
+
+    Methods are called on the one thread that owns the device, unless they say otherwise.
 
     Attributes:
         launch_depth: the number of batches that it may have at once.
-        max_inline_bytes: an idle device runs batches of up to so many bytes on the caller's thread, in less time
-            than
-            a handover to its own thread takes.
+        max_inline_bytes: an idle device runs batches of up to so many bytes on the caller's thread, in
+            less time than a handover to its own thread takes.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Backend(Protocol):
         """
 
     def start(self) -> DeviceDescription:
-        """Initialise the device, compile or load the kernels that requests will need, and measure the copy
+        """Initialise the device, compile or load the kernels of common requests, and measure the copy
         bandwidth.
 
         Raises:
@@ -91,7 +93,8 @@ class Backend(Protocol):
         """Compile the kernels of the job's class; called from a separate thread, in parallel with `run`."""
 
     def register_host_memory(self, memory: memoryview) -> object:
-        """Prepare memory shared with clients on this host for copies, for as long as the returned object lives.
+        """Prepare memory that is shared with clients on this host for fast copies, until the returned object
+        is deleted.
 
         Called from any thread; if the memory cannot be prepared, copies take longer.
         """

@@ -48,7 +48,9 @@ def run_operation(
     tensors: Mapping[str, Tensor],
     of_library: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Run one operation.
+    """Call the library's function for an operation, and return the results by name.
+
+    An input without elements has its results made here, without a call.
 
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
@@ -71,7 +73,9 @@ def run_operation(
 def bind_operation(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
-    """Bind the library's function for an operation to tensors that need no conversion."""
+    """Return a function that calls the library for an operation on these tensors, which need no
+    conversion.
+    """
     function, leading, options = _find_function(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
@@ -81,8 +85,9 @@ def bind_operation(
 
 
 def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
-    """Call the library's chain function like the other functions: with parameters by name, and with output tensors
-    for all results.
+    """Call the library's chain function with arguments like those of its other functions.
+
+    Parameters are given by name, as `weight.0`, and output tensors as a `Forward`.
     """
     norms = range(count_norms(given))
     weights, biases = ([given.pop(f"{name}.{norm}", None) for norm in norms] for name in PARAMETERS)
@@ -101,7 +106,9 @@ def make_output_argument(spec: NormSpec, results: Mapping[str, Tensor]) -> Forwa
 def _find_function(
     library: ModuleType, spec: NormSpec
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
-    """Find the library's function, its leading tensor arguments, and its options."""
+    """Find the library's function for an operation; return it with the names of its positional tensors and
+    with its options.
+    """
     options = {option.name: getattr(spec, option.name) for option in list_options(spec.op, spec.direction)}
     # GroupNorm's first argument beside tensors, and the order of their axes.
     for name in ("num_groups", "layout"):

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple, Protocol
 
 
 class CapturedLaunch(NamedTuple):
-    """The captured launch of recurring jobs: each replay computes the next job.
+    """A CUDA graph of a recurring job's launch; each replay computes the current content of the job's
+    memory.
 
     Attributes:
         graph, stream: the driver's handles.
-        stage_events: for each part, the events at the end of its copy-in and of its computation; empty if nothing
-            is copied.
+        stage_events: for each part, the events at the end of its copy-in and of its computation; empty
+            if nothing is copied.
         retained: keeps the graph alive, and the memory that it reads and writes.
     """
 
@@ -37,7 +38,8 @@ Times are by `time.perf_counter`, and the stages are copy-in, kernel and copy-ou
 
 
 class LaunchReplayer(Protocol):
-    """A loop that answers recurring requests on connections by launching graphs, without Python's lock.
+    """A loop that answers recurring requests on connections by replaying CUDA graphs, without Python's
+    lock.
 
     Connections are identified by their file descriptors.  All methods are called on one thread.
     """
@@ -71,14 +73,15 @@ class LaunchReplayer(Protocol):
         admitted_bytes: int,
         retained: object,
     ) -> None:
-        """Answer frames with this content from now on.
+        """From now on, answer each request of exactly these bytes on a connection by replaying a graph.
 
         Args:
             graph, stream, stage_events: as of `CapturedLaunch`.
             kernel_bytes: the fewest bytes that the launch must move.
             results: the results' description in the response, in JSON.
             admitted_bytes: the share of the server's memory budget that such a request takes.
-            retained: kept while the replay is registered or in flight, and returned with events and samples.
+            retained: kept while the replay is registered or in flight, and returned with events and
+                samples.
         """
 
     def remove_replays(self, descriptor: int) -> None:
@@ -90,7 +93,8 @@ class LaunchReplayer(Protocol):
     def serve(
         self, requests: int, nbytes: int, may_launch: bool, poll_s: float, other_descriptor: int, max_s: float
     ) -> list[Event]:
-        """Receive, launch and answer until there is an event for the caller or nothing to do.
+        """Receive requests, replay their graphs and send responses, until there is an event for the caller or
+        nothing to do.
 
         Args:
             requests, nbytes: how many requests, and of how many bytes, may be admitted.

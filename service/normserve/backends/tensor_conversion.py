@@ -32,8 +32,9 @@ _LAID_OUT_AS_X = ("x", *COMPANIONS, "y", "residual_out", "dx", "dresidual")
 
 
 def view_as_torch(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """View a tensor as a torch tensor, in its own shape or another with the same number of elements.  Copies only
-    to reorder a column-major tensor.
+    """View a tensor's memory as a torch tensor, in the tensor's shape or another with as many elements.
+
+    Only a column-major tensor is copied, to reorder it.
     """
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape if shape is None else shape
     if not len(tensor.data):
@@ -51,7 +52,7 @@ def view_rows(batch: Batch, name: str) -> list[Tensor]:
 
 
 def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
-    """Compute the shape of a launch's tensor of that name, with `rows` rows or samples of such jobs.
+    """Compute the shape that a tensor of jobs like this one has in a launch of `rows` rows, or samples.
 
     Rows whose heads have parameters of their own are grouped by token: [tokens, heads, N].
     """
@@ -65,8 +66,10 @@ def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
 
 
 def infer_batch_result_specs(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """Infer dtype and shape of each result of a launch with `rows` rows or samples of such jobs, in
-    payload order.
+    """Infer the dtype and shape of each result of a launch of `rows` rows, or samples, of jobs like this
+    one.
+
+    The axes are in the order of the requests' tensors.
     """
     given = {name: (tensor.dtype, compute_launch_shape(job, name, rows)) for name, tensor in job.tensors.items()}
     return result_specs.infer_result_specs(job.spec, given, job.layer)
@@ -78,7 +81,11 @@ def move_channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 
 def restore_payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    """Invert `move_channels_first`; the result is contiguous."""
+    """Return a result with its axes as in the request, channels last if the spec's layout is, and
+    contiguous.
+
+    This is the inverse of `move_channels_first`.
+    """
     if spec.layout is ChannelLayout.NHWC and name in _LAID_OUT_AS_X:
         tensor = tensor.movedim(1, -1)
     return tensor.contiguous()
@@ -95,7 +102,10 @@ def to_host_tensor(tensor: Tensor) -> HostTensor:
 
 
 def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
-    """Split a launch's outputs, which are in payload order, into each job's share; no copy."""
+    """Split a launch's outputs into each job's share, without copies.
+
+    The outputs have the jobs' rows in the batch's order, and their axes as in the requests.
+    """
     if len(batch.jobs) == 1:
         return (_reshape_for_single_job(batch.jobs[0], outputs),)
     counts = [job.rows for job in batch.jobs]
@@ -112,7 +122,7 @@ def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict
 
 
 def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Reshape the outputs of a batch of one job to the job's shapes."""
+    """Return a single job's outputs in the shapes of its request: the launch has all rows on one axis."""
     if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
         return dict(outputs)
     rows = job.rows
@@ -120,6 +130,11 @@ def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> 
 
 
 def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop: int, total: int) -> HostTensor:
+    """View rows `start` to `stop` of an output in the job's shape; a parameter's gradient has no rows and
+    is returned entire.
+
+    Args: total: the rows of the output.
+    """
     if name in PARAMETER_GRADIENTS:
         return output
     if name in _LAID_OUT_AS_X:
@@ -138,8 +153,10 @@ def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop:
 def count_batch_kernel_bytes(
     batch: Batch, shares: Sequence[Mapping[str, HostTensor]], by_rows: dict[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Compute `count_kernel_bytes` of each job.  The jobs are of one class, so that only the number of rows
-    matters.
+    """Count, for each job, the fewest bytes that its share of the launch must move through the device's
+    memory.
+
+    The jobs are of one class, so that only the number of rows matters.
 
     Args:
         by_rows: counts of this class by number of rows, to which new ones are added.

@@ -13,10 +13,12 @@ _MOST_GROUPS = 32
 
 
 def make_warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
-    """Yield a small batch for each length, operation, direction and dtype, with float32 parameters and without.
+    """Yield small batches of zeros: for each length, operation, direction and dtype one with float32
+    parameters and one without.
 
-    In the order of need: forward before backward, and with parameters before without.  Chains are left out: they
-    have any number of norms, each number with its own kernels, which are compiled at the first request.
+    In the order of need: forward before backward, and with parameters before without.  Chains are left
+    out: they have any number of norms, each number with its own kernels, which are compiled at the
+    first request.
     """
     for size, has_parameters, direction, dtype, op in product(
         sizes, (True, False), PassDirection, FLOATS, LAYER_OPS

@@ -6,9 +6,10 @@ from typing import SupportsFloat, SupportsInt
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type | None, ...], expected: str) -> None:
-    """Require an argument of one of several types.
+    """Raise TypeError unless an argument is of one of the accepted types.
 
     Args:
+        name: the argument's name, for the error's message.
         kinds: the accepted types, or None for the value None; a bool is no number unless bool is among them.
         expected: names the types in the error's message.
 
@@ -33,7 +34,7 @@ def check_count(name: str, value: SupportsInt, least: int) -> None:
 
 
 def check_pause_s(name: str, value: SupportsFloat) -> None:
-    """Require a number of seconds that the operating system can wait.
+    """Require a number of seconds from 0 to the longest time that the operating system can wait.
 
     Raises:
         TypeError, ValueError: the value is no number, or is negative, infinite or too large.

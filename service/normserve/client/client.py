@@ -26,6 +26,12 @@ R = TypeVar("R")
 
 
 def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client, P], R]":
+    """Make the client's method of an API operation from the function that builds the operation's `ApiCall`.
+
+    The method has the name, docstring and parameters of `build`.  Over shared memory it concatenates a list
+    of tensors to one tensor, and repeats earlier calls from a cache.
+    """
+
     def run_method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
         transport = self._transport
         if isinstance(transport, LocalTransport):
@@ -108,16 +114,16 @@ class Client:
     info = _make_method(administration.info)
 
     def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
-        """Make an uninitialised array, in memory shared with the server if possible, so that no call copies it.
+        """Make an uninitialised array, in memory shared with the server if the client's URL is unix://PATH.
 
-        Over HTTP it is ordinary memory.
+        A call then sends the array without a copy.  Over HTTP it is ordinary memory.
 
         Args:
             shape: the array's sizes.
             dtype: float32 (default), float16 or bfloat16, by name, of numpy or of torch; a torch dtype makes a
                 tensor.  bfloat16 by name needs ml_dtypes.
-            device: a torch CUDA device such as "cuda", for a tensor in its memory, shared with the server if that
-                computes there; None (default) is host memory.
+            device: a torch CUDA device such as "cuda", for a tensor in its memory, shared with the server if
+                that computes there; None (default) is host memory.
 
         Returns:
             a numpy array; a torch tensor for a torch dtype or with a device.
@@ -146,6 +152,11 @@ class Client:
         return array_conversion.make_array(data, of, sizes, as_torch=as_torch)
 
     def _make_empty_on_device(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """Make an uninitialised device tensor, in memory shared with the server if the server offers it.
+
+        Otherwise torch allocates the tensor: over HTTP, on another device than the server's, or without
+        elements.
+        """
         transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
@@ -170,7 +181,14 @@ class Client:
     def _run_concatenated(
         self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
     ) -> R:
-        """Run an operation on several tensors, concatenated in memory that the server reads."""
+        """Run an operation on lists of tensors as one call on concatenated tensors, and split the results.
+
+        The tensors are concatenated directly in shared memory, where the server reads them without another copy.
+
+        Args:
+            build: builds the operation's `ApiCall`.
+            joined: the operation's arguments.
+        """
         arguments = {
             name: place.concatenate_into(self.empty(place.shape, place.dtype, device=place.device))
             for name, place in joined.iterate_buffers()
@@ -186,7 +204,16 @@ class Client:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """Run an operation as a known call if possible; otherwise build the call and cache it."""
+        """Run an operation; repeat it from the cached message of an equal earlier call if there is one.
+
+        Otherwise build the call, send it, and cache it for later calls whose arguments have the same shapes and
+        locations in shared memory.
+
+        Args:
+            first: the operation's first tensor, whose kind of array selects the cache.
+            build: builds the operation's `ApiCall`.
+            args, kwargs: the operation's arguments.
+        """
         link = transport.get_usable_connection()
         recurring = None if link is None else link.call_caches.get_cache(first)
         signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)
@@ -205,11 +232,16 @@ class Client:
         return self._run_with_retries(exchange)
 
     def _run_call(self, call: ApiCall[R]) -> R:
+        """Send a call, again after failures that its retry policy covers, and return its result."""
         return self._run_with_retries(
             lambda deadline: call.read_response(self._transport.exchange(call, deadline), self._options.api_key)
         )
 
     def _run_with_retries(self, attempt: Callable[[Deadline], R]) -> R:
+        """Call `attempt` until it succeeds; raise its error when the retry policy allows no further attempt.
+
+        All attempts and the pauses between them share one deadline, the client's timeout.
+        """
         deadline = Deadline(self._options.timeout_s)
         attempts = None
         while True:

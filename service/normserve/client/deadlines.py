@@ -10,7 +10,7 @@ from normserve.client.errors import RequestTimeoutError
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Require a number of seconds above 0 that the operating system can wait, or None.
+    """Require None or a number of seconds above 0, at most the longest time that the operating system can wait.
 
     Raises:
         TypeError, ValueError: the timeout is no number, or not above 0, infinite or too large.
@@ -21,7 +21,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 class Deadline:
-    """The deadline of a call, whose time starts when this object is made."""
+    """The deadline of a call, counted from the construction of this object."""
 
     __slots__ = ("_ends_at", "_timeout_s")
 
@@ -49,7 +49,7 @@ class Deadline:
             raise self.make_error()
 
     def acquire_lock(self, lock: threading.Lock) -> None:
-        """Acquire a lock, which the caller must release.
+        """Acquire a lock, waiting until the deadline at most; the caller must release the lock.
 
         Raises: RequestTimeoutError: the deadline passed before.
         """
@@ -70,9 +70,10 @@ class Deadline:
 
 
 class RemainingSeconds(float):
-    """The seconds left of a deadline at the time of construction; `deadline` itself gives them for a later wait.
+    """A deadline in the form of a timeout for httpx: the seconds that remained when this object was made.
 
-    httpx passes one number to every wait of a request.  For any transport this object is such a number.
+    httpx passes one number to every wait of a request.  This package's network backend computes the seconds
+    that remain at a later wait from `deadline`; any other transport uses the object as a plain number.
     """
 
     deadline: Deadline

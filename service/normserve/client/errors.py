@@ -113,7 +113,7 @@ class OverloadedError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server is starting, draining, unreachable for its proxy or out of device memory (503), after retries."""
+    """The server is starting, draining, out of device memory or not reachable by a proxy (503), after retries."""
 
     retryable = True
 

@@ -4,9 +4,10 @@ _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def quote_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
-    """Return the text cut to `most` characters with unprintable ones replaced; "" for a value that is no str.
+    """Make a server's text safe for messages: cut to `most` characters, with unprintable ones replaced.
 
-    Half of a surrogate pair cannot be written to any file, and a control character may steer a terminal.
+    Any value but a str becomes "".  Half of a surrogate pair cannot be written to any file, and a control
+    character may steer a terminal.
 
     Args:
         text: any value that a document holds where a text is due.

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class _LazyFields:
-    """A base class for fields that are computed at the first access to any of them: few callers need them."""
+    """The base class of `Timing`, whose fields are computed at the first access: few callers read them."""
 
     __slots__ = ("_understand", "_values")
 
@@ -41,7 +41,7 @@ class Timing(_LazyFields):
 
     @classmethod
     def later(cls, understand: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> "Timing":
-        """Make a timing whose fields are computed at the first access.
+        """Make a timing whose fields are computed only at the first access to one of them.
 
         Args:
             understand: computes the fields, in order, from `values`; raises nothing.
@@ -64,12 +64,12 @@ _set_values: Callable[[object, object], None] = vars(_LazyFields)["_values"].__s
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult(Generic[T]):
-    """The result of a forward pass, with tensors of x's kind; a result that was not requested is None.
+    """The result of a forward pass, with arrays of x's library on x's device; a result not requested is None.
 
     Attributes:
         y: the normalised tensor, in x's shape.
-        residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the residual's
-            dtype, for GroupNorm in x's.
+        residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the
+            residual's dtype, for GroupNorm in x's.
         mean: float32 mean of each row or group (never for RMSNorm), if statistics were requested.
         rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
         timing: the `Timing` of the request on the server.
@@ -86,7 +86,7 @@ class ForwardResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult(Generic[T]):
-    """The result of a backward pass; each gradient is a tensor of the same kind as its argument.
+    """The gradients of a backward pass, each of the same array library and on the same device as its argument.
 
     Attributes:
         dx: the gradient of x, and also of the residual, in x's shape and dtype.

@@ -77,7 +77,7 @@ class RetryPolicy:
 
 
 class RetrySchedule:
-    """The attempts at one request under a policy."""
+    """The number of failed attempts at one call, from which the next pause is computed as the policy specifies."""
 
     def __init__(
         self, policy: RetryPolicy, deadline: Deadline, jitter: Callable[[], float] = random.random
@@ -95,7 +95,7 @@ class RetrySchedule:
         self._reconnect_deadline: Deadline | None = None
 
     def compute_pause_s(self, failure: ClientError) -> float | None:
-        """Return the seconds to wait before the next attempt, or None when this failure is the last."""
+        """Count a failed attempt; return the seconds to wait before the next one, or None if there is none."""
         if not failure.retryable:
             return None
         if isinstance(failure, ConnectionFailedError) and self._policy.reconnect_s is not None:
@@ -111,6 +111,10 @@ class RetrySchedule:
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
 
     def _compute_reconnect_pause_s(self, reconnect_s: float) -> float | None:
+        """Return the seconds before the next attempt to connect; None if that would be too late.
+
+        Attempts end `reconnect_s` seconds after the first failed connection, and at the call's deadline.
+        """
         if self._policy.tries <= 1:
             return None
         self._reconnect_deadline = self._reconnect_deadline or Deadline(reconnect_s)
@@ -125,6 +129,10 @@ class RetrySchedule:
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
     def _compute_backoff_pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
+        """Return an exponentially growing pause with jitter, which is at least the server's Retry-After.
+
+        None if the Retry-After is longer than the policy's longest pause.
+        """
         longest = self._policy.longest_pause_s
         backoff = self._compute_backoff_s(doublings, longest)
         jitter = backoff / 2 * self._jitter()

@@ -11,7 +11,7 @@ TRACING = "opentelemetry.trace"
 
 
 def get_current_headers() -> list[tuple[str, str]]:
-    """Return the headers `traceparent` and, if not empty, `tracestate`; none where no valid span is current."""
+    """Return the `traceparent` and, if not empty, `tracestate` headers of the current span; [] without a span."""
     context = _get_current_span_context()
     if context is None:
         return []
@@ -28,6 +28,10 @@ def get_current_traceparent() -> str | None:
 
 
 def _get_current_span_context() -> Any:
+    """Return the context of the caller's current OpenTelemetry span.
+
+    None if no valid span is current, or the program has not loaded OpenTelemetry.
+    """
     trace = sys.modules.get(TRACING)
     # Another thread may be importing the module, which lacks its functions until then.
     get_current_span = None if trace is None else getattr(trace, "get_current_span", None)

@@ -13,7 +13,7 @@ from normserve.client.responses.api_response import ApiResponse
 
 
 class CallTransport(Protocol):
-    """A transport of the blocking client; threads share it."""
+    """The interface of the blocking client's transports; threads share a transport."""
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """Send a call and return its response, with any status.
@@ -29,10 +29,16 @@ class CallTransport(Protocol):
 
 
 class AsyncCallTransport(Protocol):
-    """A transport of the asynchronous client; tasks share it."""
+    """The interface of the asynchronous client's transports; tasks share a transport."""
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `CallTransport.exchange`."""
+        """Send a call and return its response, with any status.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
+        """
 
     async def close(self) -> None:
         """Release the transport's connections and memory."""

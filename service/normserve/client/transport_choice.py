@@ -74,7 +74,7 @@ class ClientOptions:
         return cls(url, address, api_key, timeout_s, max_connections, _make_verify_argument(verify, certificate))
 
     def format_repr(self, kind: object) -> str:
-        """Return a client's repr, without the API key, a password in the URL or the client's address in memory."""
+        """Return the repr of a client: its class and its URL, without the URL's user name and password."""
         url = self.url
         if self.address.socket_path is None:
             url = str(httpx.URL(url).copy_with(userinfo=b""))
@@ -96,7 +96,7 @@ def _validate_api_key(api_key: str) -> str:
 def _make_verify_argument(
     verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
 ) -> ssl.SSLContext | bool:
-    """Make httpx's `verify` argument, with an SSLContext in place of paths, which httpx deprecates."""
+    """Make httpx's `verify` argument: paths become an SSLContext, because httpx deprecates them."""
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)
     if certificate is None:
@@ -118,7 +118,7 @@ def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> 
 
 
 def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport | None) -> AsyncCallTransport:
-    """Do as `choose_transport` for the asynchronous client."""
+    """Return the asynchronous client's transport; `own` is an httpx transport that the caller passed."""
     check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.is_shared_memory:
         return AsyncLocalTransport(_get_shared_memory_path(server, own), server.api_key)
@@ -129,6 +129,11 @@ def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport 
 
 
 def _get_shared_memory_path(server: ClientOptions, own: object) -> str:
+    """Return the path of the Unix socket for clients that share memory with the server.
+
+    Raises:
+        ValueError: the caller passed an httpx transport, which cannot be used with shared memory.
+    """
     if own is not None:
         raise ValueError("a URL unix://PATH takes no transport of httpx's")
     assert server.address.socket_path is not None
@@ -136,6 +141,7 @@ def _get_shared_memory_path(server: ClientOptions, own: object) -> str:
 
 
 def _make_request_encoder(server: ClientOptions) -> RequestEncoder:
+    """Make the encoder of requests to the server, with the credentials in the URL, or else with the API key."""
     address, userinfo = server.address, ""
     if address.socket_path is None:
         url = httpx.URL(server.url)
@@ -144,7 +150,7 @@ def _make_request_encoder(server: ClientOptions) -> RequestEncoder:
 
 
 def _needs_httpx(server: ClientOptions) -> bool:
-    """Return whether the environment names a proxy for the server, or the platform lacks the sockets used here."""
+    """Return whether httpx must send the requests: the server is behind a configured proxy, or this is Windows."""
     if server.address.socket_path is not None:
         return False
     if sys.platform == "win32":
@@ -156,6 +162,11 @@ def _needs_httpx(server: ClientOptions) -> bool:
 
 
 def _make_httpx_options(server: ClientOptions) -> dict[str, Any]:
+    """Return the options of the httpx client for this server.
+
+    Raises:
+        ValueError: the URL names a Unix socket, which is not combined with an httpx transport.
+    """
     if server.address.socket_path is not None:
         raise ValueError("a URL that names a socket takes no transport of httpx's")
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.

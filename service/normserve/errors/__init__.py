@@ -44,7 +44,10 @@ from typing import ClassVar
 
 
 class NormserveError(Exception):
-    """Base of the tree.  `detail` says what was expected and what was received, never the payload itself."""
+    """The base class of all errors of a request.
+
+    `detail` has the expected and the received values, never the payload itself.
+    """
 
     code: ClassVar[str] = "internal"
 
@@ -54,55 +57,79 @@ class NormserveError(Exception):
 
 
 class MalformedHttpError(NormserveError):
+    """The received bytes are not a well-formed HTTP request (400)."""
+
     code = "malformed_http"
 
 
 class UnsupportedTransferEncodingError(NormserveError):
+    """The request's body has a transfer coding other than chunked (501)."""
+
     code = "unsupported_transfer_encoding"
 
 
 class HeadersTooLargeError(NormserveError):
+    """The request's header, or the trailer of its chunked body, has too many bytes (431)."""
+
     code = "headers_too_large"
 
 
 class RequestTimeoutError(NormserveError):
+    """The client sent the request's header or body too slowly (408)."""
+
     code = "request_timeout"
 
 
 class MalformedPayloadError(NormserveError):
+    """A body or message is not well-formed in its format, such as safetensors, npy or JSON (400)."""
+
     code = "malformed_payload"
 
 
 class UnusableRegionError(NormserveError):
+    """A region of shared memory is not registered, or cannot be used as the request demands (400)."""
+
     code = "unusable_region"
 
 
 class UnauthorizedError(NormserveError):
+    """The API key is missing, unknown or expired (401)."""
+
     code = "unauthorized"
 
 
 class ForbiddenError(NormserveError):
+    """The API key lacks the scope that the request needs (403)."""
+
     code = "forbidden"
 
 
 class ForbiddenOriginError(NormserveError):
+    """The request was sent by a web page of an origin that is not allowed (403)."""
+
     code = "forbidden_origin"
 
 
 class MisdirectedRequestError(NormserveError):
+    """The request's Host header names a host for which this server does not answer (421)."""
+
     code = "misdirected_request"
 
 
 class NotFoundError(NormserveError):
+    """The URL names nothing that the server has (404)."""
+
     code = "not_found"
 
 
 class UnknownLayerError(NotFoundError):
+    """No layer is registered under the requested name (404)."""
+
     code = "unknown_layer"
 
 
 class MethodNotAllowedError(NormserveError):
-    """Carries the methods that the resource allows."""
+    """The resource does not allow the request's method (405); `allowed` has the methods that it allows."""
 
     code = "method_not_allowed"
 
@@ -112,54 +139,78 @@ class MethodNotAllowedError(NormserveError):
 
 
 class NotAcceptableError(NormserveError):
+    """The result cannot be represented in any format that the client accepts (406)."""
+
     code = "not_acceptable"
 
 
 class UnsupportedMediaTypeError(NormserveError):
+    """The request's body is compressed, or in a format that the route does not read (415)."""
+
     code = "unsupported_media_type"
 
 
 class TooLargeError(NormserveError):
+    """The request, or a layer to be registered, exceeds a limit of size or number (413)."""
+
     code = "too_large"
 
 
 class InvalidRequestError(NormserveError):
-    """The request is well-formed, but its content is invalid."""
+    """The request is well-formed, but its content is invalid (422)."""
 
 
 class InvalidParameterError(InvalidRequestError):
+    """A parameter of the request is unknown or has an invalid value, alone or with the others (422)."""
+
     code = "invalid_parameter"
 
 
 class InvalidShapeError(InvalidRequestError):
+    """A tensor's shape is invalid, or does not fit the other tensors or the layer (422)."""
+
     code = "invalid_shape"
 
 
 class UnsupportedDtypeError(InvalidRequestError):
+    """A tensor has an element type that the server, or this tensor's role, does not allow (422)."""
+
     code = "unsupported_dtype"
 
 
 class MissingTensorError(InvalidRequestError):
+    """A tensor that the operation needs was not sent (422)."""
+
     code = "missing_tensor"
 
 
 class UnexpectedTensorError(InvalidRequestError):
+    """The request sends or asks for a tensor that the operation does not have (422)."""
+
     code = "unexpected_tensor"
 
 
 class ClientLeftError(NormserveError):
+    """The client disconnected before the request was complete or answered; counted as status 499, never
+    sent.
+    """
+
     code = "client_left"
 
 
 class DeadlineExceededError(NormserveError):
+    """The deadline that the client set for the request passed before its execution began (504)."""
+
     code = "deadline_exceeded"
 
 
 class ConfigurationError(NormserveError):
-    """The server cannot start with its settings, however often it is started."""
+    """The server cannot start with its settings, however often it is started; in no response."""
 
 
 class DeviceFailureError(NormserveError):
+    """The device has failed permanently, and the process must be replaced (500)."""
+
     code = "device_failure"
 
 
@@ -172,11 +223,13 @@ class RetryLaterError(NormserveError):
 
 
 class OverloadedError(RetryLaterError):
+    """The server's limit of requests or bytes in progress, or the client's share, is reached (429)."""
+
     code = "overloaded"
 
 
 class TooManyConnectionsError(RetryLaterError):
-    """A connection, or a request on it, is beyond a limit.
+    """A connection, or a request on it, is refused because a limit of open connections is reached (503).
 
     Attributes:
         limit: the setting that defines it.
@@ -190,28 +243,44 @@ class TooManyConnectionsError(RetryLaterError):
 
 
 class RateLimitedError(RetryLaterError):
+    """The API key has sent more requests per second than it may (429)."""
+
     code = "rate_limited"
 
 
 class DrainingError(RetryLaterError):
+    """The server is shutting down, and finishes only the requests that it has admitted (503)."""
+
     code = "draining"
 
 
 class NotReadyError(RetryLaterError):
+    """The server cannot compute yet: it is warming up, loading layers, or replacing the device's process
+    (503).
+    """
+
     code = "not_ready"
 
 
 class StalledError(RetryLaterError):
+    """Requests wait for the device, and none has finished for a while (503)."""
+
     code = "stalled"
 
 
 class ChangeFailedError(RetryLaterError):
+    """A layer could not be changed in every process of the server, so none has changed it (503)."""
+
     code = "change_failed"
 
 
 class StorageError(RetryLaterError):
+    """The server could not write to its disk, or has no pages for shared memory (503)."""
+
     code = "storage_failure"
 
 
 class DeviceOutOfMemoryError(RetryLaterError):
+    """The device, or the host for a CPU backend, has too little memory for the request now (503)."""
+
     code = "device_out_of_memory"

@@ -52,12 +52,12 @@ STATUSES: dict[type[NormserveError], int] = {
 
 
 def get_status(error: NormserveError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return STATUSES[type(error)]
 
 
 def make_problem_document(error: NormserveError, request_id: str) -> dict[str, Any]:
-    """An error as a problem document."""
+    """Make the JSON problem document (RFC 9457) of an error, which is the body of its response."""
     status = get_status(error)
     return {
         "type": f"urn:normserve:error:{error.code}",
@@ -70,17 +70,21 @@ def make_problem_document(error: NormserveError, request_id: str) -> dict[str, A
 
 
 def compute_retry_after_s(error: RetryLaterError) -> int:
-    """The number of seconds after which the client may send the request again."""
+    """Return the number of seconds after which the client may send the request again, at least 1."""
     return max(1, math.ceil(error.retry_after_s))
 
 
 def convert_unexpected_error(error: BaseException) -> NormserveError:
-    """The error that a client receives for an unexpected one: it says only whether to try again."""
+    """Return the error for the client in place of an exception that is no `NormserveError`, without its
+    details.
+
+    The client learns only whether to try again: it is useful after a lack of memory.
+    """
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")
     return NormserveError("internal error in the server")
 
 
 def get_status_title(status: int) -> str:
-    """The name of a status."""
+    """Return the reason phrase of an HTTP status."""
     return "Client Closed Request" if status == 499 else HTTPStatus(status).phrase

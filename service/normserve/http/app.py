@@ -53,10 +53,14 @@ _LAST_TRACES_S = 2.0
 def create_app(
     settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: SiblingProcesses | None = None
 ) -> FastAPI:
-    """Create the application: `app.state.entrance` is the ASGI entrance, `app.state.service` the shared objects.
+    """Create the FastAPI application with its middleware, routes and shared services.
+
+    A server must call `app.state.entrance`, the middleware around `app`, which checks hosts, origins
+    and keys.  `app.state.service` has the `ApplicationServices`.
 
     Args:
-        make_backend: called on the thread that will own the device; by default the settings choose the backend.
+        make_backend: called on the thread that will own the device; by default the settings choose the
+            backend.
         siblings: the other processes, if this is one of several.
     """
     service = ApplicationServices(settings, make_backend, siblings)
@@ -131,7 +135,10 @@ def create_app(
 def _make_inference_routers(
     service: ApplicationServices, bodies: BodyReader, prepared: PreparedCallCache
 ) -> list[APIRouter]:
-    """Make the routers of the paths below `/v2`."""
+    """Make the routers of the Open Inference Protocol, whose paths are below `/v2`.
+
+    Also register the handler that sends this process's statistics to other processes of the fleet.
+    """
     models = ModelCatalogue(service.layers)
     statistics = InferenceStatistics(lambda: [model.name for model in models.list_models()])
     regions = service.regions
@@ -157,6 +164,11 @@ def _make_inference_routers(
 
 
 def _make_status_routes(service: ApplicationServices, relays: RelayServer) -> StatusRoutes:
+    """Make the handlers of the probes, `/metrics`, `/v1/info` and the sample tensor.
+
+    Also register the handlers that send this process's metrics and information to other processes of
+    the fleet.
+    """
     settings = service.settings
     limits = settings.model_dump(
         include={
@@ -195,6 +207,7 @@ def _make_status_routes(service: ApplicationServices, relays: RelayServer) -> St
 
 
 def _make_body_reader(service: ApplicationServices) -> BodyReader:
+    """Make the reader of request bodies, with the limits of the settings."""
     settings = service.settings
     return BodyReader(
         service.slab_pool,
@@ -208,6 +221,10 @@ def _make_body_reader(service: ApplicationServices) -> BodyReader:
 
 @contextlib.asynccontextmanager
 async def _run_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Warm up at the start of the server; at its end drain, then stop the engine and the tracer.
+
+    The server already listens while it warms up.  Meanwhile `/readyz` reports that it is not ready.
+    """
     service: ApplicationServices = app.state.service
     # The server listens while it warms up, and /readyz reports that.
     warming = asyncio.create_task(service.warm_up())

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class ApplicationServices:
-    """The objects that the parts of the application and the server's process share."""
+    """The long-lived objects of a server process: engine, memory, layers, keys, metrics and tracer.
+
+    The routes and the program that runs the server share them.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class ApplicationServices:
         self.keyring = self._load_keyring()
 
     def _make_layer_changes(self) -> LayerChanges:
+        """Make the object that registers and removes layers: in a fleet, in all processes."""
         make = functools.partial(load_layer, self.engine, self.layers)
         place = self.sibling_processes.position
         if place is None:
@@ -101,7 +105,12 @@ class ApplicationServices:
         return FleetLayerChanges(self.layers, self.sibling_processes, make, place.folder)
 
     def report_crash(self, what: str, error: BaseException | None = None) -> None:
-        """Log a crash report; without `error` it has the device's last error."""
+        """Log that the process ends because of its own error, with device, settings and traceback.
+
+        Args:
+            what: the error, in a few words.
+            error: its traceback is logged; None: the engine's last error is logged instead.
+        """
         engine = self.engine
         crash.log_crash_report(
             what,
@@ -115,6 +124,7 @@ class ApplicationServices:
         )
 
     def _make_tracer(self) -> "RequestTracer | None":
+        """Make the tracer that exports spans to a collector; return None if the settings name none."""
         endpoint = self.settings.trace_endpoint
         if endpoint is None:
             return None
@@ -129,7 +139,7 @@ class ApplicationServices:
         )
 
     def _load_keyring(self) -> Keyring | None:
-        """Return the accepted API keys; None if no key is required."""
+        """Read the accepted API keys and add metric series for them; return None if no key is required."""
         if self._keys_file is not None:
             keys = Keyring(self._keys_file.read())
         elif self.settings.api_key is not None:
@@ -145,6 +155,10 @@ class ApplicationServices:
             await self._keys_file.poll_changes(self._replace_keys)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        """Accept `keys` in place of the present API keys, add metric series for them, and log the change.
+
+        Called when the file of keys has changed.
+        """
         assert self.keyring is not None
         self.keyring.replace_keys(keys)
         self.metrics.add_key_series(self.keyring.key_names)
@@ -155,7 +169,7 @@ class ApplicationServices:
         return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
 
     async def warm_up(self) -> None:
-        """Start the device, register the checkpoint's layers, then open for requests.
+        """Start the device, register the checkpoint's layers, then begin to accept jobs.
 
         Raises:
             NormserveError: the device cannot be used, or the checkpoint cannot be read.

@@ -46,10 +46,13 @@ class BodyReader:
     grace_s: float = 0.0
 
     async def receive_operation_body(self, exchange: HttpExchange) -> memoryview:
-        """Receive the body of an operation whose head is valid, then begin the request's processing.
+        """Receive the body of an operation, and record the time that its reception took.
+
+        Once the body is complete, the request counts as work that the server must finish, which the stall
+        detector watches.
 
         Raises:
-            NormserveError: the request is not admitted, or its body does not arrive.
+            NormserveError: the request is not admitted, or its body is not received.
         """
         exchange.services.engine.require_ready()
         body = await self.receive_body(exchange)
@@ -58,7 +61,9 @@ class BodyReader:
         return body
 
     async def receive_body(self, exchange: HttpExchange) -> memoryview:
-        """Acquire a permit, then receive the body.  After an error the permit is released.
+        """Acquire a permit, then receive the body into a slab.  After an error the permit is released.
+
+        A permit admits one request, and limits the memory that it uses.
 
         Raises:
             TooLargeError: the body is longer than allowed; if its length is announced, it is refused unread.
@@ -96,7 +101,7 @@ class BodyReader:
         return body
 
     def acquire_permit(self, request: RequestLifecycle, nbytes: int) -> Permit:
-        """Take a permit for a body of `nbytes`.
+        """Acquire the request's permit, which covers the memory of a body of `nbytes`.
 
         Raises:
             TooLargeError: `nbytes` exceeds the limit of all bodies or of this client.
@@ -110,7 +115,11 @@ class BodyReader:
         return max(self.min_bytes_per_s, announced / self.max_total_s, _SLOWEST)
 
     def require_body_limit(self, nbytes: int) -> None:
-        """Raises: TooLargeError: no body may be this long."""
+        """Require that a body of `nbytes` is not longer than `max_body_bytes`.
+
+        Raises:
+            TooLargeError: the body is longer.
+        """
         if nbytes > self.max_body_bytes:
             raise TooLargeError(
                 f"a body must be at most {self.max_body_bytes} bytes, {nbytes} were received or announced"
@@ -119,7 +128,12 @@ class BodyReader:
 
 @dataclass(slots=True)
 class _BodyBuffer:
-    """The memory of one body."""
+    """The memory that one request's body is received into.
+
+    Attributes:
+        content_length: the announced length of the body; None for a chunked body.
+        slab: memory allocated in advance, until `allocate` returns it; else None.
+    """
 
     reader: BodyReader
     permit: Permit
@@ -127,9 +141,10 @@ class _BodyBuffer:
     slab: memoryview | None = None
 
     async def allocate_ahead(self) -> None:
-        """Allocate slow memory on another thread, while the event loop serves other requests.
+        """Allocate the slab of a long body on another thread, before the body is received.
 
-        Pinning memory takes milliseconds, and other requests take microseconds.
+        Only for memory whose allocation is slow: pinning takes milliseconds, and the event loop serves
+        other requests meanwhile.  Nothing is done for a short or a chunked body.
 
         Raises:
             OverloadedError: there is no memory.
@@ -142,7 +157,15 @@ class _BodyBuffer:
             self.slab = await make_on_thread(self._borrow_slab, self.content_length)
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Return a slab of `nbytes`; for a body of unknown length a larger one, for which the permit grows."""
+        """Return memory for at least `nbytes` of the body.
+
+        The memory for a chunked body is larger than needed now, and the permit grows to cover it.  It is
+        plain memory if slabs are slow to allocate; `move_to_slab` then copies the complete body.
+
+        Raises:
+            TooLargeError: the body is longer than allowed.
+            OverloadedError: there is no memory.
+        """
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab
@@ -155,7 +178,10 @@ class _BodyBuffer:
         return allocate_plain(nbytes).data if self.reader.slab_pool.source.is_slow else self._borrow_slab(nbytes)
 
     async def move_to_slab(self, body: memoryview) -> memoryview:
-        """Move a body of unknown length into the kind of memory that a body of known length gets.
+        """Copy a chunked body from plain memory into a slab, if slabs are pinned; return a view of the slab.
+
+        The body is returned unchanged if slabs are not pinned, or if it is so short that it will be packed
+        into other memory in any case.
 
         Raises:
             OverloadedError: there is no memory.
@@ -172,6 +198,11 @@ class _BodyBuffer:
         return slab[: len(body)]
 
     def _borrow_slab(self, nbytes: int) -> memoryview:
+        """Borrow a slab from the pool.
+
+        Raises:
+            OverloadedError: there is no memory.
+        """
         try:
             return self.reader.slab_pool.borrow(nbytes)
         except MemoryError:

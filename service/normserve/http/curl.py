@@ -10,14 +10,21 @@ _EXAMINED_BYTES = 4096
 
 
 def make_example_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
-    """Format a command line that normalises the sample with only curl and a shell."""
+    """Format a shell command that sends the server's `/sample.npy` to LayerNorm, using only curl.
+
+    With a key, the command reads the key from `$NORMSERVE_API_KEY`.
+    """
     curl = make_curl_command(url, with_certificate=with_certificate)
     key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
     return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
 
 
 def make_curl_command(url: str, *, with_certificate: bool) -> str:
-    """Format curl with its TLS options: the server's certificate authority, and a client certificate."""
+    """Format the beginning of a curl command line, `curl -s`, with TLS options if the URL is `https`.
+
+    The options name the file of the server's certificate authority, and the client's certificate if one
+    is required.
+    """
     if not url.startswith("https:"):
         return "curl -s"
     return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
@@ -29,14 +36,19 @@ def is_form_type(content_type: str) -> bool:
 
 
 def add_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
-    """Add a hint to an error about a body that was sent as a form, if `curl -d` seems to have changed the body."""
+    """Return the error with a hint at `curl --data-binary`, if `curl -d` seems to have changed the body.
+
+    Otherwise the error is returned unchanged.
+    """
     if not _is_altered_by_curl(body):
         return error
     return type(error)(f"{error.detail}; curl leaves out line breaks and zeros with -d, not with --data-binary")
 
 
 def _is_altered_by_curl(body: memoryview) -> bool:
-    """Return whether a body may be sent with `curl -d @FILE`, which removes zero bytes and line breaks.
+    """Return whether `curl -d @FILE` has probably removed zero bytes and line breaks from the body.
+
+    It has if the beginning of the body contains none of them.
 
     Args: body: a format with such bytes near its beginning: npy, safetensors or another binary format.
     """

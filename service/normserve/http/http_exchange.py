@@ -27,16 +27,17 @@ _LONGEST_PATH = 200
 
 
 class HttpExchange(RequestLifecycle):
-    """The data of a request that the routes and the edge of the application share.
+    """One HTTP request and its response, used by the route's handler and by the middleware.
 
-    A task runs the route, which awaits the result of a job; errors are raised to the edge, which sends them.
+    The handler awaits the result of a job.  The middleware sends the errors that the handler raises.
 
     Attributes:
         scope: the request's ASGI scope.
         path: the request's path, without the application's root path.
         incoming_body: receives the request's body.
         response_sender: sends the response.
-        send_response: sends a complete response: status, headers, the body in pieces, and its length in bytes.
+        send_response: sends a complete response: status, headers, the body in pieces, and its length in
+            bytes.
         is_client_disconnected: the connection ended before the response was complete.
     """
 
@@ -81,6 +82,7 @@ class HttpExchange(RequestLifecycle):
             self.response_sender.on_disconnect = None
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Pass the job's result or error to the handler that waits in `await_result`."""
         # Dropped: the traceback of an error holds the frame that waits, and so this object and the job's slabs.
         result, self._result = self._result, None
         assert result is not None
@@ -99,7 +101,7 @@ class HttpExchange(RequestLifecycle):
 
 
 def describe_request_span(request: RequestLifecycle, scope: Scope, route: str) -> "tuple[str, Attributes]":
-    """Return the name and the attributes of a request's span.
+    """Return the name and the attributes of a request's trace span.
 
     Args: route: the path's template.
     """

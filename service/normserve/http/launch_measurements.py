@@ -11,7 +11,13 @@ _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"
 
 
 class LaunchMeasurements(NamedTuple):
-    """The seconds of each stage of a request, and the measurements of its launch in `NormResult`."""
+    """The measurements in the headers of a response: seconds of each stage, and figures of the launch.
+
+    Attributes:
+        kernel_bytes: the fewest bytes that the launch had to move.
+        kernel_bandwidth: `kernel_bytes` per second of the kernel's time.
+        batch_size: number of requests that shared the launch.
+    """
 
     recv_s: float
     queue_s: float

@@ -33,7 +33,9 @@ NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 def make_problem_response(
     error: NormserveError, request_id: str, target: str = ""
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Render an error as a response: its status, its headers and its body.
+    """Make the response to an error: its status, its headers and its body.
+
+    The body is a problem document (RFC 9457), or below `/v2` the error object of that protocol.
 
     Args: target: the request's path, or its complete target; empty if unknown.
     """
@@ -54,9 +56,9 @@ def make_problem_response(
 
 
 def render_problem_response(error: NormserveError, target: str = "") -> bytes:
-    """Render the complete response to invalid input that is not a request, as bytes.
+    """Return all bytes of the response to input that could not be parsed as a request.
 
-    Args: target: the request target, as far as it was received.
+    Args: target: the received part of the request target; empty if unknown.
     """
     request_id = secrets.token_hex(16)
     status, headers, body = make_problem_response(error, request_id, target)
@@ -67,6 +69,10 @@ def render_problem_response(error: NormserveError, target: str = "") -> bytes:
 
 
 def _make_error_headers(error: NormserveError, accepted_types: Iterable[str]) -> list[tuple[bytes, bytes]]:
+    """Make the headers that only some errors have, such as `Retry-After` or `Allow`.
+
+    Args: accepted_types: media types that the response to an unsupported one lists.
+    """
     headers = []
     if isinstance(error, RetryLaterError):
         headers.append((b"retry-after", str(compute_retry_after_s(error)).encode()))

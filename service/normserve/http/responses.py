@@ -13,9 +13,10 @@ def make_response_headers(nbytes: int, media_type: bytes, headers: Headers) -> l
 
 
 class BuffersResponse(Response):
-    """A response whose body is in several buffers, sent without a copy; complete when the kernel has taken all.
+    """A response whose body is in several buffers, which are sent without being joined.
 
-    For requests whose body has been received: it does not use ASGI messages.
+    The call returns when the kernel has taken all bytes.  It does not use ASGI messages, so the
+    request's body must have been received.
     """
 
     def __init__(self, buffers: Buffers, media_type: bytes, headers: Headers) -> None:

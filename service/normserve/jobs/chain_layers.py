@@ -17,13 +17,16 @@ _OF_LAYERS_ALONE = [
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ChainParameters:
-    """The backend's parameters of each layer of a chain."""
+    """The parameters of a chain's layers in the backend's own form, one entry for each layer in their
+    order.
+    """
 
     layer_parameters: tuple[object, ...]
 
 
 def make_chain_layer(layers: Sequence[RegisteredLayer]) -> RegisteredLayer:
-    """Make one layer of the norms of several layers, in their order.
+    """Combine several registered LayerNorms into one layer of the chain operation, which applies them in
+    this order.
 
     Args: layers: 1 to `MAX_NORMS`.
 

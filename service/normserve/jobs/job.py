@@ -28,7 +28,7 @@ than the comparison takes.
 
 
 class Op(Enum):
-    """The operations; the value is the name in URLs and metrics."""
+    """The norm operations; the value is the name in URLs and metrics."""
 
     LAYER_NORM = "layer_norm"
     RMS_NORM = "rms_norm"
@@ -54,7 +54,7 @@ LAYER_OPS = (Op.LAYER_NORM, Op.RMS_NORM, Op.GROUP_NORM)
 
 
 class PassDirection(Enum):
-    """The direction of an operation: forward to its results, or backward to gradients."""
+    """The direction of an operation: forward computes its results, and backward its gradients."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -93,14 +93,16 @@ _OUT_DTYPE = make_choice_parameter(
 
 
 class NormOption(NamedTuple):
-    """One option of a call, which is a field of `NormSpec`.
+    """The declaration of one option of a norm operation, which is a field of `NormSpec`.
 
     Attributes:
         name: in the API, in the spec and in the kernel library.
         request_parameters: the request's parameter for it, by the operations that take it.
         passes: the directions that take it.
-        is_layer_option: whether a registered layer has it, so that requests with the layer do not give it.
-        get_kernel_key: from its value to the part that decides which kernels run; None if its value never does.
+        is_layer_option: whether a registered layer has it, so that requests with the layer do not give
+            it.
+        get_kernel_key: from its value to the part that decides which kernels run; None if its value
+            never does.
     """
 
     name: str
@@ -121,7 +123,7 @@ def _declare_option(
     is_layer_option: bool = False,
     get_kernel_key: Callable[[Any], Hashable] | None = _make_identity_key,
 ) -> dict[str, Any]:
-    """Declare a field of `NormSpec` as a `NormOption`."""
+    """Return the metadata of a field of `NormSpec`, from which the field's `NormOption` is made."""
     return {
         "request_parameters": request_parameters,
         "passes": passes,
@@ -132,7 +134,9 @@ def _declare_option(
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """One operation with all its options, each declared here and nowhere else.
+    """One norm operation in one direction, with the values of all its options.
+
+    Every option is declared here and nowhere else.
 
     Attributes:
         num_groups: of GroupNorm, 0 for other operations.
@@ -305,7 +309,8 @@ class RegisteredLayer:
 
 
 class ReplaySlot:
-    """The state shared by successive jobs in unchanged memory: these differ only in the memory's content.
+    """The state that successive jobs in the same, unchanged memory share: they differ only in the memory's
+    content.
 
     Attributes:
         prepared: the backend's own object, made of the first job for later ones; opaque elsewhere.
@@ -364,10 +369,10 @@ class NormJob:
         return isinstance(self.tensors["x"], DeviceTensor)
 
     def compute_batch_class(self) -> Hashable | None:
-        """Compute the key of jobs that may share a launch as its rows; None if this job runs alone.
+        """Compute a key that is equal for jobs whose rows may share a launch; None if this job must run alone.
 
-        Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either would
-        differ in a shared launch.  GroupNorm's scale and shift are batched with their samples.
+        Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either
+        would differ in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
@@ -390,7 +395,9 @@ class NormJob:
         return (spec, self._unit_shape, self.layer, *members)
 
     def compute_kernel_class(self) -> Hashable:
-        """Compute the key of jobs that run the same compiled kernels, for any number of rows."""
+        """Compute a key that is equal for jobs that run the same compiled kernels, whatever their numbers of
+        rows.
+        """
         layer = self.layer
         of_layer = None if layer is None else layer.parameter_types
         tensors = self.tensors
@@ -401,14 +408,16 @@ class NormJob:
 
     @property
     def _unit_shape(self) -> tuple[int, ...]:
-        """The shape of the units that a launch may have any number of: a row, all heads of a row, or a sample of
-        GroupNorm.
+        """The shape of one unit of x, of which a launch may have any number.
+
+        A unit is a row, all heads of a row, or a sample of GroupNorm.
         """
         if self.spec.op is Op.GROUP_NORM:
             return self.x.shape[1:]
         return self.x.shape[-2:] if self.heads else self.x.shape[-1:]
 
     def _count_heads(self) -> int:
+        """Return H if each head has parameters of its own, [H, N], in the layer or in the request; else 0."""
         if self.layer is not None:
             return self.layer.heads
         for name in PARAMETERS:
@@ -419,7 +428,9 @@ class NormJob:
 
 
 class QueueLane(Enum):
-    """The two queues before a device: small jobs overtake large ones, and neither queue starves."""
+    """The two queues of jobs for a device, by size: small jobs overtake large ones, and neither queue
+    starves.
+    """
 
     SMALL = "small"
     LARGE = "large"
@@ -429,7 +440,7 @@ class QueueLane(Enum):
 
 @dataclass(slots=True)
 class Batch:
-    """Jobs of one class, run as one launch; never changed.
+    """Jobs with equal batch keys, or a single job, which run as one launch; never changed.
 
     Attributes:
         nbytes: of all tensors of its requests.

@@ -32,7 +32,7 @@ malloc keeps.
 
 
 class MemoryCost(NamedTuple):
-    """Bytes of host memory that an operation needs.
+    """The bytes of host memory that an operation needs in addition to its input tensors.
 
     Attributes:
         result_bytes: of the results, which are sent to the client.
@@ -73,7 +73,11 @@ def _count_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
 
 
 def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Count the bytes of temporaries of LayerNorm and RMSNorm."""
+    """Estimate the temporary bytes that the CPU backend needs for LayerNorm, RMSNorm or a chain of
+    LayerNorms.
+
+    Most are counted only for rows that are longer than a piece: shorter ones fit into `SCRATCH_BYTES`.
+    """
     dtype, shape = given["x"]
     cols = shape[-1]
     of_heads = 0
@@ -99,7 +103,11 @@ def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParamet
 
 
 def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Count the bytes of temporaries of GroupNorm."""
+    """Estimate the temporary bytes that the CPU backend needs for GroupNorm; 0 if a sample fits into one
+    piece.
+
+    A piece is the number of elements that the backend computes at once.
+    """
     dtype, shape = given["x"]
     is_last = spec.layout is ChannelLayout.NHWC
     channels = shape[-1] if is_last else shape[1]
@@ -132,7 +140,9 @@ def _has_float32_sum(dtype: DType, given: Described) -> bool:
 
 
 def _count_heads(given: Described, layer: LayerParameterSpec | None) -> int:
-    """Count the heads that have parameters of their own."""
+    """Return the number of heads that have parameters of their own; 0 if all rows have the same
+    parameters.
+    """
     if layer is not None:
         return layer.heads
     return next((given[name][1][0] for name in PARAMETERS if name in given and len(given[name][1]) > 1), 0)
@@ -143,7 +153,7 @@ def _get_weight_dtype(given: Described, layer: LayerParameterSpec | None) -> DTy
 
 
 def _count_narrow_parameters(given: Described, layer: LayerParameterSpec | None) -> int:
-    """Count the parameters that are widened to float32."""
+    """Count which of weight and bias have a type narrower than float32, and so need a float32 copy."""
     dtypes = [given[name][0] for name in PARAMETERS if name in given]
     if layer is not None:
         dtypes = [layer.dtype] * (1 + layer.has_bias)

@@ -13,7 +13,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestParameter:
-    """The description of a request's parameter, and its parser.
+    """One parameter of requests: its description for the API's documentation, and its parser.
 
     Attributes:
         parse: from text to value; a ValueError's message ends the sentence "name must be …".
@@ -26,7 +26,7 @@ class RequestParameter:
 
 
 def make_choice_parameter(doc: str, names: Iterable[str], make: Callable[[str], Any] = str) -> RequestParameter:
-    """Describe a parameter that is one of these names.
+    """Describe a parameter whose value is one of these names.
 
     Args: make: from a name to the value.
     """
@@ -41,10 +41,11 @@ def make_choice_parameter(doc: str, names: Iterable[str], make: Callable[[str], 
 
 
 def parse_number(text: str) -> float:
-    """Read a decimal number.
+    """Parse a decimal number of at most 64 characters.
 
     Raises:
-        ValueError: it is none, as all functions here.
+        ValueError: the text is none; the message names the expected value, here and in the other
+            parsers.
     """
     if len(text) > 64 or not _NUMBER.fullmatch(text):
         raise ValueError("a number")
@@ -52,14 +53,14 @@ def parse_number(text: str) -> float:
 
 
 def parse_integer(text: str) -> int:
-    """Read a whole number of at most 19 digits."""
+    """Parse a whole number of at most 19 digits."""
     if not _WHOLE.fullmatch(text):
         raise ValueError("a whole number")
     return int(text)
 
 
 def parse_eps(text: str) -> float:
-    """Read a number that kernels can use as eps."""
+    """Parse an eps that kernels can use: a number that is above 0 and finite as a float32."""
     value = parse_number(text)
     try:
         # Kernels compute with eps as a float32, so that is what must be positive and finite.
@@ -72,7 +73,7 @@ def parse_eps(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     value = parse_integer(text)
     if value < 1:
         raise ValueError("a whole number of at least 1")
@@ -80,7 +81,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_zero_or_one(text: str) -> float:
-    """Read 0 or 1."""
+    """Parse 0 or 1."""
     value = parse_number(text)
     if value not in (0.0, 1.0):
         raise ValueError("0 or 1")
@@ -88,7 +89,7 @@ def parse_zero_or_one(text: str) -> float:
 
 
 def parse_probability(text: str) -> float:
-    """Read a probability other than 1."""
+    """Parse a probability of at least 0 and less than 1."""
     value = parse_number(text)
     if not 0 <= value < 1:
         raise ValueError("a probability in [0, 1)")
@@ -96,7 +97,7 @@ def parse_probability(text: str) -> float:
 
 
 def parse_seed(text: str) -> int:
-    """Read a whole number of 64 bits."""
+    """Parse a signed 64-bit integer."""
     value = parse_integer(text)
     if not -(2**63) <= value < 2**63:
         raise ValueError("a 64-bit signed integer")
@@ -104,7 +105,7 @@ def parse_seed(text: str) -> int:
 
 
 def parse_flag(text: str) -> bool:
-    """Read true or false."""
+    """Parse `true` or `false`, or 1 or 0."""
     if text not in ("true", "false", "1", "0"):
         raise ValueError("true or false")
     return text in ("true", "1")

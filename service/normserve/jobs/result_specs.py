@@ -12,7 +12,7 @@ Described = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 
 class LayerParameterSpec(Protocol):
-    """The properties of a registered layer on which results depend."""
+    """The properties of a registered layer that determine the dtypes and shapes of an operation's results."""
 
     @property
     def size(self) -> int: ...
@@ -32,7 +32,10 @@ def has_residual_dtype(op: Op, given: Described) -> bool:
 def infer_result_specs(
     spec: NormSpec, given: Described, layer: LayerParameterSpec | None
 ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """Infer dtype and shape of each result of these tensors, in payload order.
+    """Infer the dtype and shape of each result of an operation on the given tensors, by the results'
+    names.
+
+    The axes of the results are in the order of x's axes.
 
     Args:
         given: x as [..., N], or GroupNorm's in either layout, and the other input tensors.

@@ -38,7 +38,8 @@ def make_validated_job(
     *,
     may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
-    """Check that tensors, spec and layer fit one another; return their job and the host memory that it needs.
+    """Check that tensors, spec and layer fit one another; return the job, and the host memory that it
+    needs.
 
     Args: may_overwrite: the tensors' memory is the job's own.
 
@@ -51,7 +52,9 @@ def make_validated_job(
 
 
 def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
-    """Check that spec, layer and tensors fit; return the spec with the layer's options, and the memory cost."""
+    """Check that spec, layer and tensors fit one another; return the spec with the layer's options, and
+    the memory cost.
+    """
     if layer is not None:
         spec = _merge_layer_options(spec, layer)
     _check_tensor_names(spec, tensors, with_layer=layer is not None)
@@ -76,7 +79,9 @@ def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described)
 
 
 def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = False) -> tuple[str, ...]:
-    """List the tensors that an operation takes, without those that a registered layer replaces."""
+    """List the tensors that a request for an operation may have; with a registered layer, without weight
+    and bias.
+    """
     if op is Op.LAYER_NORM_CHAIN:
         return ("x",) if with_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
@@ -89,7 +94,8 @@ def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = Fa
 
 
 def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
-    """Check the weight and the bias of a layer to be registered, and return both.
+    """Check the tensors of a layer that is about to be registered; return its weight, and its bias or
+    None.
 
     Raises:
         InvalidRequestError: they do not fit a layer of this operation.
@@ -127,6 +133,7 @@ def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
 
 
 def _check_tensor_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
+    """Refuse a request with tensors that the operation does not take, or without tensors that it needs."""
     backward = spec.direction is PassDirection.BACKWARD
     accepted_names = list_tensor_names(spec.op, spec.direction, with_layer=with_layer)
     beside = " with a registered layer" if with_layer else ""
@@ -147,7 +154,7 @@ def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], w
 
 
 def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
-    """Check rank and sizes of x; return the length of a parameter vector."""
+    """Check rank and sizes of x; return the length of its parameters, which is N, or C of GroupNorm."""
     if spec.op is not Op.GROUP_NORM:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
@@ -162,7 +169,7 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
 
 
 def _count_heads(op: Op, tensors: Described) -> int:
-    """Return H if weight or bias is [H, N], else 0."""
+    """Return H if the request's weight or bias is [H, N], with parameters for each head; else 0."""
     if op is not Op.GROUP_NORM:
         for name in ("weight", "bias"):
             if name in tensors and len(tensors[name][1]) == 2:
@@ -171,7 +178,9 @@ def _count_heads(op: Op, tensors: Described) -> int:
 
 
 def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
-    """Check that x has as many heads as the parameters."""
+    """Check that x has as many heads as the parameters, and that the operation supports parameters for
+    each head.
+    """
     if len(x_shape) < 2 or x_shape[-2] != heads:
         raise InvalidShapeError(f"x must be [..., {heads}, N], as parameters of each head are, got {list(x_shape)}")
     _check_head_count(heads)
@@ -200,6 +209,9 @@ def _check_parameter(name: str, got: tuple[int, ...], x_shape: tuple[int, ...], 
 
 
 def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
+    """Check that mean or rstd, if it was sent, has one float32 for each row, or for each group of a
+    sample.
+    """
     shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
     _check_shape(name, tensors, shape)
     if name in tensors and tensors[name][0] is not DType.FLOAT32:

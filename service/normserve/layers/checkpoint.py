@@ -27,9 +27,11 @@ _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry) -> None:
-    """Register every pair NAME.weight, NAME.bias of rank 1 whose name contains norm or ln, as LayerNorm NAME.
+    """Register the LayerNorms of a safetensors checkpoint: the layer NAME for each pair NAME.weight,
+    NAME.bias.
 
-    Their eps is that of a `config.json` beside the file, 1e-5 without one.
+    Both must be of rank 1, and NAME must contain norm or ln.  Their eps is that of a `config.json`
+    beside the file, 1e-5 without one.
 
     Raises:
         ConfigurationError: the file cannot be read, its parameters are invalid, or they exceed a limit.
@@ -55,6 +57,9 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
 
 
 def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
+    """Map a checkpoint into memory; return the name, weight and bias of each LayerNorm in it, without
+    copies.
+    """
     with open_regular_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedPayloadError("the file is empty")
@@ -88,6 +93,13 @@ def read_config_eps(path: Path) -> float:
 def _find_norm_pairs(
     entries: dict[str, SafetensorsEntry],
 ) -> Iterator[tuple[str, SafetensorsEntry, SafetensorsEntry]]:
+    """Yield the name, weight and bias of each LayerNorm: two vectors of equal length, named NAME.weight
+    and NAME.bias.
+
+    NAME must contain norm or ln.
+
+    BatchNorms, which have a running mean, are left out.
+    """
     for key, weight in entries.items():
         name = key.removesuffix(".weight")
         bias = entries.get(f"{name}.bias")

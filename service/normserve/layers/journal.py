@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The state of a layer after a change.
+    """The state of one layer after its last change: its parameters, or that it was removed.
 
     Attributes:
         change_id: identifies the change.
@@ -32,10 +32,11 @@ class JournalEntry:
 
 
 class LayerJournal:
-    """One file for each layer, and one for the change in preparation.
+    """The registered layers on disk: one file for each layer, and a staging file for the change in
+    preparation.
 
-    The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every failure of
-    the disk is a `StorageError`.
+    The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every
+    failure of the disk is a `StorageError`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +45,7 @@ class LayerJournal:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def stage(self, name: str, change: str, query: bytes | None, body: Iterable[bytes | memoryview]) -> None:
-        """Write a change to the staging file; no process's layers change yet.
+        """Write a change to the staging file, as preparation: it is not in effect yet.
 
         Raises:
             StorageError: it could not be written; no file is left.
@@ -82,7 +83,7 @@ class LayerJournal:
         return await self._run_on_thread(lambda: sorted(self._folder.glob("*.layer")))
 
     async def read_entry_file(self, file: Path) -> JournalEntry:
-        """Read an entry from one of the files of `list_entry_files`."""
+        """Read the entry in one of the files that `list_entry_files` lists."""
         entry = await self._run_on_thread(lambda: _read_entry(file))
         assert entry is not None
         return entry
@@ -94,6 +95,7 @@ class LayerJournal:
         return self._folder / (base64.b32encode(name.encode()).decode().rstrip("=").lower() + ".layer")
 
     def _write_staged(self, pieces: list[bytes | memoryview]) -> None:
+        """Write the staging file; delete it if that fails."""
         self._folder.mkdir(exist_ok=True)
         try:
             with self._staged_path.open("wb") as file:
@@ -104,6 +106,11 @@ class LayerJournal:
             raise
 
     async def _run_on_thread(self, work: Callable[[], _T]) -> _T:
+        """Run a function on the journal's thread, and return its result.
+
+        Raises:
+            StorageError: the function failed with an OSError.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         except OSError as error:
@@ -111,6 +118,7 @@ class LayerJournal:
 
 
 def _read_entry(file: Path) -> JournalEntry | None:
+    """Read a layer's entry from its file; None if there is no such file."""
     try:
         head, _, body = file.read_bytes().partition(b"\n")
     except FileNotFoundError:
@@ -122,6 +130,7 @@ def _read_entry(file: Path) -> JournalEntry | None:
 
 
 def _read_change_id(file: Path) -> str | None:
+    """Read only the change id of the entry in a file; None if there is no such file."""
     try:
         with file.open("rb") as opened:
             change: str = json.loads(opened.readline())["change"]

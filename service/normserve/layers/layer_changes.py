@@ -33,7 +33,10 @@ _READS, _READ_PAUSE_S = 100, 0.1
 
 
 class LayerChanges:
-    """Registration and removal of layers in a process without siblings."""
+    """Registration and removal of layers in this process alone.
+
+    The subclass `FleetLayerChanges` changes the other processes of a server as well.
+    """
 
     def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer) -> None:
         self._registry = layers
@@ -41,7 +44,8 @@ class LayerChanges:
         self._make_layer = make
 
     async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        """Make and register a layer; return it, and whether it replaced one.
+        """Make a layer of the request's query and body, and register it; return it, and whether it replaced
+        one.
 
         Raises:
             NormserveError: the layer is invalid, or layers cannot be changed now; nothing has changed.
@@ -51,7 +55,7 @@ class LayerChanges:
         return layer, self._registry.put(layer)
 
     async def remove(self, name: str) -> None:
-        """Remove a layer.
+        """Remove a layer from this process, unless this kind of process does not allow changes of layers.
 
         Raises:
             UnknownLayerError: there is none of that name.
@@ -65,13 +69,14 @@ class LayerChanges:
 
 
 class FleetLayerChanges(LayerChanges):
-    """Registration and removal of layers in all processes of a fleet, one change at a time.
+    """Registration and removal of layers in all processes of a server, its fleet, one change at a time.
 
-    The journal defines the layers.  A change writes its layer beside the journal, has every sibling make the layer
-    as well, and only then moves it into the journal: from then on it is in effect, and each process registers the
-    layer that it has made.  An error before that leaves everything unchanged.  A sibling also reads the journal
-    when the connection of a change ends: so it learns the outcome of a change whose process died, or during which
-    it was stopped itself.  A process that starts reads the whole journal under the lock.
+    The journal defines the layers.  A change writes its layer beside the journal, has every sibling
+    make the layer as well, and only then moves it into the journal: from then on it is in effect, and
+    each process registers the layer that it has made.  An error before that leaves everything
+    unchanged.  A sibling also reads the journal when the connection of a change ends: so it learns the
+    outcome of a change whose process died, or during which it was stopped itself.  A process that
+    starts reads the whole journal under the lock.
     """
 
     def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer, folder: Path) -> None:
@@ -96,6 +101,7 @@ class FleetLayerChanges(LayerChanges):
         await self._run_to_completion(self._remove_in_fleet(name))
 
     async def synchronise(self) -> None:
+        """Load all layers of the journal at the start of this process; its siblings send it all later changes."""
         self._checkpoint_names = frozenset(layer.name for layer in self._registry.list_layers())
         async with self._lock.hold(None):
             for file in await self._journal.list_entry_files():
@@ -109,6 +115,12 @@ class FleetLayerChanges(LayerChanges):
             self._is_synchronised = True
 
     async def _register_in_fleet(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
+        """Register a layer in all processes: each sibling makes the layer, the journal records it, then all
+        register it.
+
+        An error before the journal has the layer leaves all processes unchanged.  Return the layer, and
+        whether it replaced one.
+        """
         async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
             layer = await self._make_layer_in_time(name, query, body)
             change = secrets.token_hex(8)
@@ -122,6 +134,12 @@ class FleetLayerChanges(LayerChanges):
         return layer, replaced
 
     async def _remove_in_fleet(self, name: str) -> None:
+        """Remove a layer from all processes: each sibling agrees, the journal records it, then all remove the
+        layer.
+
+        For a layer of the checkpoint, the journal gets an entry of the removal: each process that starts
+        loads the checkpoint first.
+        """
         async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
             self._registry.get(name)
             await self._request_all(links, {"do": "prepare", "name": name, "change": ""}, _PREPARE_S)
@@ -137,13 +155,16 @@ class FleetLayerChanges(LayerChanges):
             await self._request_apply(links, name)
 
     async def _run_to_completion(self, change: Coroutine[Any, Any, _T]) -> _T:
-        """Run a change to its end, even if the client leaves."""
+        """Run a change in a task of its own, so that it ends even if the client disconnects."""
         task = asyncio.get_running_loop().create_task(change)
         self._running_changes.add(task)
         task.add_done_callback(self._discard_task)
         return await asyncio.shield(task)
 
     def _discard_task(self, task: asyncio.Task[Any]) -> None:
+        """Forget a change that has ended, and mark its exception as retrieved: the client may have
+        disconnected.
+        """
         self._running_changes.discard(task)
         if not task.cancelled():
             # The client may have left.
@@ -151,7 +172,7 @@ class FleetLayerChanges(LayerChanges):
 
     @contextlib.asynccontextmanager
     async def _hold_fleet_lock(self) -> AsyncIterator[None]:
-        """Hold the lock, so that no other process changes layers.
+        """Hold the lock between processes during the block, so that no other process changes layers.
 
         Raises:
             ChangeFailedError: other processes held it all the time.
@@ -168,7 +189,11 @@ class FleetLayerChanges(LayerChanges):
 
     @contextlib.asynccontextmanager
     async def _connect_siblings(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
-        """Connect to all siblings, which must agree to a change."""
+        """Connect to all sibling processes for the block: each of them must agree to a change.
+
+        Raises:
+            ChangeFailedError: a sibling cannot be reached.
+        """
         async with contextlib.AsyncExitStack() as stack:
             try:
                 links = await stack.enter_async_context(self._siblings.connect_all())
@@ -180,7 +205,7 @@ class FleetLayerChanges(LayerChanges):
     async def _stage_change(
         self, name: str, change: str, query: bytes | None, body: Sequence[bytes | memoryview]
     ) -> AsyncIterator[None]:
-        """Write a change beside the journal; discard it if the block fails."""
+        """Write a change to the journal's staging file; delete the file if the block fails."""
         await self._journal.stage(name, change, query, body)
         try:
             yield
@@ -190,7 +215,9 @@ class FleetLayerChanges(LayerChanges):
             raise
 
     async def _request_all(self, links: list[SiblingConnection], question: Question, timeout_s: float) -> None:
-        """Send a request to all siblings, and drop those that have ended: they read the journal when they start.
+        """Send a request to all siblings, and wait until each has confirmed it.
+
+        Those that have ended are removed from `links`: they read the journal when they start.
 
         Raises:
             ChangeFailedError: one refuses, or does not answer.
@@ -212,8 +239,10 @@ class FleetLayerChanges(LayerChanges):
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
     async def _request_apply(self, links: list[SiblingConnection], name: str) -> None:
-        """Have all processes register the layer that they made; one that does not confirm now does so as soon as it
-        can.
+        """Ask all siblings to apply the change that the journal has; log a warning if one does not confirm in
+        time.
+
+        Such a sibling applies the change when it reads the journal at the end of the connection.
         """
         try:
             await self._request_all(links, {"do": "apply", "name": name}, _APPLY_S)
@@ -221,8 +250,9 @@ class FleetLayerChanges(LayerChanges):
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
     async def _make_layer_in_time(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
-        """Make a layer within a time limit, so that no request waits for a device that hangs; check that it can be
-        registered.
+        """Make a layer within a time limit, and check that the registry has room for it.
+
+        Without the limit, requests could wait for a device that hangs.
 
         Raises:
             NormserveError: it cannot.
@@ -236,7 +266,10 @@ class FleetLayerChanges(LayerChanges):
         return layer
 
     async def _handle_prepare(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
-        """Make the layer that a sibling is about to register; read the journal when the connection ends."""
+        """Make the layer that a sibling has staged, so that later it only has to be registered.
+
+        When the connection ends, change the layer to its state in the journal.
+        """
         if not self._is_synchronised:
             return b""
         name, change = question["name"], question["change"]
@@ -256,8 +289,10 @@ class FleetLayerChanges(LayerChanges):
         return b""
 
     async def _follow_journal(self, name: str, ended: str | None = None) -> None:
-        """Change a layer to its state in the journal, and release the layer that was made for a change that has
-        ended.
+        """Change a layer in this process to its state in the journal.
+
+        Also drop the layer that was made for the change `ended`.  After an error, this process must start
+        again, and `on_divergence` is called.
         """
         try:
             async with self._apply_lock:
@@ -270,7 +305,10 @@ class FleetLayerChanges(LayerChanges):
             self.on_divergence()
 
     async def _read_change_id(self, name: str) -> str | None:
-        """Read the id of a layer's last change; try again for a while, as descriptors may be exhausted."""
+        """Read the id of a layer's last change from the journal; None if the layer has no entry.
+
+        Errors are retried for some seconds, as file descriptors may be exhausted.
+        """
         for _ in range(_READS):
             with contextlib.suppress(StorageError):
                 return await self._journal.read_change_id(name)
@@ -278,6 +316,11 @@ class FleetLayerChanges(LayerChanges):
         return await self._journal.read_change_id(name)
 
     async def _apply_change(self, name: str, change: str | None) -> None:
+        """Register or remove a layer in this process, according to the journal's entry of this change.
+
+        None as `change` removes the layer, as it has no entry.  If the entry has changed again meanwhile,
+        do nothing.
+        """
         layer = None
         if change is not None and self._prepared_layer is not None and self._prepared_layer[0] == change:
             layer = self._prepared_layer[1]

@@ -12,11 +12,13 @@ _POLL_S = 0.005
 
 
 class ProcessLock:
-    """Two locked files: the holder of the turn waits for the lock, all other processes wait for the turn.
+    """A lock that is held by one task of one of several processes; it consists of two locked files, `turn`
+    and `lock`.
 
-    With one file alone, a process whose own tasks queue for the lock would take it again each time before another
-    process looks.  No thread ever waits here, so the holder finds every thread that it needs; the kernel unlocks
-    the files of a process that ends.
+    The holder of the turn waits for the lock, and all other processes wait for the turn. With one file
+    alone, a process whose own tasks queue for the lock would take it again each time before another
+    process looks.  No thread ever waits here, so the holder finds every thread that it needs; the
+    kernel unlocks the files of a process that ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,7 +27,7 @@ class ProcessLock:
 
     @contextlib.asynccontextmanager
     async def hold(self, timeout_s: float | None) -> AsyncIterator[None]:
-        """Hold the lock.
+        """Take the lock, after waiting for its holders, and hold it during the block.
 
         Args:
             timeout_s: longest wait for it; None waits for as long as it takes.
@@ -46,6 +48,7 @@ class ProcessLock:
 
 
 async def _lock_file(file: IO[str]) -> None:
+    """Lock a file exclusively; while another process has it locked, poll without blocking the event loop."""
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

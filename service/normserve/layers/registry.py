@@ -21,7 +21,10 @@ def is_layer_name(text: str) -> bool:
 
 
 class LayerRegistry:
-    """The registered layers by name.  A replaced or removed layer lives on in the jobs that already hold it."""
+    """The registered layers by name, within limits of their number and bytes.
+
+    A layer that was replaced or removed exists until the last job that uses it has ended.
+    """
 
     def __init__(self, *, max_layers: int, max_bytes: int) -> None:
         """Args: max_bytes: limit for all layers' parameters, in host or device memory."""
@@ -49,7 +52,7 @@ class LayerRegistry:
 
     @contextlib.contextmanager
     def reserve(self, name: str, nbytes: int) -> Iterator[None]:
-        """Reserve memory for a layer of `nbytes` while its parameters are loaded onto the device.
+        """Count a layer of `nbytes` against the limits during the block, in which its parameters are loaded.
 
         Raises:
             TooLargeError: the limit of layers, or of bytes, is reached.
@@ -109,7 +112,8 @@ class LayerRegistry:
             raise UnknownLayerError("no layer of that name is registered") from None
 
     def resolve(self, op: Op, text: str) -> RegisteredLayer:
-        """Return the layer that a request names; for a chain, one layer of those whose names are joined by commas.
+        """Return the layer that a request names; for a chain, one layer that combines those named, separated
+        by commas.
 
         Equal texts give the same chain until layers change.
 
@@ -128,7 +132,7 @@ class LayerRegistry:
         return chain
 
     def remove(self, name: str) -> None:
-        """Remove a layer.
+        """Remove a layer by its name; jobs that already use it keep it until they have ended.
 
         Raises:
             UnknownLayerError: there is none.

@@ -42,8 +42,10 @@ def log_layer_change(method: str, path: str, result: str, **who: str | None) -> 
 
 
 class KeyRefusalLog:
-    """The log of requests that were refused for lack of a valid key: a limited number per second, and the count of
-    the others.
+    """The audit log of requests that were refused for lack of a valid key, with a limited number of lines
+    per second.
+
+    Refusals beyond the limit are only counted, and the count is logged.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +56,10 @@ class KeyRefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def log_refusal(self, reason: str, method: str, path: str, **who: str | None) -> None:
-        """Log a refused request, or count it beyond the limit."""
+        """Log a refused request; if this second's limit is reached, only count it.
+
+        Args: who: fields that identify the client.
+        """
         now = self._clock()
         if now - self._second_began_at >= 1:
             self.log_omitted_count()
@@ -68,7 +73,9 @@ class KeyRefusalLog:
             self._timer = asyncio.get_running_loop().call_later(1, self.log_omitted_count)
 
     def log_omitted_count(self) -> None:
-        """Log how many refusals were omitted since the last time, if any were."""
+        """Log how many refusals were counted and not logged since the last such line; do nothing if there were
+        none.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -51,7 +51,9 @@ def log_crash_report(
 
 
 def _read_package_versions() -> dict[str, str]:
-    """Read the installed versions of packages from their metadata: to import a package could fail again."""
+    """Read the installed versions of packages from their metadata, without imports, which could fail
+    again.
+    """
     found = {}
     for name in _PACKAGES:
         try:

@@ -30,7 +30,7 @@ _ALWAYS_SHOWN = ("normserve.audit", "normserve.access")
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter of lines for people."""
+    """A formatter of text lines, with a record's fields as name=value after the message."""
 
     def __init__(self, process: str | None = None) -> None:
         """Args: process: this process's name in a fleet."""
@@ -38,8 +38,10 @@ class TextFormatter(logging.Formatter):
         self._static_fields = {} if process is None else {"process": process}
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Format the line; a traceback follows it, indented, so that none of its lines looks like another
-        event's.
+        """Format a record's line and its fields, without the traceback; long fields are on indented lines
+        below.
+
+        The traceback follows, indented, so that none of its lines looks like another event's.
         """
         record.message = _CONTROL.sub(_escape_character, record.message)
         line, fields = super().formatMessage(record), {**self._static_fields, **_get_fields(record)}
@@ -72,7 +74,10 @@ class JsonLinesFormatter(JsonFormatter):
         )
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-        """Add the record's fields, and none of the attributes that libraries add for terminals."""
+        """Fill the JSON object with the standard members and the record's `fields`.
+
+        Other attributes of the record are left out, which libraries add for terminals.
+        """
         super().add_fields(log_data, record, message_dict)
         for name in log_data.keys() - _MEMBERS:
             del log_data[name]
@@ -81,10 +86,11 @@ class JsonLinesFormatter(JsonFormatter):
 
 
 def configure_logging(level: str, form: str = "text", process: str | None = None) -> None:
-    """Configure the server's own loggers from `level` on, the HTTP library's for errors, and others from warnings
-    on.
+    """Set up logging to stderr: the server's own loggers from `level` on, and all others only for warnings
+    or errors.
 
-    The HTTP library warns of each malformed request, and others log each call: strangers must not fill the log.
+    The HTTP library warns of each malformed request, and others log each call: strangers must not fill
+    the log. With JSON, warnings of Python and uncaught exceptions are logged too.
 
     Args:
         form: `text` or `json`.
@@ -115,6 +121,9 @@ def make_block_fields(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Log an uncaught exception that ends the process, as `sys.excepthook`; an interrupt is left to
+    Python's own hook.
+    """
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
@@ -133,7 +142,10 @@ def _get_fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def _format_block_field(name: str, value: object) -> list[str]:
-    """Format a field of a block: a text unchanged, anything else as JSON."""
+    """Format a field as indented lines below a log message: a text as it is, any other value as JSON.
+
+    Control characters are escaped in both.
+    """
     if isinstance(value, str) and "\n" not in value:
         return [f"    {name}: {_CONTROL.sub(_escape_character, value)}"]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -162,6 +174,10 @@ class ThrottledLogger:
         self._omitted_count = 0
 
     def warning(self, message: str, *arguments: object) -> None:
+        """Log a warning, unless the last one was less than a second ago: then only count it.
+
+        The next line that is logged has the count.
+        """
         now = time.monotonic()
         if now < self._next_line_at:
             self._omitted_count += 1

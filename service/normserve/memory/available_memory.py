@@ -9,7 +9,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _CgroupFiles(NamedTuple):
-    """The files of a control group version with its limit and usage, and a key of `memory.stat`."""
+    """The names of a control group's files in one version of control groups.
+
+    Attributes:
+        limit, usage: the files with the group's memory limit and usage, in bytes.
+        inactive_file_key: the key in `memory.stat` of the cached files that can be dropped.
+    """
 
     limit: str
     usage: str
@@ -32,6 +37,7 @@ def read_available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def _read_host_available_bytes(proc: Path) -> int:
+    """Return the host's available memory by /proc/meminfo; its free memory if that cannot be read."""
     try:
         return _parse_amounts(proc / "meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
@@ -39,7 +45,9 @@ def _read_host_available_bytes(proc: Path) -> int:
 
 
 def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
-    """Return the bytes left below each limit of this process's control group and its parents."""
+    """Return the bytes left below each memory limit of this process's control group and its parents; none
+    without limits.
+    """
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,6 +69,11 @@ def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
 
 
 def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
+    """Return the bytes left below one control group's memory limit; None without a limit, or if it cannot
+    be read.
+
+    Cached files that can be dropped count as left.
+    """
     try:
         limit = (group / files.limit).read_text(encoding="ascii").strip()
         # Version 1 has a number beyond every host's memory instead.

@@ -73,7 +73,7 @@ class ShareableDevice:
         raise DeviceMemoryError("this process does not see the server's device")
 
     def allocate(self, nbytes: int, kind: type[_S]) -> _S:
-        """Allocate and map memory that is filled with zeros.
+        """Allocate device memory that can be shared, map it into this process, and fill it with zeros.
 
         Args:
             nbytes: rounded up to the granularity.
@@ -114,7 +114,8 @@ class ShareableDevice:
         return descriptor
 
     def map_descriptor(self, descriptor: int, nbytes: int, kind: type[_S]) -> _S:
-        """Map memory from another process; the caller keeps ownership of the descriptor.
+        """Map device memory that another process exported as a file descriptor, which the caller still has to
+        close.
 
         Raises:
             DeviceMemoryError: the descriptor is of no such memory, or of another size.
@@ -132,6 +133,7 @@ class ShareableDevice:
         call_driver(self.driver.cuMemRelease, handle)
 
     def _map_handle(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
+        """Map the memory of a handle for reading and writing; release the handle if that fails."""
         driver = self.driver
         try:
             address = int(call_driver(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
@@ -151,6 +153,7 @@ class ShareableDevice:
         return kind(self, handle, address, nbytes)
 
     def _make_allocation_properties(self) -> Any:
+        """Make the driver's properties of an allocation: on this device, and exportable as a file descriptor."""
         driver = self.driver
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -160,6 +163,7 @@ class ShareableDevice:
         return properties
 
     def _make_access(self) -> Any:
+        """Make the driver's permission for this device to read and write a mapping."""
         driver = self.driver
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -169,7 +173,9 @@ class ShareableDevice:
 
     @contextlib.contextmanager
     def use_context(self) -> Iterator[None]:
-        """Make the device's primary context, which torch uses as well, current in this thread."""
+        """Make the device's primary context, which torch uses as well, current in this thread during the
+        block.
+        """
         call_driver(self.driver.cuCtxPushCurrent, self._primary_context)
         try:
             yield
@@ -182,7 +188,7 @@ class ShareableDevice:
 
 
 class DeviceSegment:
-    """A mapping of shared device memory, unmapped with the last reference to this object or a view.
+    """A mapping of shared device memory, unmapped with the last reference to this object or to a view.
 
     Attributes:
         device: the device of the memory.
@@ -210,7 +216,10 @@ class DeviceSegment:
 
 
 class DeviceMemoryView:
-    """A flat view that keeps its segment mapped; like a `memoryview`, but its bytes cannot be read on the host.
+    """A range of a device segment's bytes, which keeps the segment mapped and can be sliced like a
+    `memoryview`.
+
+    The bytes cannot be read on the host.
 
     Attributes:
         obj: the segment.
@@ -247,6 +256,11 @@ class DeviceMemoryView:
 
 @functools.cache
 def _import_driver() -> Any:
+    """Import the Python package of the CUDA driver, which is optional.
+
+    Raises:
+        DeviceMemoryError: the package is not installed.
+    """
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -254,7 +268,7 @@ def _import_driver() -> Any:
 
 
 def call_driver(function: Any, *arguments: Any) -> Any:
-    """Call a driver function and return its first result; None where the function has none.
+    """Call a driver function and return its first result; None if the function has no results.
 
     Raises:
         DeviceMemoryError: it fails.
@@ -264,7 +278,7 @@ def call_driver(function: Any, *arguments: Any) -> Any:
 
 
 def call_driver_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
-    """Call a driver function and return all its results.
+    """Call a driver function and return all its results but the error code.
 
     Raises:
         DeviceMemoryError: it fails.

@@ -24,7 +24,7 @@ _S = TypeVar("_S", bound="HostSegment")
 
 
 class HostSegment(mmap.mmap):
-    """A mapping of shared memory, unmapped after its last view.
+    """A mapping of host memory that processes share, unmapped after its last view.
 
     A `memoryview` of the segment keeps it mapped.
     """
@@ -36,7 +36,8 @@ class HostSegment(mmap.mmap):
 
 
 def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) -> tuple[int, _S]:
-    """Create shared memory of zeros; return its descriptor, which the caller must close, and its mapping.
+    """Create shared memory of zeros and map it; return its file descriptor, which the caller must close,
+    and the mapping.
 
     Args:
         nbytes: rounded up to whole pages.
@@ -67,7 +68,7 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
 
 
 def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> HostSegment:
-    """Map shared memory of another process; the caller keeps ownership of the descriptor.
+    """Map shared memory of another process by its file descriptor, which the caller still has to close.
 
     Args:
         nbytes: how many bytes to map, from the first one; None maps all bytes of the memory.
@@ -97,6 +98,12 @@ def round_up_to_pages(nbytes: int) -> int:
 
 
 def _create_memfd() -> int:
+    """Create an anonymous file in memory that can be sealed, and is not executable if the kernel supports
+    that.
+
+    Raises:
+        MemoryError: the system refuses.
+    """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create("normserve", flags | _MFD_NOEXEC_SEAL)

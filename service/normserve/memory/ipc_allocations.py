@@ -30,7 +30,9 @@ _LAZY_PEER_ACCESS = 1
 
 
 class IpcAllocation(DeviceSegment):
-    """An opened allocation of another process, closed with the last reference to this object or a view."""
+    """A mapping of another process's CUDA allocation, closed with the last reference to this object or to
+    a view.
+    """
 
     def __init__(self, device: ShareableDevice, address: int, nbytes: int) -> None:
         super().__init__(device, None, address, nbytes)
@@ -42,7 +44,7 @@ class IpcAllocation(DeviceSegment):
 
 
 def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
-    """Open the IPC handle of another process's allocation.
+    """Map another process's CUDA allocation by its IPC handle, and check its device and size.
 
     Args:
         handle: `HANDLE_BYTES` bytes.
@@ -50,7 +52,8 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
         kind: `IpcAllocation`, or a subclass.
 
     Raises:
-        ValueError: the handle has another length; or the memory has fewer bytes, or is on another device.
+        ValueError: the handle has another length; or the memory has fewer bytes, or is on another
+            device.
         DeviceMemoryError: this process cannot open the handle.
     """
     driver = device.driver
@@ -77,7 +80,7 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
 
 
 async def open_allocation_on_thread(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
-    """Do as `open_allocation` in a thread, with errors that may be sent to a client.
+    """Map a client's CUDA allocation by its IPC handle, in a thread so that the event loop does not wait.
 
     Raises:
         ValueError: the handle cannot be opened; the message is for the client.

@@ -42,7 +42,11 @@ class SlabLocation(NamedTuple):
 
 
 class SharedSlabRegistry:
-    """A registry of shared slabs, which allocates and locates them.  Slabs may be made and freed on any thread."""
+    """The slabs of this process that other processes can map: it allocates them, and locates bytes in
+    them.
+
+    Slabs may be made and freed on any thread.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -54,13 +58,15 @@ class SharedSlabRegistry:
         self._unreported_numbers: list[int] = []
 
     def make_source(self) -> SlabAllocator:
-        """Make an allocator of shared slabs, for use until the device's driver provides another."""
+        """Make a slab pool's allocator of shared slabs, which is used until the backend replaces it by one of
+        pinned slabs.
+        """
         return SlabAllocator(
             self.allocate, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment
         )
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Allocate memory for a slab.
+        """Allocate the memory of one new shared slab, as an array of `nbytes` bytes.
 
         Raises:
             MemoryError: there is no more.
@@ -68,7 +74,8 @@ class SharedSlabRegistry:
         return np.frombuffer(self.allocate_segment(nbytes), np.uint8)[:nbytes]
 
     def allocate_segment(self, nbytes: int) -> HostSegment:
-        """Allocate a registered segment of at least `nbytes`, which is unmapped with its last view.
+        """Allocate a shared segment of at least `nbytes` for a new slab, and register it until its last view
+        is gone.
 
         Raises:
             MemoryError: there is no more.
@@ -96,7 +103,9 @@ class SharedSlabRegistry:
         return SlabLocation(memory, offset) if offset + view.nbytes <= memory.nbytes else None
 
     def take_ended_numbers(self) -> list[int]:
-        """Return the numbers of the slabs that have been freed since the last call."""
+        """Return the numbers of the slabs that were freed since the last call, so that other processes can
+        unmap them.
+        """
         with self._lock:
             self._remove_ended()
             untold, self._unreported_numbers = self._unreported_numbers, []
@@ -107,6 +116,10 @@ class SharedSlabRegistry:
         self._ended_slabs.put(memory)
 
     def _remove_ended(self) -> None:
+        """Remove freed slabs from the look-up by address, and note their numbers for `take_ended_numbers`.
+
+        The caller holds the lock.
+        """
         while not self._ended_slabs.empty():
             memory = self._ended_slabs.get()
             del self._slabs_by_address[memory.address]

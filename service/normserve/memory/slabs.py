@@ -17,10 +17,11 @@ _SMALLEST_BYTES = 64 * 1024
 
 
 class _SlabLease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """The memory of a lent slab, which returns to the pool with its last view.
+    """The memory of a borrowed slab, which returns to the pool when its last view is gone.
 
-    Not only the request refers to the memory: a transport may still send from it, and a device may still
-    read it for a client that has disconnected.  So a slab is not returned explicitly, but with its last view.
+    Not only the request refers to the memory: a transport may still send from it, and a device may
+    still read it for a client that has disconnected.  So a slab is not returned explicitly, but with
+    its last view.
     """
 
     memory: Bytes | None = None
@@ -44,7 +45,7 @@ def allocate_plain(nbytes: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class SlabAllocator:
-    """A source of memory for new slabs.
+    """The function by which a pool allocates memory for new slabs, and the properties of that memory.
 
     Attributes:
         allocate: allocates the memory, or raises MemoryError.
@@ -64,10 +65,10 @@ PLAIN = SlabAllocator(allocate_plain, sizes_per_doubling=4, is_slow=False)
 
 
 class SlabPool:
-    """A pool that lends slabs and keeps returned ones for reuse.
+    """A pool of host memory in slabs: slabs that are no longer used are kept, and borrowed again.
 
-    Slabs in use are bounded by the permits of the borrowers, idle ones by `max_idle_bytes`.  Any thread may
-    borrow and return slabs.
+    Slabs in use are bounded by the permits of the borrowers, idle ones by `max_idle_bytes`.  Any thread
+    may borrow and return slabs.
 
     Attributes:
         source: the allocator of new slabs; a device's driver may provide a better one.
@@ -83,7 +84,8 @@ class SlabPool:
         self.source = source
 
     def borrow(self, nbytes: int) -> memoryview:
-        """Borrow a slab of at least `nbytes`, which is lent until its last view is gone.
+        """Borrow an idle slab of at least `nbytes`, or a new one; it returns to the pool when its last view is
+        gone.
 
         Raises:
             MemoryError: there is no more.
@@ -102,7 +104,7 @@ class SlabPool:
         return self._make_lease(memory)
 
     def borrow_idle(self, nbytes: int) -> memoryview | None:
-        """Borrow a slab of at least `nbytes` if one of that size is idle."""
+        """Borrow an idle slab of at least `nbytes`; None if no slab of the smallest fitting size is idle."""
         size = _compute_slab_bytes(nbytes, self.source.sizes_per_doubling)
         with self._lock:
             self._collect_returned()
@@ -113,7 +115,7 @@ class SlabPool:
         return self._make_lease(memory)
 
     def has_idle(self, nbytes: int) -> bool:
-        """Return whether a slab of at least `nbytes` could be borrowed without allocating one."""
+        """Return whether a slab of at least `nbytes` could be borrowed now without allocating a new one."""
         with self._lock:
             self._collect_returned()
             return bool(self._idle.get(_compute_slab_bytes(nbytes, self.source.sizes_per_doubling)))
@@ -125,19 +127,23 @@ class SlabPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of lent slabs."""
+        """The bytes of all borrowed slabs."""
         with self._lock:
             self._collect_returned()
             return self._used_bytes
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of idle slabs."""
+        """The bytes of all slabs that are kept for reuse."""
         with self._lock:
             self._collect_returned()
             return self._idle_bytes
 
     def _take_idle(self, size: int) -> Bytes | None:
+        """Take the last returned idle slab of exactly this size out of the pool; None if there is none.
+
+        The caller holds the lock, and counts the slab as used.
+        """
         idle = self._idle.get(size)
         if not idle:
             return None
@@ -145,7 +151,9 @@ class SlabPool:
         return idle.pop()
 
     def _collect_returned(self) -> None:
-        """Collect returned slabs, and free those beyond the limit, the longest unused sizes first."""
+        """Make the slabs that were returned idle; if idle slabs exceed the limit, free those of the longest
+        unused sizes.
+        """
         while not self._returned.empty():
             memory = self._returned.get()
             self._used_bytes -= memory.nbytes
@@ -163,7 +171,9 @@ class SlabPool:
 
 
 def _compute_slab_bytes(nbytes: int, steps: int) -> int:
-    """Return the smallest slab size that holds `nbytes`."""
+    """Return the smallest slab size that holds `nbytes`; between two powers of two there are `steps`
+    sizes.
+    """
     if nbytes <= _SMALLEST_BYTES:
         return _SMALLEST_BYTES
     step = (1 << (nbytes - 1).bit_length()) // (2 * steps)

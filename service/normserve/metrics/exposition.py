@@ -24,7 +24,9 @@ AnyFamily = MetricFamily[Counter | Gauge | Histogram]
 
 
 class TextExposition:
-    """The Prometheus text of metric families; the text before each series' value is formatted once."""
+    """A renderer of metric families as Prometheus text, which formats the names and labels of each series
+    only once.
+    """
 
     def __init__(self, families: Sequence[AnyFamily], constant: Mapping[str, str]) -> None:
         """Args: constant: labels that precede every series' own."""
@@ -37,6 +39,10 @@ class TextExposition:
         return "".join(part for family in self._families for part in self._render_family(family)).encode()
 
     def _render_family(self, family: AnyFamily) -> Iterator[str]:
+        """Yield the lines of one metric family: its help and type, then the current value of each series.
+
+        Buckets of histograms are followed by their exemplars.
+        """
         doc = family.help_text.replace("\\", r"\\").replace("\n", r"\n")
         yield f"# HELP {family.name} {doc}\n# TYPE {family.name} {family.kind}\n"
         for labels, instrument in family.instruments.items():
@@ -60,6 +66,9 @@ class TextExposition:
     def _make_series_names(
         self, family: AnyFamily, labels: tuple[str, ...], instrument: Counter | Gauge | Histogram
     ) -> list[str]:
+        """Format the name and labels of each line of an instrument: one line, or a histogram's buckets, count
+        and sum.
+        """
         named = {**self._constant_labels, **dict(zip(family.label_names, labels, strict=True))}
         if not isinstance(instrument, Histogram):
             return [_format_series_name(family.name, named)]
@@ -78,8 +87,8 @@ def strip_exemplars(text: bytes) -> bytes:
 
 
 def convert_to_open_metrics(text: bytes) -> bytes:
-    """Convert a rendered text to OpenMetrics, which names counters' families without `_total` and has an end
-    marker.
+    """Convert a rendered text to OpenMetrics: counters' families lose the suffix `_total`, and an end
+    marker is appended.
     """
     return _COUNTER.sub(rb"# HELP \1 \2# TYPE \1 counter\n", text) + b"# EOF\n"
 
@@ -91,7 +100,9 @@ def make_process_up_family() -> MetricFamily[Gauge]:
 
 
 def merge_expositions(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
-    """Merge the texts of several processes, each of which has a label with its process.
+    """Merge the rendered metrics of several processes, and add the metric of the processes that answered.
+
+    The series of each process have a label with its name.
 
     Args:
         texts: by the names of the processes that answered.

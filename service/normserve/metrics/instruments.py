@@ -29,7 +29,7 @@ class Counter:
 
 
 class Gauge:
-    """A current value."""
+    """A value that can rise and fall."""
 
     __slots__ = ("value",)
     kind: ClassVar = "gauge"
@@ -43,7 +43,7 @@ class Gauge:
 
 
 class Exemplar(NamedTuple):
-    """One of the values that a histogram has counted, and the trace of its request.
+    """A value that a histogram has counted, with the trace of its request.
 
     Attributes:
         trace_id: 32 hexadecimal digits.
@@ -56,7 +56,7 @@ class Exemplar(NamedTuple):
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum.
+    """The numbers of counted values in each bucket, and the sum of the values.
 
     Attributes:
         counts: of each bucket by itself, the last one beyond every bound.
@@ -78,7 +78,7 @@ class Histogram:
         self.sum += value
 
     def observe_many(self, values: Sequence[float]) -> None:
-        """Count many values, in a fraction of the time of as many calls of `observe`."""
+        """Count many values at once, which is faster than as many calls of `observe`."""
         if len(values) < _FEW:
             for value in values:
                 self.observe(value)
@@ -103,7 +103,12 @@ _I = TypeVar("_I", bound=Counter | Gauge | Histogram, covariant=True)
 
 
 class MetricFamily(Generic[_I]):
-    """The instruments of one name, by label values; a family without labels has its instrument from the start."""
+    """All series of one metric: an instrument, such as a counter, for each combination of label values.
+
+    A call with label values returns their instrument, and creates it if it is new.
+
+    A family without labels has its instrument from the start.
+    """
 
     def __init__(self, name: str, doc: str, labels: Sequence[str], make: Callable[[], _I]) -> None:
         self.name, self.help_text, self.label_names = name, doc, tuple(labels)

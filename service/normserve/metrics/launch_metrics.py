@@ -14,7 +14,9 @@ _BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
 
 @dataclass(slots=True)
 class _LaunchRecord:
-    """The numbers of a launch that are counted, without references to its memory."""
+    """The counts and durations of one launch until the metrics are updated, without references to its
+    memory.
+    """
 
     request_count: int
     input_bytes: int
@@ -63,6 +65,7 @@ class LaunchMetrics:
         self._compile_seconds().inc(seconds)
 
     def observe_launch(self, batch: Batch, execution: BatchResult) -> None:
+        """Record a launch; the metrics are updated for many recorded launches at once, here or by `flush`."""
         launch = _LaunchRecord(
             len(batch.jobs),
             batch.nbytes,
@@ -80,7 +83,7 @@ class LaunchMetrics:
     def observe_replays(
         self, job: NormJob, went: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
     ) -> None:
-        """Count launches of one job each that differ only in their durations.
+        """Count replayed launches of one job each, which differ only in their durations.
 
         Args:
             job: any of their jobs.
@@ -94,7 +97,7 @@ class LaunchMetrics:
         self._count_launches((op.value, direction.value, dtype.value), launches)
 
     def flush(self) -> None:
-        """Count the launches that were recorded since the last call."""
+        """Update the metrics for the launches that were recorded since the last call."""
         alike: dict[tuple[Op, PassDirection, DType], list[_LaunchRecord]] = {}
         for kind, launch in self._recorded:
             alike.setdefault(kind, []).append(launch)
@@ -103,7 +106,7 @@ class LaunchMetrics:
             self._count_launches((op.value, direction.value, dtype.value), launches)
 
     def _count_launches(self, labels: tuple[str, str, str], launches: Sequence[_LaunchRecord]) -> None:
-        """Count launches that have equal labels."""
+        """Update the metrics for launches that have equal labels."""
         self._bytes(*labels).inc(sum([launch.kernel_bytes for launch in launches]))
         self._seconds(*labels).inc(sum([launch.kernel_s for launch in launches]))
         timed = [launch for launch in launches if launch.kernel_bytes and launch.kernel_s > 0]

@@ -20,7 +20,7 @@ SPANS_DROPPED = ("queue_full", "export_failed")
 
 
 class Metrics:
-    """The server's metrics."""
+    """All metrics of this process; its methods are the only place where they are updated."""
 
     def __init__(self, process: str | None = None) -> None:
         """Args: process: this process's name in a fleet, which becomes a label of every series; None for a single
@@ -45,7 +45,9 @@ class Metrics:
         return self._prepared_calls.get_counters(owner)
 
     def track_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report the requests in progress and their memory; read at each scrape."""
+        """Set the functions that return the requests in progress and their bytes, which are called at each
+        scrape.
+        """
         self._state_gauges.sources += [
             (self._state_gauges.inflight_requests(), requests),
             (self._state_gauges.inflight_bytes(), nbytes),
@@ -58,7 +60,9 @@ class Metrics:
     def track_local_clients(
         self, connections: Callable[[], int], nbytes: Callable[[], int], device_bytes: Callable[[], int]
     ) -> None:
-        """Report the clients on the same host and the memory shared with them; read at each scrape."""
+        """Set the functions that count clients on the same host and the memory shared with them, called at
+        each scrape.
+        """
         state = self._state_gauges
         state.sources += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
         state.sources.append((state.local_device_bytes(), device_bytes))
@@ -78,7 +82,9 @@ class Metrics:
         self._state_gauges.read_layer_bytes = nbytes
 
     def track_regions(self, count: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report the regions that clients have registered; read at each scrape."""
+        """Set the functions that return the number and bytes of regions registered by clients, called at each
+        scrape.
+        """
         self._state_gauges.sources += [
             (self._state_gauges.oip_regions(), count),
             (self._state_gauges.oip_region_bytes(), nbytes),
@@ -95,7 +101,11 @@ class Metrics:
     def track_device(
         self, backend: str, device: DeviceDescription, memory_bytes: Callable[[], Mapping[str, int]]
     ) -> None:
-        """Report the backend and the device, its peak bandwidth and its memory."""
+        """Set the metrics of the backend, the device and its peak bandwidth, and the function that reads its
+        memory.
+
+        The function is called at each scrape.
+        """
         self._state_gauges.build_info(__version__, backend, device.name).set(1)
         self._state_gauges.copy_bandwidth(device.name).set(device.copy_bandwidth)
         self._state_gauges.read_device_memory = memory_bytes
@@ -122,8 +132,8 @@ class Metrics:
         self._request_metrics.refused_connections(reason).inc()
 
     def observe_late_disconnect(self) -> None:
-        """Count a client that disconnected when the operating system had its complete response, but the client had
-        not read it.
+        """Count a client that disconnected after its entire response was written to the socket, but before it
+        had read it.
         """
         self._request_metrics.disconnects("send").inc()
 
@@ -140,7 +150,8 @@ class Metrics:
         self._request_metrics.observe_request(record)
 
     def observe_replays(self, record: RequestRecord, times: RequestTimes, job: NormJob) -> None:
-        """Count requests that were each answered by a captured launch.
+        """Count requests that were answered by replays of a captured launch, and differ only in their
+        durations.
 
         Args:
             record: of any of them.
@@ -155,8 +166,10 @@ class Metrics:
         self._collect_replays = collect
 
     def render(self) -> bytes:
-        """Render all metrics, as input for `exposition.strip_exemplars` and
-        `exposition.convert_to_open_metrics`.
+        """Render the current values of all metrics as Prometheus text with exemplars.
+
+        `exposition.strip_exemplars` and `exposition.convert_to_open_metrics` convert it to the format of a
+        response. Requests and launches that were only recorded are counted first.
         """
         self._collect_replays()
         self._request_metrics.flush()

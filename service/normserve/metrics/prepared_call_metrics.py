@@ -10,7 +10,10 @@ OWNERS = ("process", "connection")
 
 
 class PreparedCallCounters(NamedTuple):
-    """The counters of prepared calls with owners of one kind.
+    """The counters of caches of prepared calls: requests that were parsed and planned before, and need
+    only be computed.
+
+    One set counts for the process's cache, one for those of all connections.
 
     Attributes:
         hits, misses: look-ups.
@@ -23,7 +26,7 @@ class PreparedCallCounters(NamedTuple):
 
 
 class PreparedCallMetrics:
-    """Look-ups and evictions of prepared calls."""
+    """The metrics of caches of prepared calls, which are requests that were parsed and planned before."""
 
     def __init__(self, make: MetricRegistry) -> None:
         self._events = make.add_counter(
@@ -36,5 +39,5 @@ class PreparedCallMetrics:
             self.get_counters(owner)
 
     def get_counters(self, owner: str) -> PreparedCallCounters:
-        """Return the counters of an owner's kind, one of `OWNERS`."""
+        """Return the counters for the caches of one of `OWNERS`, the process or its connections."""
         return PreparedCallCounters(*[self._events(owner, event) for event in ("hit", "miss", "evicted")])

@@ -20,7 +20,9 @@ values take little longer than one.
 
 
 class MetricRegistry:
-    """The metric families, in the order of their creation."""
+    """A factory of metric families, which keeps them in the order of their creation and prefixes their
+    names.
+    """
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
@@ -37,7 +39,9 @@ class MetricRegistry:
         return self._add(MetricFamily(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
 
     def add_process_metric(self, metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge]:
-        """Add a metric that prometheus_client reads, under its name there."""
+        """Add a family for a metric of the process that prometheus_client measures, under that library's name
+        for it.
+        """
         name, doc = metric.samples[0].name, metric.documentation
         if metric.type == "counter":
             return self._add(MetricFamily(name, doc, (), Counter))

@@ -26,7 +26,7 @@ _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts about one request for metrics, spans and logs; filled in while it is processed, observed once at
+    """The data of one request for metrics, spans and logs: filled in while it is processed, and counted at
     its end.
 
     Attributes:
@@ -70,8 +70,9 @@ class RequestRecord:
     trace_id: str | None = None
 
     def record_result(self, result: NormResult, answering: float) -> None:
-        """Record the result of its job; `answering` is when the writing of the response began, by
-        `time.perf_counter`.
+        """Copy the durations and byte counts of the job's result into the record.
+
+        Args: answering: when the writing of the response began, by `time.perf_counter`.
         """
         self.stage_seconds["queue"] = result.queue_s
         self.stage_seconds["copy_in"] = result.copy_in_s
@@ -83,7 +84,7 @@ class RequestRecord:
 
 
 class RequestTimes(NamedTuple):
-    """The durations of requests that are otherwise alike.
+    """The durations of several requests with equal labels and stages, one value for each request.
 
     Attributes:
         stage_seconds: seconds of each request, by stage.
@@ -152,13 +153,19 @@ class RequestMetrics:
             self.disconnects(stage)
 
     def add_key_series(self, names: Iterable[str]) -> None:
-        """Add these keys' series before their first request; series of removed keys stay."""
+        """Create the metric series of these API keys with the value 0, before their first request.
+
+        Series of removed keys stay.
+        """
         for name in names:
             self._key_requests(name, "200")
             self._key_bytes(name, "in")
             self._key_bytes(name, "out")
 
     def observe_request(self, record: RequestRecord) -> None:
+        """Record a request that ends now; the metrics are updated for many requests at once, here or by
+        `flush`.
+        """
         record.duration_s = time.perf_counter() - record.began_at
         self._recorded.append(record)
         if len(self._recorded) >= COUNTED_AT_ONCE:
@@ -170,7 +177,7 @@ class RequestMetrics:
         self._count_requests(record, times, [record.received_bytes] * count, [record.sent_bytes] * count)
 
     def flush(self) -> None:
-        """Count the requests that were recorded since the last call."""
+        """Update the metrics for the requests that were recorded since the last call."""
         alike: dict[Hashable, list[RequestRecord]] = {}
         for record in self._recorded:
             labels = (record.op, record.direction, record.dtype, record.transport, record.status)
@@ -193,7 +200,12 @@ class RequestMetrics:
     def _count_requests(
         self, record: RequestRecord, times: RequestTimes, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Count requests that have equal labels and stages."""
+        """Update the metrics for requests that have equal labels and stages.
+
+        Args:
+            record: of any of them.
+            received, sent: the bytes of each body.
+        """
         count = len(times.durations_s)
         labels = (record.op, record.direction, record.transport)
         self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc(count)
@@ -217,7 +229,7 @@ class RequestMetrics:
             )
 
     def _attach_exemplars(self, record: RequestRecord) -> None:
-        """Attach a traced request to the buckets in which it was counted."""
+        """Attach a traced request as an exemplar to the histogram buckets in which it was counted."""
         assert record.trace_id is not None
         observed = time.time() - (time.perf_counter() - record.began_at - record.duration_s)
         duration = self._duration(record.op, record.direction, record.transport)

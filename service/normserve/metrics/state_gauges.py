@@ -9,7 +9,7 @@ from normserve.metrics.registry import MetricRegistry
 
 
 class StateGauges:
-    """The gauges of the server's state at a scrape."""
+    """The gauges of the server's state, most of which are read only at a scrape."""
 
     def __init__(self, make: MetricRegistry) -> None:
         self.inflight_requests = make.add_gauge(
@@ -70,7 +70,9 @@ class StateGauges:
         self.layer_memory_kind = ""
 
     def refresh(self) -> None:
-        """Read the gauges that are not set when their value changes."""
+        """Set the gauges that are read only at a scrape: of the server, its device, its front ends and this
+        process.
+        """
         for gauge, read in self.sources:
             gauge.set(read())
         if self.layer_memory_kind:
@@ -83,8 +85,9 @@ class StateGauges:
 
 
 class FrontEndMetrics:
-    """Metrics of front ends, read at each scrape by the process that owns the device: front ends answer
-    no scrapes.
+    """The CPU time, memory and descriptors of front-end processes, read at each scrape.
+
+    The process that owns the device reads them, because front ends answer no scrapes.
     """
 
     def __init__(self, make: MetricRegistry) -> None:
@@ -105,7 +108,11 @@ class FrontEndMetrics:
         self._last_cpu_seconds: dict[int, tuple[int, float]] = {}
 
     def refresh(self, there: Iterable[tuple[int, int]]) -> None:
-        """Args: there: index and process id of each running front end."""
+        """Read the metrics of each running front end from the operating system; the gauges of ended ones
+        become 0.
+
+        Args: there: index and process id of each running front end.
+        """
         pids = dict(there)
         for index, pid in pids.items():
             read = _read_process_metrics(pid)
@@ -118,6 +125,9 @@ class FrontEndMetrics:
             self._open_fds(str(index)).set(0)
 
     def _add_cpu_seconds(self, index: int, pid: int, seconds: float) -> None:
+        """Add a front end's CPU time since the last reading to its counter; a new process with that index
+        begins at 0.
+        """
         last_pid, last = self._last_cpu_seconds.get(index, (pid, 0.0))
         self._cpu_seconds(str(index)).inc(max(0.0, seconds - (last if last_pid == pid else 0.0)))
         self._last_cpu_seconds[index] = (pid, seconds)

@@ -38,7 +38,7 @@ def find_activation_name(module: nn.Module) -> str | None:
 
 
 class SequentialForward(PatchedForward):
-    """The forward of torch.nn.Sequential, which calls its modules one after another."""
+    """Forward of a torch.nn.Sequential that computes a GroupNorm and the activation after it in one pass."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -55,7 +55,10 @@ class SequentialForward(PatchedForward):
 
 
 class ResnetBlockForward(PatchedForward):
-    """The forward of diffusers' ResnetBlock2D without upsampling or downsampling."""
+    """Forward of diffusers' ResnetBlock2D that computes each GroupNorm and its activation in one pass.
+
+    The block must not sample up or down.
+    """
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -66,7 +69,11 @@ class ResnetBlockForward(PatchedForward):
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: Any, x: Tensor, temb: Tensor | None = None) -> Any:
-        """Compute the block's y for x [N, C, H, W] and temb [N, T]; None if its norms must not be fused."""
+        """Compute the block's y for x [N, C, H, W] and temb [N, T]; None if a norm cannot be fused here.
+
+        Return None, too, if temb is missing or unexpected.  The caller then runs the forward of the block's
+        class.
+        """
         if (temb is None) != (module.time_emb_proj is None):
             return None
         norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
@@ -97,7 +104,11 @@ class ResnetBlockForward(PatchedForward):
 def compute_norm_and_activation(
     norm: Any, activation: nn.Module, x: Any, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor | None:
-    """Compute activation(norm(x) * (1 + scale) + shift) in one pass; None if that is not possible."""
+    """Compute activation(norm(x) * (1 + scale) + shift) in one pass; None if the kernels do not support this.
+
+    Return None, too, if `norm` is not a patched GroupNorm, or if a module has hooks, which one pass would
+    skip.
+    """
     if not (_can_fuse(norm, activation) and is_supported_input(x)):
         return None
     try:
@@ -110,12 +121,13 @@ def compute_norm_and_activation(
 
 
 def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """Find the replacement for the forward of a module that contains patched GroupNorms; None for other modules.
+    """Make the forward that fuses GroupNorms with their activations for a Sequential or a ResnetBlock2D.
 
-    It fuses each GroupNorm with its activation.
+    Return None for a module of another class, and for a Sequential without a patched GroupNorm before an
+    activation.
 
     Raises:
-        UnrecognisedNormError: it is such a module, but must not be patched.
+        UnrecognisedNormError: the module is such a block, but must not be patched.
     """
     if type(module).forward is nn.Sequential.forward:
         return _find_fused_sequential(module)
@@ -125,6 +137,11 @@ def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
 
 
 def _find_fused_sequential(module: Any) -> ForwardReplacement | None:
+    """Make the replacement for a Sequential's forward; None if no activation follows a patched GroupNorm.
+
+    Raises:
+        UnrecognisedNormError: the forward has been replaced already.
+    """
     layers = list(module)
     pairs = [
         find_activation_name(activation)
@@ -139,6 +156,12 @@ def _find_fused_sequential(module: Any) -> ForwardReplacement | None:
 
 
 def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
+    """Make the replacement for the forward of a ResnetBlock2D, after comparing the two on random samples.
+
+    Raises:
+        UnrecognisedNormError: the results differ, or the block does not have the expected norms and
+            activation.
+    """
     check_not_replaced(module)
     if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
         raise UnrecognisedNormError("it samples up or down: its norms are taken alone")
@@ -171,6 +194,7 @@ def _matches_forward_on_samples(module: Any) -> bool:
 
 
 def _make_small_copy(module: Any) -> Any:
+    """Make a copy of a ResnetBlock2D with few channels and random parameters on the CPU, its norms patched."""
     out = 4 if module.conv_shortcut is None else 6
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     layers: dict[str, nn.Module | None] = {

@@ -18,21 +18,21 @@ from fusednorm.errors import KernelInputError
 
 
 class LayerNormForward(PatchedForward):
-    """The forward of torch.nn.LayerNorm."""
+    """Replacement for the forward of a torch.nn.LayerNorm, by the functions of this library."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         return compute_layer_norm_over_shape(x, module.normalized_shape, *_get_weight_and_bias(module), module.eps)
 
 
 class RMSNormForward(PatchedForward):
-    """The forward of torch.nn.RMSNorm."""
+    """Replacement for the forward of a torch.nn.RMSNorm, by the functions of this library."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         return compute_rms_norm_module(x, module.normalized_shape, _get_weight(module), module.eps)
 
 
 class GroupNormForward(PatchedForward):
-    """The forward of torch.nn.GroupNorm."""
+    """Replacement for the forward of a torch.nn.GroupNorm, by the functions of this library."""
 
     traces_operator = True
     can_fuse_activation = True
@@ -43,7 +43,7 @@ class GroupNormForward(PatchedForward):
 
 
 class ProbedRMSNormForward(PatchedForward):
-    """The forward of an RMSNorm whose formula was determined from its results.
+    """Replacement for the forward of an RMSNorm class whose formula was determined from its results.
 
     Args:
         module, input_name: as in `PatchedForward`.
@@ -58,6 +58,12 @@ class ProbedRMSNormForward(PatchedForward):
         self.autocast_dtypes = observed.autocast_dtypes
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Compute the module's y in the dtype that the forward of its class returned when it was probed.
+
+        Raises:
+            KernelInputError: there is no weight, or the forward of the class rejected the dtypes of x and
+                weight.
+        """
         weight = _get_weight(module)
         if weight is None:
             raise KernelInputError("weight must be a tensor, got None")
@@ -80,7 +86,7 @@ _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
 
 
 def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """Find the replacement for a norm's forward; None for a module that does not look like a norm.
+    """Make the replacement for a norm's forward; None for a module that does not look like a norm.
 
     Raises:
         UnrecognisedNormError: the module must not be patched.
@@ -95,7 +101,7 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
 
 
 def _get_weight(module: Any) -> Tensor | None:
-    """Return a module's current weight.
+    """Return a module's current weight, which must be None or a plain tensor.
 
     Raises:
         KernelInputError: the weight has been replaced by a tensor of another kind since the module was patched.
@@ -109,7 +115,11 @@ def _get_weight(module: Any) -> Tensor | None:
 
 
 def _get_weight_and_bias(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return a module's current weight and bias, with the checks of `_get_weight`."""
+    """Return a module's current weight and bias, which must each be None or a plain tensor.
+
+    Raises:
+        KernelInputError: one of them is a tensor that consists of other tensors, such as a DTensor.
+    """
     parameters = module._parameters
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
     if type(bias) is not Parameter and bias is not None and not is_unwrapped_tensor(bias):

@@ -71,7 +71,7 @@ class ProbedProperties:
 
 @dataclass(frozen=True)
 class RecognisedNorm:
-    """A module that can be patched.
+    """Result of `recognise_norm` for a module that can be patched: the operation that computes it.
 
     Attributes:
         operation: layer_norm, rms_norm or group_norm.
@@ -85,7 +85,7 @@ class RecognisedNorm:
 
     @property
     def description(self) -> str:
-        """The name of the operation that computes the module, with the probed offset and class, if any."""
+        """The name of the operation, for a report; of a probed module also its weight offset and class."""
         if self.probed is None:
             return self.operation
         offset = ", weight_offset=1" if self.probed.weight_offset else ""
@@ -93,7 +93,7 @@ class RecognisedNorm:
 
 
 class UnrecognisedNormError(Exception):
-    """The module is not patched; the message has the reason."""
+    """A module must not be patched; the message has the reason."""
 
 
 def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
@@ -128,7 +128,10 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's norms, or has the name of a norm and contains no other norm."""
+    """Return whether a module is one of torch's norms, or its class is named like a norm.
+
+    A module that is only named like a norm must not contain another one.
+    """
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
         return True
     return _is_named_norm(module) and not any(map(_is_named_norm, list(module.modules())[1:]))
@@ -139,7 +142,10 @@ def _is_named_norm(module: nn.Module) -> bool:
 
 
 def _find_called_norm(module: nn.Module) -> str | None:
-    """Find the norm function that the code of a module's forward names, unless a submodule has that name."""
+    """Find the name of a norm function that a module's forward calls; None if it calls none.
+
+    The names are those in the forward's code; one that is also the name of a submodule is ignored.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     for name in _NORM_FUNCTIONS.intersection(code.co_names if code else ()):
         if all(path.rpartition(".")[2] != name for path, _ in module.named_modules()):
@@ -148,7 +154,10 @@ def _find_called_norm(module: nn.Module) -> str | None:
 
 
 def check_not_replaced(module: nn.Module) -> None:
-    """Raise UnrecognisedNormError for a module whose forward, below accelerate's hooks, is not its class's."""
+    """Raise UnrecognisedNormError if a module's forward is no longer that of its class.
+
+    A hook of accelerate that calls the class's forward is accepted.
+    """
     forward = vars(module).get(get_forward_attribute(module))
     if isinstance(forward, PatchedForward):
         raise UnrecognisedNormError("patched already")
@@ -162,12 +171,14 @@ def get_input_name(module: nn.Module) -> str:
 
 
 def _recognise_layer_norm(module: Any) -> RecognisedNorm:
+    """Return the result for a torch.nn.LayerNorm, after a check of its shapes and eps."""
     _check_shapes(module, tuple(module.normalized_shape))
     _check_eps(module.eps)
     return RecognisedNorm("layer_norm")
 
 
 def _recognise_rms_norm(module: Any) -> RecognisedNorm:
+    """Return the result for a torch.nn.RMSNorm, after a check of its shapes and eps."""
     _check_shapes(module, tuple(module.normalized_shape))
     if module.eps is not None:
         _check_eps(module.eps)
@@ -175,6 +186,7 @@ def _recognise_rms_norm(module: Any) -> RecognisedNorm:
 
 
 def _recognise_group_norm(module: Any) -> RecognisedNorm:
+    """Return the result for a torch.nn.GroupNorm, after a check of its shapes and eps."""
     _check_shapes(module, (module.num_channels,))
     _check_eps(module.eps)
     return RecognisedNorm("group_norm")
@@ -188,6 +200,11 @@ _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
 
 
 def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
+    """Recognise a norm of timm, whose results on random data must be those of torch's class `base`.
+
+    Raises:
+        UnrecognisedNormError: the results differ, or the kernels do not support the module.
+    """
     found = _OF_TORCH[base](module)
     if base is nn.GroupNorm:
         shape, formula = (3, module.num_channels, 2, 2), _make_group_norm_formula(module.num_groups)
@@ -201,6 +218,12 @@ def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
 
 
 def _recognise_by_results(module: Any) -> RecognisedNorm:
+    """Recognise an RMSNorm of any class by its results on random data.
+
+    Raises:
+        UnrecognisedNormError: the module computes no RMSNorm, or has attributes that might change its
+            results.
+    """
     name = type(module).__name__
     parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     weight, eps_name = parameters.get("weight"), _find_eps_attribute(module)
@@ -233,6 +256,7 @@ def _find_eps_attribute(module: nn.Module) -> str | None:
 
 
 def _check_eps(eps: float) -> None:
+    """Raise UnrecognisedNormError unless eps is a finite number of at least 0."""
     try:
         validate_eps(eps)
     except KernelInputError as error:
@@ -249,6 +273,7 @@ def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
 
 
 def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
+    """Raise UnrecognisedNormError unless a parameter is None or a plain float tensor of `shape`, not sharded."""
     if parameter is None:
         return
     kind = type(parameter)
@@ -265,7 +290,7 @@ def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
 
 
 def _make_rms_norm_formula(weight_offset: float) -> _Formula:
-    """Make the formula y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
+    """Make a function that computes y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
 
     def compute_rms_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (parameters["weight"] + weight_offset)
@@ -279,7 +304,7 @@ def _compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) ->
 
 
 def _make_group_norm_formula(num_groups: int) -> _Formula:
-    """Make the formula of torch's group_norm."""
+    """Make a function that computes torch's group_norm with `num_groups` groups."""
 
     def compute_group_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return functional.group_norm(x, num_groups, parameters.get("weight"), parameters.get("bias"), eps)
@@ -288,7 +313,7 @@ def _make_group_norm_formula(num_groups: int) -> _Formula:
 
 
 class _ForwardProbe:
-    """A callable that runs the forward of a module's class.
+    """A callable that runs the forward of a module's class on random data, to compare it with formulas.
 
     Args:
         module: a norm without submodules.
@@ -327,7 +352,10 @@ class _ForwardProbe:
         return all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
 
     def find_result_dtypes(self) -> Dtypes:
-        """Find the dtypes of y, without the combinations that the forward rejects."""
+        """Run the forward with each dtype of x and of the parameters, and return the dtypes of y.
+
+        Combinations for which the forward raises RuntimeError are left out.
+        """
         found = {}
         for x_dtype in FLOAT_DTYPES:
             for parameter_dtype in FLOAT_DTYPES:
@@ -343,6 +371,7 @@ class _ForwardProbe:
             return self.find_result_dtypes()
 
     def _matches_in_dtype(self, formula: _Formula, dtype: torch.dtype) -> bool:
+        """Return whether y has `dtype` and agrees with the formula for an x and parameters in `dtype`."""
         y = self(dtype, dtype)
         rounded = {name: values.to(dtype).float() for name, values in self._parameters.items()}
         want = formula(self._x.to(dtype).float(), rounded, self._eps)
@@ -356,6 +385,11 @@ class _ForwardProbe:
 
 
 def _matches_formula(probe: _ForwardProbe, formula: _Formula) -> bool:
+    """Return whether the results of a forward agree with a formula.
+
+    Raises:
+        UnrecognisedNormError: the forward raised an exception.
+    """
     try:
         return probe.matches_formula(formula)
     # The forward of an unknown class may raise anything.
@@ -386,6 +420,8 @@ _CAST = (
 
 
 class _EmulatedCudaAutocast(TorchFunctionMode):
+    """Mode that casts arguments of norm functions to float32, as CUDA's autocast does, for probes on the CPU."""
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

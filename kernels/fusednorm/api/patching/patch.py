@@ -117,6 +117,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _check_model(model: object) -> None:
+    """Raise KernelInputError unless the argument is an instance of nn.Module."""
     if isinstance(model, type):
         raise KernelInputError(f"model must be an instance of nn.Module, got the class {model.__name__}")
     if not isinstance(model, nn.Module):

@@ -20,7 +20,9 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 
 class PatchedForward:
-    """The attribute `forward` of a module's instance; called like the forward of the module's class.
+    """A module's new `forward`, which computes the calls that this library supports.
+
+    It is an attribute of the instance.  Other calls run the forward of the module's class.
 
     Args:
         module: the module whose forward it replaces.
@@ -61,7 +63,7 @@ class PatchedForward:
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Compute the module's y for a float32, float16 or bfloat16 x.
+        """Compute the module's y for a float32, float16 or bfloat16 x by this library.
 
         Raises:
             KernelInputError: the kernels do not support the call.
@@ -102,7 +104,7 @@ class PatchedForward:
 
 
 class ForwardReplacement(NamedTuple):
-    """The replacement for the forward of a module.
+    """A module's new forward, and its description for the report of `patch`.
 
     Attributes:
         description: the operation as which the module is computed.
@@ -114,9 +116,10 @@ class ForwardReplacement(NamedTuple):
 
 
 def get_forward_attribute(module: nn.Module) -> str:
-    """Return the name of the attribute by which an instance replaces its class's forward.
+    """Return the name of the attribute that must be set to replace a module's forward.
 
-    A hook of accelerate replaces `forward` itself, and calls `_old_forward` until it is removed.
+    It is usually `forward`.  A hook of accelerate occupies that attribute, and calls `_old_forward` until it
+    is removed.
     """
     return "_old_forward" if {"_hf_hook", "_old_forward"} <= vars(module).keys() else "forward"
 

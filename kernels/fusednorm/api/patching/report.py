@@ -13,10 +13,10 @@ _NO_MODEL = (
 
 @dataclass(frozen=True)
 class PatchReport:
-    """A report of the norms of a model, by their paths within it.
+    """Result of `patch`: the modules of a model that were patched or skipped, by their paths.
 
-    A norm is a module whose class is or is named like one, or whose forward names a norm's function.  A module
-    with several paths has its first path.  `str(report)` is a summary for people.
+    A norm is a module whose class is a norm or is named like one, or whose forward calls a norm's function.
+    A module with several paths has its first path.  `str(report)` is a summary for people.
 
     Attributes:
         patched: for each patched module, the operation as which it is computed.
@@ -48,6 +48,7 @@ class PatchReport:
             raise AttributeError(_NO_MODEL.format(f"has no attribute {name!r}"))
 
     def _format_lines(self) -> Iterator[str]:
+        """Yield the lines of `str(report)`; the text `calls` is last, unless all patched modules are on the CPU."""
         yield f"patched {len(self.patched)}, skipped {len(self.skipped)}"
         yield from _format_groups("patched", self.patched)
         yield from _format_groups("skipped", self.skipped)
@@ -58,6 +59,7 @@ class PatchReport:
 
 
 def _format_groups(title: str, entries: dict[str, str]) -> Iterator[str]:
+    """Yield a line for each different text of `entries`, with the number of its paths and the first of them."""
     by_text: dict[str, list[str]] = {}
     for path, text in entries.items():
         by_text.setdefault(text, []).append(path or "(the model itself)")

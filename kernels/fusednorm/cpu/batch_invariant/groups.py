@@ -30,7 +30,7 @@ def group_norm_forward(
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
 ) -> Forward:
-    """See `fusednorm.reference.group_norm_forward`."""
+    """Compute GroupNorm's forward pass with the arguments and results of `fusednorm.reference`."""
     cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
     y, residual_out = cut.make_result(out_dtype or x.dtype), cut.make_result(x.dtype)
     of_groups = (x.shape[0], num_groups)
@@ -72,9 +72,9 @@ def group_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`.
+    """Compute GroupNorm's backward pass with the arguments and results of `fusednorm.reference`.
 
-    The parameters' gradients of many samples are summed piece by piece, in order.
+    The parameters' gradients of many samples are summed chunk by chunk, in order.
     """
     cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
     w, b = to_float32(weight), to_float32(bias)
@@ -142,12 +142,12 @@ def group_norm_backward(
 
 
 class _ChunkedSamples:
-    """x and its division into pieces that consist of complete groups.
+    """x, and its division into chunks of complete groups that are computed one after another.
 
     Attributes:
         x: [B, C, *spatial].
         channel_planes: the view [B, C, positions] of x.
-        is_single_chunk: whether there is one piece only.
+        is_single_chunk: whether there is one chunk only.
     """
 
     def __init__(self, x: Tensor, num_groups: int, dropout: DropoutMask | None) -> None:
@@ -163,17 +163,20 @@ class _ChunkedSamples:
         self._cached_mask: tuple[slice, Tensor] | None = None
 
     def iterate_chunks(self) -> Iterator["_GroupChunk"]:
-        """Yield all pieces, in order."""
+        """Yield the chunks of x, in order."""
         of_group = self.channel_planes.shape[1] // self.num_groups
         for samples, groups in self._pieces:
             yield _GroupChunk(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
 
     def make_result(self, dtype: torch.dtype) -> "_ChunkedResult":
-        """Make a result with x's shape and layout, to be written piece by piece."""
+        """Make a result with x's shape and layout, to be written chunk by chunk."""
         return _ChunkedResult(self, dtype)
 
     def compute_dropout_mask(self, samples: slice, channels: slice) -> Tensor:
-        """Compute the dropout mask of a piece, bool [samples, channels, positions]."""
+        """Compute the dropout mask of some samples and channels, bool [samples, channels, positions].
+
+        For a channels-last x the mask of complete samples is computed, and cached for their other channels.
+        """
         assert self.dropout is not None
         _, size, positions = self.channel_planes.shape
         rows = range(samples.start, samples.stop)
@@ -187,7 +190,12 @@ class _ChunkedSamples:
 
 @dataclass(frozen=True, slots=True)
 class _GroupChunk:
-    """A piece: some groups of one sample, or some complete samples."""
+    """A chunk of x that is computed at once: some groups of one sample, or some complete samples.
+
+    Attributes:
+        source: the x that the chunk is part of.
+        samples, groups, channels: the ranges that the chunk has.
+    """
 
     source: _ChunkedSamples
     samples: slice
@@ -202,18 +210,18 @@ class _GroupChunk:
 
     @property
     def group_count(self) -> int:
-        """The number of the piece's groups in one sample."""
+        """The number of the chunk's groups in one sample."""
         return len(range(self.groups.start, self.groups.stop))
 
     def slice_tensor(self, t: Tensor) -> Tensor:
-        """Return the piece's part of a tensor [B, C, ...]."""
+        """Return the chunk's part of a tensor [B, C, ...]."""
         # Small requests are a single piece, and each index costs as much as some of their arithmetic.
         return t if self.source.is_single_chunk else t[self.samples, self.channels]
 
     def add_residual(self, residual: Tensor | None) -> Tensor:
-        """Compute the piece's h = x + residual, float32 [samples, channels, positions].
+        """Compute x + residual for the chunk, float32 [samples, channels, positions].
 
-        It shares x's memory if x already has that dtype and layout, and there is no residual.
+        The result shares x's memory if there is no residual, and x already has that dtype and order.
         """
         x = self.slice_tensor(self.source.channel_planes)
         if not x.is_contiguous():
@@ -223,18 +231,17 @@ class _GroupChunk:
         return add_residual(x, of_residual).contiguous()
 
     def slice_planes(self, t: Tensor) -> Tensor:
-        """Return the piece's part of a tensor like x, contiguous [samples, channels, positions].
+        """Return the chunk's part of a tensor like x, contiguous [samples, channels, positions].
 
-        It is a copy if the tensor is channels-last.
-
-        torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
+        A channels-last part is copied, since torch's channels-last kernel takes the variance as E[h²] - mean²,
+        which is noise when the mean is large.
         """
         return self.slice_tensor(_view_planes(t)).contiguous()
 
     def normalise(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute z, mean and rstd."""
+        """Compute GroupNorm of the chunk's h; return the result, and the mean and rstd of each group."""
         weight, bias = self.slice_channels(weight), self.slice_channels(bias)
         samples, channels, positions = h.shape
         return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)
@@ -246,7 +253,7 @@ class _GroupChunk:
         return statistic[self.samples, self.groups].contiguous()
 
     def slice_modulation(self, given: Tensor | None) -> Tensor | None:
-        """Return the piece's part of scale or shift in float32, with an axis that broadcasts over positions."""
+        """Return the chunk's part of scale or shift in float32, with an axis that broadcasts over positions."""
         return None if given is None else self.slice_tensor(given).float().unsqueeze(-1)
 
     def compute_scale_factor(self, scale: Tensor | None) -> Tensor | None:
@@ -255,13 +262,13 @@ class _GroupChunk:
         return None if scale is None else 1 + scale
 
     def compute_dropout_mask(self) -> Tensor | None:
-        """Compute the piece's part of the dropout mask, or None without dropout."""
+        """Return the dropout mask of the chunk's elements; None without dropout."""
         return (
             None if self.source.dropout is None else self.source.compute_dropout_mask(self.samples, self.channels)
         )
 
     def subtract_mean(self, h: Tensor, mean: Tensor, *, overwrites: bool) -> Tensor:
-        """Subtract each group's mean from h."""
+        """Subtract each group's mean from h, in h's memory with `overwrites`, else in new memory."""
         grouped = h.view(*mean.shape, -1)
         centre = mean[..., None]
         return (grouped.sub_(centre) if overwrites else grouped - centre).view(h.shape)
@@ -269,7 +276,10 @@ class _GroupChunk:
     def write_modulation_gradients(
         self, dz: Tensor, z: Tensor, dscale: Tensor | None, dshift: Tensor | None
     ) -> None:
-        """Write the piece's part of dscale and dshift [B, C]: sums of dz * z and of dz over positions."""
+        """Write the chunk's part of the gradients of scale and shift, dscale and dshift [B, C].
+
+        They are the sums of dz * z and of dz over positions; either gradient may be None.
+        """
         samples, channels, positions = z.shape
         at_once = split_range(channels, samples * positions)
         # Summed together, since torch sums a lone row in another order than one of several.
@@ -280,7 +290,7 @@ class _GroupChunk:
 
 
 class _ChunkedResult:
-    """A tensor like x that is written piece by piece."""
+    """A result with x's shape that is written chunk by chunk; allocated when the first chunk is written."""
 
     def __init__(self, cut: _ChunkedSamples, dtype: torch.dtype) -> None:
         self._cut = cut
@@ -288,7 +298,7 @@ class _ChunkedResult:
         self._tensor: Tensor | None = None
 
     def write_chunk(self, piece: _GroupChunk, values: Tensor) -> None:
-        """Write the values of a piece, [samples, channels, positions], in the result's dtype."""
+        """Write the values of a chunk, [samples, channels, positions], after a cast to the result's dtype."""
         x = self._cut.x
         if self._cut.is_single_chunk and not self._cut.channels_last:
             self._tensor = values.view(x.shape).to(self._dtype)
@@ -298,7 +308,7 @@ class _ChunkedResult:
         piece.slice_tensor(_view_planes(self._tensor)).copy_(values)
 
     def get_tensor(self) -> Tensor:
-        """Return the tensor, after every piece has been written."""
+        """Return the tensor, after every chunk has been written."""
         assert self._tensor is not None
         return self._tensor
 
@@ -309,7 +319,10 @@ def _view_planes(t: Tensor) -> Tensor:
 
 
 def _modulate_(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:
-    """Compute z * (1 + scale) + shift of [B, C, positions], in z's memory."""
+    """Compute z * factor + shift in z's memory; a factor or shift of None is left out.
+
+    z is [B, C, positions].  The factor is 1 + scale.
+    """
     if factor is not None:
         z *= factor
     if shift is not None:

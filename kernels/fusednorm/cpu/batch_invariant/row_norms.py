@@ -43,7 +43,7 @@ def layer_norm_forward(
     stats: bool = False,
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
-    """See `fusednorm.reference.layer_norm_forward`.
+    """Compute LayerNorm's forward pass with the arguments and results of `fusednorm.reference`.
 
     Args:
         memory_like: returns the memory of a large y if that has the size of x; it may be x's memory.  Memory that
@@ -87,7 +87,10 @@ def rms_norm_forward(
     stats: bool = False,
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
-    """See `fusednorm.reference.rms_norm_forward`, and `layer_norm_forward` for `memory_like`."""
+    """Compute RMSNorm's forward pass with the arguments and results of `fusednorm.reference`.
+
+    `memory_like` is as in `layer_norm_forward`.
+    """
     w = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     heads = _count_own_heads(x)
@@ -121,7 +124,7 @@ def layer_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """See `fusednorm.reference.layer_norm_backward`."""
+    """Compute LayerNorm's backward pass with the arguments and results of `fusednorm.reference`."""
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
@@ -175,7 +178,7 @@ def rms_norm_backward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
-    """See `fusednorm.reference.rms_norm_backward`."""
+    """Compute RMSNorm's backward pass with the arguments and results of `fusednorm.reference`."""
     parameter = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
@@ -213,9 +216,9 @@ def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) 
 
 
 def _compute_row_mean(t: Tensor) -> Tensor:
-    """Compute the mean of each row, [rows, 1], by LayerNorm.
+    """Compute the mean of each row as [rows, 1], with bits that do not depend on the number of rows.
 
-    `Tensor.mean` sums a single row in another order.
+    The mean is LayerNorm's, since `Tensor.mean` sums a single row in another order.
     """
     return torch.native_layer_norm(t, t.shape[-1:], None, None, 0.0)[1]
 
@@ -236,7 +239,7 @@ def _is_small_result(x: Tensor) -> bool:
 
 
 class RowResults:
-    """The results of a forward pass, written piece by piece."""
+    """The results of a forward pass over rows, written chunk by chunk: y, and those that are wanted besides."""
 
     def __init__(
         self,
@@ -264,14 +267,20 @@ class RowResults:
         self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
     def add_residual(self, piece: slice) -> Tensor:
-        """Compute x + residual of some rows in float32, and write it to residual_out."""
+        """Compute x + residual of a range of rows in float32, and store it as residual_out.
+
+        Without a residual, return x in float32.
+        """
         h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
         if self._sum_rows is not None:
             self._sum_rows[piece] = h
         return h
 
     def write_chunk(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
-        """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
+        """Store y [rows, cols] in its dtype, and mean and rstd [rows, 1] if they are wanted.
+
+        For a y in float8, y is divided by the scale of each row first, in its memory.
+        """
         if self._scale is not None:
             self._scale.view(-1)[piece] = scale_rows_(y)
         self._y_rows[piece] = y
@@ -286,11 +295,10 @@ class RowResults:
 
 
 def scale_rows_(y: Tensor) -> Tensor:
-    """Divide rows [rows, cols] by their scales, in y's memory; a copy in float8_e4m3fn rounds them.
+    """Divide each row of y by its scale for float8_e4m3fn, in y's memory; return the scales [rows].
 
-    The same bits as `fusednorm.reference.float8.quantise_rows`, without copies of y.
-
-    Returns: the scales [rows].
+    Later, a copy of y in float8_e4m3fn rounds the values.  The bits are those of
+    `fusednorm.reference.float8.quantise_rows`, without copies of y.
     """
     least, most = torch.aminmax(y, dim=-1)
     scale = torch.maximum(least.neg_(), most).div_(_LARGEST_FLOAT8).clamp_min_(_SMALLEST_SCALE)
@@ -299,7 +307,10 @@ def scale_rows_(y: Tensor) -> Tensor:
 
 
 class _RowGradients:
-    """The results of a backward pass; parameter gradients are summed piece by piece, in order."""
+    """The results of a backward pass over rows, written chunk by chunk.
+
+    The gradients of the parameters are summed over the chunks, in order.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
@@ -320,6 +331,7 @@ class _RowGradients:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
+        """Store dx + dresidual_out of a range of rows, and add its contributions to the parameter gradients."""
         if dresidual_out is not None:
             dx.add_(dresidual_out[piece])
         for rows in self._rows:
@@ -335,7 +347,7 @@ class _RowGradients:
 
 
 def _accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
-    """Add the contribution of some rows to the gradient of a parameter.
+    """Add the contribution of a range of rows to a parameter's gradient.
 
     Args:
         total: [cols], or [heads, cols].
@@ -351,14 +363,14 @@ def _accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice
 
 
 def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
-    """Reshape x and tensors of x's shape to [rows, cols], and statistics to [rows]."""
+    """Reshape tensors of x's shape to [rows, cols], and statistics to [rows]."""
     if x.ndim == 2:
         return (x, *others)
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
 class _RowParameter:
-    """A weight or a bias, or the absence of one.
+    """A weight or a bias of rows, in float32: shared by all rows, separate for each head, or absent.
 
     Attributes:
         common: [cols] in float32 if all rows share it, else None.
@@ -383,9 +395,10 @@ class _RowParameter:
             self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
 
     def slice_heads(self, piece: slice) -> Tensor | None:
-        """Return the parameters of a piece's heads, [heads, cols] in float32; None unless heads have separate ones.
+        """Return the parameters of the heads in a range of rows, float32 [heads, cols].
 
-        Args: piece: a range of `split_rows`: complete tokens, or some heads of one token.
+        Return None unless heads have separate parameters.  The range is one of `split_rows`: complete tokens, or
+        some heads of one token.
         """
         if self._of_heads is None:
             return None
@@ -402,6 +415,7 @@ class _RowParameter:
 
 
 def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
+    """Compute tensor + offset in float32; the tensor itself stays unchanged."""
     wide = tensor.float()
     if not offset:
         return wide
@@ -409,7 +423,10 @@ def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
 
 
 def _apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
+    """Compute y * weight + bias of rows [rows, cols] in y's memory.
+
+    Parameters are [cols], or [heads, cols] and repeated for each token.
+    """
     if weight is not None:
         _view_by_head(y, weight).mul_(weight)
     if bias is not None:
@@ -417,7 +434,7 @@ def _apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Non
 
 
 def _multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
-    """Compute y * weight; a weight [heads, cols] is repeated for each token."""
+    """Compute y * weight of rows [rows, cols]; a weight [heads, cols] is repeated for each token."""
     if weight.ndim == 1 or weight.shape == y.shape:
         return y * weight
     return (_view_by_head(y, weight) * weight).view(y.shape)

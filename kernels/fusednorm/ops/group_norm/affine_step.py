@@ -13,7 +13,7 @@ from fusednorm.arguments.arrays import Array
 
 
 class AffineParameters(NamedTuple):
-    """The four optional parameters of a call.
+    """The optional parameters of a GroupNorm call: weight and bias per channel, scale and shift per sample too.
 
     Attributes:
         weight, bias: [C].
@@ -34,7 +34,7 @@ class AffineParameters(NamedTuple):
 
 @triton.jit
 def _load_optional(ptr, at):
-    """Load a tile, or a scalar, as a tuple of one item; the tuple is empty if ptr is None."""
+    """Load a tile or a scalar at ptr + at as a tuple of one item.  If ptr is None, return an empty tuple."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + at),)
@@ -43,7 +43,7 @@ def _load_optional(ptr, at):
 
 @triton.jit
 def load_affine(parameters, channel, sample_channel):
-    """Load weight, bias, scale and shift, each as a tuple of one item, or an empty tuple if absent.
+    """Load weight, bias, scale and shift, each as a tuple of one item.  The tuple of an absent one is empty.
 
     Args:
         parameters: the four pointers, weight and bias [C], scale and shift [N, C].
@@ -60,7 +60,10 @@ def load_affine(parameters, channel, sample_channel):
 
 @triton.jit
 def _load_weight(weight_ptr, channel, mask):
-    """Load the weight of each channel in float32; if absent, ones, which the compiler removes from products."""
+    """Load the weight of each channel in float32.  Without a weight, return ones.
+
+    The compiler removes a product with constant ones.
+    """
     if weight_ptr is None:
         return tl.full(channel.shape, 1.0, tl.float32)
     else:
@@ -69,7 +72,10 @@ def _load_weight(weight_ptr, channel, mask):
 
 @triton.jit
 def _load_bias(bias_ptr, channel, mask):
-    """Load the bias of each channel in float32; if absent, zeros, which cost nothing once fused with a product."""
+    """Load the bias of each channel in float32.  Without a bias, return zeros.
+
+    Adding zeros costs nothing once the addition is fused with a product.
+    """
     if bias_ptr is None:
         return tl.zeros(channel.shape, tl.float32)
     else:
@@ -78,9 +84,10 @@ def _load_bias(bias_ptr, channel, mask):
 
 @triton.jit
 def load_slope_and_offset(parameters, channel, sample_channel, mask):
-    """Load the slope and the offset of x_hat in the affine step, in float32, of channel's shape.
+    """Load the parameters and combine them: the affine step is x_hat * slope + offset.
 
-    Masked elements have arbitrary finite values.
+    Return slope and offset in float32, of the shape of `channel`.  Masked elements have arbitrary finite
+    values.
     """
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
@@ -95,9 +102,10 @@ def load_slope_and_offset(parameters, channel, sample_channel, mask):
 
 @triton.jit
 def compute_slope_and_offset(affine, rstd, rest):
-    """Compute a and b with which the affine step is (h - mean) * a + b; the group's mean is mean + rest.
+    """Compute a and b so that normalisation and affine step together are (h - mean) * a + b.
 
-    `affine` is the result of `load_affine`.
+    The group's mean is mean + rest, because one float32 would be too inexact.  `affine` is the result of
+    `load_affine`.
     """
     a = rstd
     if len(affine[0]) > 0:

@@ -52,15 +52,21 @@ def compute_idle_fraction(
     itemsize: int,
     multiprocessors: int,
 ) -> float:
-    """Compute the fraction of the resident programs that is idle with the largest possible number of teams."""
+    """Compute which fraction of the device's resident programs would have no work.
+
+    Programs work in teams of equal size, which share a group or several groups.  The programs left over
+    after the last complete team are idle.
+    """
     programs = config.programs_per_sm * multiprocessors
     return programs % config.count_members(sample, itemsize) / programs
 
 
 def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig | None = None) -> list[Launch]:
-    """Plan the launches of a backward pass.
+    """Plan all launches of a backward pass.
 
-    `config` overrides the choice, for tests, benchmarks and compile checks.
+    The list includes copies of tensors whose memory layout is not x's, and the computation of mean and rstd
+    if the chosen kernels need both and the call has neither.  `config` overrides the choice, for tests,
+    benchmarks and compile checks.
     """
     call, copies = plan_layout_copies(call)
     x, sample = call.x, call.sample
@@ -77,7 +83,7 @@ def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig |
 def choose_backward(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> GroupNormBackwardConfig:
-    """Choose the backward configuration for samples of elements of `itemsize` bytes.
+    """Choose the backward configuration for a sample's shape and elements of `itemsize` bytes.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
@@ -104,7 +110,11 @@ def choose_backward(
 def find_cooperative_backward(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> GroupNormBackwardCooperative | None:
-    """Find the configuration in which programs share a group, or None if it does not fit the device."""
+    """Find the configuration in which several programs share a contiguous group.
+
+    The result is None if no such configuration can run: a channel is not a multiple of 16 bytes, or a group
+    is too large for the programs resident on the device or for L2.
+    """
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
             (channels == sample.group_channels and sample.hw <= most)
@@ -132,7 +142,11 @@ def find_cooperative_backward(
 
 
 def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
-    """Find the configuration that streams samples twice, or None if the lanes cannot cover all columns."""
+    """Find the configuration that reads channels-last samples twice: for sums of columns, then for dx.
+
+    The result is None if even the largest program has too few lanes to load all columns of a position at
+    once.
+    """
     num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None
@@ -145,7 +159,11 @@ def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleSt
 def find_measured_config(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
-    """Find the entry of the tables for the sample's class, or None if no entry fits."""
+    """Find the measured configuration for channels-last samples of this shape; None if no entry fits.
+
+    An entry of the tables is for a number of channels per group and up to a number of positions; it must
+    also be able to run on this device.
+    """
     if sample.c % (16 // itemsize) or count_max_overlaps(sample.group_channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
@@ -161,7 +179,11 @@ def find_measured_config(
 def find_cooperative_blocks(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
-    """Find the configuration in which programs share blocks of columns, or None if it does not fit the device."""
+    """Find the configuration in which several programs share channels-last groups, a block of columns each.
+
+    The result is None if no such configuration can run: C is not a multiple of 16 bytes, too many groups
+    share 16 bytes, or the device's resident programs or L2 cannot hold the groups.
+    """
     vector = 16 // itemsize
     labels = count_max_overlaps(sample.group_channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
@@ -192,7 +214,7 @@ def find_cooperative_blocks(
 
 @lru_cache(maxsize=4096)
 def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackwardSplit | BackwardColumnSplit:
-    """Find the configuration whose programs wait for nothing, for samples of any size."""
+    """Find the configuration in which no program waits for another.  There is one for samples of any size."""
     most = compute_max_splits(sample.c)
     if sample.channels_last:
         vec = compute_access_width(itemsize, sample.c)
@@ -214,8 +236,9 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
 
 
 def _count_fragments(positions: int, fragment: int, most: int) -> int:
-    """Return the number of fragments per program.
+    """Return the number of fragments that each program processes.
 
-    It suffices for at most `most` parts, and is at least 4 unless fewer fragments exist.
+    `positions` positions are divided among at most `most` programs; a fragment has `fragment` positions.  A
+    program has at least 4 fragments unless fewer exist.
     """
     return min(-(-positions // fragment), max(4, -(-positions // (fragment * most))))

@@ -30,7 +30,14 @@ def plan_sums_and_apply(
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
-    """Plan the launches for sums of channels, their reduction to groups, dx, and parameter gradients."""
+    """Plan a split backward pass: sums of channels, their reduction to groups, dx, and parameter gradients.
+
+    Args:
+        kernels: the kernel for the sums of channels and the kernel for dx.
+        grid, options: the grid and the constexprs of both kernels.
+        shape: the last arguments of both kernels.
+        splits: the number of partial sums of each channel in a sample.
+    """
     sample = call.sample
     parts = call.allocate_partials(splits)
     sums_of_groups = allocate_statistics(call.x, sample)
@@ -54,9 +61,10 @@ def plan_sums_and_apply(
 def _compute_tile_offsets(
     sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
 ):
-    """Compute the offset of a tile's start, its elements' 32-bit offsets from there, and the step to the next tile.
+    """Compute a tile's start, its elements' 32-bit offsets from there, and the step to the next tile.
 
-    The tile starts at `channel` and `position` of a sample; `lane_channel` and `lane_position` count from there.
+    All are numbers of elements of x.  The tile starts at `channel` and `position` of a sample.
+    `lane_channel` and `lane_position` are the elements' channels and positions, counted from that start.
     """
     if LAST:
         start = (sample * hw + position) * c + channel
@@ -70,20 +78,21 @@ def _compute_tile_offsets(
 def _load_fragment(
     ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Load a fragment by `load_tiles`.
+    """Load a fragment, CHUNKS consecutive tiles, by `load_tiles`.  The result is () if ptr is None.
 
-    `where` is the result of `_compute_tile_offsets`; `lanes` is (channel, position, exists) of each element of a
-    tile, or of each lane, counted from the tile's start.
+    `where` is the result of `_compute_tile_offsets`; `lanes` is (channel, position, exists) of each element
+    of a tile, or of each lane, counted from the tile's start.
     """
     return load_tiles(ptr, where[0], where[1], where[2], lanes[1], left, lanes[2], True, EVEN, STEP, CHUNKS, EVICT)
 
 
 @triton.jit
 def _compute_sample_offsets(start, at, position_step, element_step, LAST: tl.constexpr):
-    """Compute the offsets of a tile's elements from the start of their sample.
+    """Compute the offsets of a tile's elements from the start of their sample, for dropout's mask.
 
-    The tile is `position_step` positions, which are `element_step` elements, after the fragment's first tile.  The
-    order of the additions changes the compiled code; each layout keeps the order of its measurements.
+    The tile is `position_step` positions, which are `element_step` elements, after the fragment's first
+    tile.  The order of the additions changes the compiled code; each layout keeps the order of its
+    measurements.
     """
     if LAST:
         return start + element_step + at
@@ -98,12 +107,14 @@ def sum_fragment_gradients(
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Sum GAIN * dz and GAIN * dz * (h - mean) over `fragments` consecutive fragments, [LANES, WIDTH] each.
+    """Sum GAIN * dz and GAIN * dz * (h - mean) over a program's fragments, [LANES, WIDTH] each.
 
-    There is a sum for each lane if WIDTH is 1, else for each element of a tile.
+    Here, dz is the gradient of the affine step's output.  There is a sum for each lane if WIDTH is 1, else
+    for each element of a tile.
 
     Args:
         sample, channel, first: sample, channel and position at which the first fragment starts.
+        fragments: the number of consecutive fragments.
         lanes: the argument `lanes` of `_load_fragment`.
         dropout: seed, threshold and scale.
     """
@@ -141,10 +152,10 @@ def store_fragment_gradients(
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of `fragments` consecutive fragments and store it, last fragment first.
+    """Compute and store dx of a program's `fragments` consecutive fragments, last fragment first.
 
-    The arguments are those of `sum_fragment_gradients` and, `scale`, `constant` and `factor`, of
-    `store_tile_gradient`.
+    `scale`, `constant` and `factor` are arguments of `store_tile_gradient`; the others are those of
+    `sum_fragment_gradients`.
     """
     RUN: tl.constexpr = CHUNKS * STEP
     for back in range(0, fragments):

@@ -31,7 +31,7 @@ def get_derivative_gain(activation: str, itemsize: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNormCall:
-    """The arguments that both passes have."""
+    """The checked arguments that GroupNorm's forward and backward calls have in common."""
 
     x: Array
     sample: SampleShape
@@ -51,7 +51,7 @@ class GroupNormCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNormForwardCall(GroupNormCall):
-    """The checked arguments of one forward pass."""
+    """The checked arguments of one forward pass, and values derived from them for its launches."""
 
     out: Forward[Array]
 
@@ -101,7 +101,11 @@ class GroupNormForwardCall(GroupNormCall):
         return 48 if self.options.dropout else 16 if self.options.activation == "gelu" else 0
 
     def compute_indexing(self, unit: int) -> tuple[int, ...]:
-        """Compute groups, channels, division constants for a unit's channel, and the stride of scale and shift."""
+        """Compute the kernel arguments from which a kernel finds the channel of a unit of `unit` elements.
+
+        The arguments are the groups of a sample, the channels of a group, the divisor, multiplier and shift for
+        a division by the units of a channel, and the stride of scale and shift between samples.
+        """
         return (
             self.sample.groups,
             self.sample.group_channels,
@@ -110,7 +114,10 @@ class GroupNormForwardCall(GroupNormCall):
         )
 
     def make_contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
-        """Make the constexprs of the kernels that read contiguous groups."""
+        """Make the launch options of the kernels that read contiguous groups in tiles of `units` vectors.
+
+        Options are a kernel's constexprs and its number of warps.
+        """
         return {
             "VEC": self.group_vec,
             "UNITS": units,
@@ -131,9 +138,11 @@ class GroupNormForwardCall(GroupNormCall):
         return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
 
     def find_parameter_unit(self, block: int, fragment: int) -> str:
-        """Find the largest unit with one channel, so one value of each parameter.
+        """Find the largest unit of a contiguous group whose elements always belong to one channel.
 
-        It is "two" if a vector has at most two channels.
+        A kernel loads each parameter once per unit.  The units are "piece" (`fragment` elements), "chunk"
+        (`block` elements), "vector" (16 bytes) and "element"; "two" is a vector that may have two channels, but
+        not more.
         """
         vector = 16 // self.x.element_size()
         for mode, length in (("piece", fragment), ("chunk", block), ("vector", vector)):
@@ -142,7 +151,10 @@ class GroupNormForwardCall(GroupNormCall):
         return "two" if self.sample.hw > vector else "element"
 
     def make_chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
-        """Make the constexprs of kernels that load fragments of contiguous groups in chunks of `block` elements."""
+        """Make the launch options of kernels that load contiguous groups as `chunks` chunks of `block` elements.
+
+        Options are a kernel's constexprs and its number of warps.
+        """
         return {
             "VEC": self.group_vec,
             "BLOCK": block,
@@ -160,7 +172,7 @@ def _compute_division_constants(divisor: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNormBackwardCall(GroupNormCall):
-    """The checked arguments of one backward pass."""
+    """The checked arguments of one backward pass, and values derived from them for its launches."""
 
     dy: Array
     mean: Array | None = None
@@ -193,7 +205,10 @@ class GroupNormBackwardCall(GroupNormCall):
         return allocate_pair(self.x, self.n * splits, self.sample.c)
 
     def allocate_wanted_partials(self, splits: int) -> tuple[Array | None, Array | None]:
-        """Allocate as `allocate_partials`, or return (None, None) if no gradient is computed from them."""
+        """Allocate the memory of `allocate_partials` if the gradient of any parameter is wanted.
+
+        Otherwise return (None, None); for kernels that write these sums only for the gradients of parameters.
+        """
         out = self.out
         if out.dweight is out.dbias is out.dscale is out.dshift is None:
             return None, None
@@ -201,7 +216,10 @@ class GroupNormBackwardCall(GroupNormCall):
 
 
 class GroupNormForwardConfig(ABC):
-    """The configuration of one algorithm for a forward pass; subclasses are frozen dataclasses."""
+    """Base class of the configurations of forward algorithms, such as tile sizes and numbers of warps.
+
+    Each algorithm has a subclass, a frozen dataclass, which plans the algorithm's launches.
+    """
 
     __slots__ = ()
 
@@ -219,7 +237,14 @@ class GroupNormForwardConfig(ABC):
 
 
 class GroupNormBackwardConfig(ABC):
-    """The configuration of one algorithm for a backward pass; subclasses are frozen dataclasses."""
+    """Base class of the configurations of backward algorithms, such as tile sizes and numbers of warps.
+
+    Each algorithm has a subclass, a frozen dataclass, which plans the algorithm's launches.
+
+    Attributes:
+        needs_statistics: whether the call must have mean and rstd; otherwise the kernel computes absent
+            ones.
+    """
 
     __slots__ = ()
 
@@ -232,7 +257,10 @@ class GroupNormBackwardConfig(ABC):
 
 
 class _ResidentDataclass(ResidentConfig, Protocol):
-    """A dataclass whose programs are resident."""
+    """The type of a configuration whose number of resident programs `fit_resident_programs` may reduce.
+
+    The configuration is a dataclass, because `dataclasses.replace` makes the reduced copy.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -243,7 +271,10 @@ Fewer = TypeVar("Fewer", bound=_ResidentDataclass)
 def fit_resident_programs(
     config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra: int = 0, members: int = 1
 ) -> Fewer | None:
-    """Reduce `config`'s resident programs until a thread's registers suffice; None if they never do.
+    """Reduce the number of resident programs of `config` until each thread's registers suffice.
+
+    Fewer programs on a multiprocessor leave more registers for each thread.  The result is None if the
+    registers do not suffice even for one program, or if fewer than `members` programs would be resident.
 
     Args:
         held_bytes: bytes of x and residual that a thread holds.
@@ -261,9 +292,10 @@ def fit_resident_programs(
 
 
 def count_writers(units: int, most: int, multiprocessors: int) -> int:
-    """Return the number of programs that write a group or block together.
+    """Return the number of programs that write one group or block together, a power of two up to `most`.
 
-    The number does not change the bits of the result.
+    The number is doubled while every program of all `units` groups or blocks has a multiprocessor of its
+    own.  The number does not change the bits of the result.
     """
     writers = 1
     while writers < most and 2 * writers * units <= multiprocessors:

@@ -19,7 +19,7 @@ _LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
 
 
 def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> SampleShape:
-    """Check all inputs, and return the shape of a sample of x.
+    """Check all inputs of a GroupNorm call, and return the shape of one sample of x.
 
     Raises:
         KernelInputError: a wrong shape, dtype or value, or an empty group.

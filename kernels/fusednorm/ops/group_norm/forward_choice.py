@@ -62,9 +62,10 @@ With 8 runs, one for each column, too few accesses would remain: such samples ar
 
 
 def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | None = None) -> list[Launch]:
-    """Plan the launches of a forward pass.
+    """Plan all launches of a forward pass.
 
-    `config` overrides the choice, for tests, benchmarks and compile checks.
+    The list includes copies of tensors whose memory layout is not x's.  `config` overrides the choice, for
+    tests, benchmarks and compile checks.
     """
     call, copies = plan_layout_copies(call)
     sample, size = call.sample, call.x.element_size()
@@ -79,7 +80,10 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
 def choose_forward(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> GroupNormForwardConfig:
-    """Choose the forward configuration for samples of elements of `itemsize` bytes, with nothing fused.
+    """Choose the forward configuration for a sample's shape and elements of `itemsize` bytes.
+
+    The choice is for a pass without residual, activation and dropout; with them, `plan_forward` may choose
+    another for lack of registers.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
@@ -93,9 +97,11 @@ def choose_forward(
 def list_candidates(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> tuple[GroupNormForwardConfig, ...]:
-    """List the configurations that read samples once, or were measured for them, fastest first; possibly none.
+    """List the configurations to try for a forward pass, fastest first.  The tuple may be empty.
 
-    A configuration that uses fewer registers follows one that uses more, for passes that fuse more.
+    Each candidate reads a sample only once, or was measured for such samples.  A configuration that uses
+    fewer registers follows one that uses more, for passes that fuse more.  `waits`: whether programs may
+    wait for one another.
     """
     tile = None if sample.channels_last else _find_tile(sample, itemsize)
     if tile is not None:
@@ -128,7 +134,11 @@ def _compute_padding(config: GroupNormForwardCooperative, sample: SampleShape) -
 
 @lru_cache(maxsize=4096)
 def find_two_pass_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardConfig:
-    """Find the configuration that reads groups twice, for groups that do not fit the registers of a team."""
+    """Find the configuration that reads each group twice: for its moments, then for y.
+
+    Groups are read twice if they do not fit the registers of one program, or of the programs that may share
+    a group.
+    """
     if sample.channels_last:
         return find_stream_forward(sample, itemsize) or find_split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
@@ -137,7 +147,10 @@ def find_two_pass_forward(sample: SampleShape, itemsize: int) -> GroupNormForwar
 
 
 def _find_tile(sample: SampleShape, itemsize: int) -> GroupNormForwardTile | None:
-    """Find the configuration for small contiguous groups."""
+    """Find the configuration for contiguous groups so small that a program holds complete groups.
+
+    The result is None if a group, padded to a power of two, has more than 4096 elements.
+    """
     vec = compute_access_width(itemsize, sample.group_length)
     units = next_power_of_2(sample.group_length // vec)
     if units * vec > 4096:
@@ -147,7 +160,10 @@ def _find_tile(sample: SampleShape, itemsize: int) -> GroupNormForwardTile | Non
 
 
 def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormForwardConfig]:
-    """Yield the table entries for the sample's class, with chunks chosen so that programs share a group equally."""
+    """Yield the measured configurations for such samples, in the order of the tables.
+
+    If several programs share a group, the number of chunks is reduced so that they have equal shares.
+    """
     if not sample.channels_last:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             if sample.group_length > most:
@@ -186,7 +202,12 @@ def _count_warps(elements: int, a_thread: int) -> int:
 
 
 def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
-    """List the numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
+    """List the numbers of groups that may form a block of columns, starting with the fewest wasted lanes.
+
+    A block's width is a multiple of 16 bytes, unless no number of the sample's groups is; then a block has
+    all groups.  Blocks have at least MIN_RUN_BYTES bytes of columns if the sample has enough groups, and at
+    most MAX_BLOCK_COLUMNS columns.  The result is empty if every block would be wider.
+    """
     aligned_groups = lcm(sample.group_channels, 16 // itemsize) // sample.group_channels
     counts = list(range(aligned_groups, sample.groups + 1, aligned_groups)) or [sample.groups]
     counts = [count for count in counts if count * sample.group_channels <= MAX_BLOCK_COLUMNS]
@@ -202,11 +223,12 @@ def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
 def _find_block(
     sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
-    """Find the blocks of columns that waste the fewest lanes; None if streaming a sample is faster.
+    """Find the configuration over blocks of columns that wastes the fewest lanes; None if streaming is faster.
 
-    Streaming is better if registers do not hold enough.  From STREAM_POSITIONS positions on it is also better if
-    programs would share a block or keep sums of several runs in a lane; with fewer positions, if they would do
-    both.
+    Streaming, which reads each sample twice, is faster if registers do not hold enough.  From
+    STREAM_POSITIONS positions on, streaming is also faster if programs would share a block or keep sums of
+    several runs in a lane; with fewer positions, if they would do both.  A run is adjacent columns of a lane
+    within one group.
     """
     counts = list_block_groups(sample, itemsize)
     if not counts or sample.hw >= 2**31 // sample.c:
@@ -230,7 +252,11 @@ def _find_block(
 
 
 def find_stream_forward(sample: SampleShape, itemsize: int) -> ForwardSampleStream | None:
-    """Find the configuration that streams samples twice, or None if the lanes cannot cover all columns."""
+    """Find the configuration that reads channels-last samples twice: for moments of groups, then for y.
+
+    The result is None if even the largest program has too few lanes to load all columns of a position at
+    once.
+    """
     num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None

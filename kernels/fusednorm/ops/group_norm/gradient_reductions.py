@@ -38,9 +38,13 @@ def plan_group_reduction(
     sums: tuple[Array, Array],
     early: bool,
 ) -> Launch:
-    """Plan the launch that reduces sums of channels, [N * splits, C], to the two sums of each group, [N, groups].
+    """Plan the launch that reduces the sums of channels, [N * splits, C], to two sums per group, [N, groups].
+
+    The two are sums of g = slope * dz and of g * x_hat, from which dx is computed.
 
     Args:
+        parts: the sums of dz and of dz * x_hat over channels.
+        sums: the memory for the two results.
         early: whether the kernel may start before the previous kernel ends.
     """
     block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.group_channels))
@@ -67,13 +71,15 @@ def plan_parameter_reductions(
     *,
     beside: bool = False,
 ) -> list[Launch]:
-    """Plan the launches that write gradients of parameters to `out` from partial sums [N * splits, C].
+    """Plan the launches that write the gradients of the parameters from partial sums [N * splits, C].
 
-    There may be none.
+    The list is empty if no gradient is wanted.
 
-    dbias and dweight take two steps if there are many samples, or if scale or shift need a sum for each sample.
+    dbias and dweight take two steps if there are many samples, or if scale or shift need a sum for each
+    sample.
 
     Args:
+        parts: the sums of dz and of dz * x_hat over channels, or None if no gradient is wanted.
         early: whether a kernel may start before the previous kernel ends.
         beside: whether the previous kernel lets the next one start when the partial sums are complete.
     """
@@ -119,7 +125,7 @@ def plan_parameter_reductions(
 
 @triton.jit
 def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """Sum the rows first_row <= row < last_row of each of two [rows, columns] tensors, [1, COLUMNS] each.
+    """Sum the rows first_row <= row < last_row of two [rows, columns] tensors, [1, COLUMNS] each.
 
     The rows are read in tiles of ROWS; `column` is [1, COLUMNS].
     """
@@ -149,9 +155,10 @@ def _sum_rows_in_tiles(first_ptr, second_ptr, first_row, last_row, columns, colu
 
 @triton.jit
 def _load_slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
-    """Load weight * (1 + scale) of a group's columns, the factor of dz, in float32.
+    """Load the slope weight * (1 + scale) of a group's columns, in float32.
 
-    `column` counts from `first_column`; `scale_at` is the offset of the sample in scale.
+    Without weight and scale, the slope is 1.  `column` counts from `first_column`; `scale_at` is the offset
+    of the sample in scale.
     """
     mask = column < group_columns
     slope = tl.full(column.shape, 1.0, tl.float32)
@@ -179,7 +186,10 @@ def group_norm_reduce_sums_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce sums over channels to one group's sums of g = slope * dz and of g * x_hat per program."""
+    """Reduce the partial sums of one group's channels to the group's two sums, per program.
+
+    The two are sums of g = slope * dz and of g * x_hat over the group.
+    """
     allow_next_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
@@ -230,7 +240,7 @@ def group_norm_reduce_samples_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Reduce one sample's partial sums to the gradients of its scale and shift, for a block of C per program.
+    """Reduce one sample's partial sums to dscale and dshift of a block of channels, per program.
 
     Also stores the sample's terms of the sums for dbias and dweight.
     """
@@ -280,7 +290,8 @@ def group_norm_reduce_rows_kernel(
 ):
     """Sum two [rows, columns] tensors over one run of rows per program, and cast to the outputs' dtypes.
 
-    With one run of all rows the result is dbias and dweight; with many runs it is a shorter [runs, columns] array.
+    With one run of all rows the results are dbias and dweight.  With many runs they are shorter [runs,
+    columns] tensors, which a second launch sums.
     """
     allow_next_launch(EARLY)
     if not BESIDE:

@@ -47,7 +47,8 @@ def backpropagate_scaled_epilogue(
 ):
     """Compute GAIN * dz of a tile from dy, back through dropout and the activation.
 
-    z / GAIN is argument * slope + offset; `sample` and `position` are the row and the position for dropout's mask.
+    Here, dz is the gradient of z, the affine step's output. z / GAIN is argument * slope + offset; `sample`
+    and `position` are the row and the position for dropout's mask.
     """
     if DROPOUT:
         keep = compute_keep_mask(seed, sample, position, dropout_threshold)
@@ -71,9 +72,10 @@ def backpropagate_scaled_epilogue(
 
 @triton.jit
 def make_tile_mask(position, left, channel_mask, enabled, EVEN: tl.constexpr):
-    """Make the mask of a tile's elements that are read or written.
+    """Make the mask of the elements of a tile that are read or written.
 
-    If EVEN these are all, else those with `channel_mask` and with `position` below `left`; none unless `enabled`.
+    If EVEN these are all, else those with `channel_mask` and with `position` below `left`; none unless
+    `enabled`.
     """
     mask = tl.full(position.shape, True, tl.int1) & enabled
     if not EVEN:
@@ -90,11 +92,11 @@ def load_tiles(
     ptr, start, at, step, position, left, channel_mask, enabled,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a fragment in the dtype of memory: a tuple of CHUNKS tiles [LANES, GROUP], or () if ptr is None.
+    """Load CHUNKS consecutive tiles [LANES, GROUP] in the dtype of memory, as a tuple; () if ptr is None.
 
-    The elements of the first tile are at ptr + `start` + `at`, those of the next `step` elements further.
-    `position` is that of the first tile's elements, from which the next tile's differ by STEP; `left` positions
-    exist from the first tile on.
+    Together the tiles are a fragment; each is STEP positions after the one before.  The elements of the
+    first tile are at ptr + `start` + `at`, those of each further tile `step` elements later.  `position` is
+    the position of the first tile's elements in the fragment; `left` positions exist from the first tile on.
     """
     tiles = ()
     if ptr is not None:
@@ -109,7 +111,10 @@ def load_gradient_tiles(
     dy_ptr, x_ptr, residual_ptr, start, at, step, position, left, channel_mask, enabled,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load the fragments of dy, x and residual by `load_tiles`; all have one layout."""
+    """Load the tiles of dy, x and residual at the same offsets by `load_tiles`, and return the three.
+
+    Each is a tuple of tiles in the dtype of memory; the residual's is empty if residual_ptr is None.
+    """
     dys = load_tiles(dy_ptr, start, at, step, position, left, channel_mask, enabled, EVEN, STEP, CHUNKS, EVICT)
     xs = load_tiles(x_ptr, start, at, step, position, left, channel_mask, enabled, EVEN, STEP, CHUNKS, EVICT)
     residuals = load_tiles(
@@ -126,8 +131,9 @@ def compute_tile_gradient(
 ):  # fmt: skip
     """Compute h - mean and GAIN * dz of tile i of a fragment, [LANES, GROUP] each.
 
-    z is GAIN * ((h - mean) * slope + offset).  `fragment` is the result of `load_gradient_tiles`; `position` and
-    `sample_position` are the positions of the tile's elements in the fragment and in the sample.
+    Here, dz is the gradient of z, the affine step's output: z is GAIN * ((h - mean) * slope + offset).
+    `fragment` is the result of `load_gradient_tiles`; `position` and `sample_position` are the positions of
+    the tile's elements in the fragment and in the sample.
     """
     centred = add_residual_chunk(fragment[1], fragment[2], i) - mean
     if not EVEN:
@@ -142,9 +148,9 @@ def compute_tile_gradient(
 
 @triton.jit
 def store_tile_gradient(centred, dz, dx_ptr, dresidual_out, at, mask, scale, constant, factor, EVICT: tl.constexpr):
-    """Store dx = scale * dz - (constant + factor * centred) + dresidual_out of a tile.
+    """Compute and store dx of a tile: scale * dz - (constant + factor * centred) + dresidual_out.
 
-    `dresidual_out` is a tuple of one tile, or an empty tuple.
+    `centred` is h - mean.  `dresidual_out` is a tuple of one tile, or an empty tuple.
     """
     dx = dz * scale - (centred * factor + constant)
     if len(dresidual_out) > 0:

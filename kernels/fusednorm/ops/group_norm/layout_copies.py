@@ -23,7 +23,10 @@ AnyCall = TypeVar("AnyCall", GroupNormForwardCall, GroupNormBackwardCall)
 
 
 def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
-    """Return the call with its companions in x's layout, and the launches that copy those in the other layout."""
+    """Plan copies of the tensors of a call whose memory layout, NCHW or NHWC, is not x's.
+
+    Returns the call with the copies in place of these tensors, and the launches that make the copies.
+    """
     copies: dict[str, Any] = {}
     launches = []
     for name in _COMPANIONS:
@@ -35,7 +38,7 @@ def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
 
 
 def _plan_copy(source: Array, copy: Array, sample: SampleShape) -> Launch:
-    """Plan the launch that copies a tensor of the other layout than `sample`'s into `sample`'s layout."""
+    """Plan the launch that copies `source` to `copy`, from the other memory layout into that of `sample`."""
     rows, columns = (sample.c, sample.hw) if sample.channels_last else (sample.hw, sample.c)
     row_vec, column_vec = (compute_access_width(source.element_size(), size) for size in (rows, columns))
     row_blocks, column_blocks = cdiv(rows, COPY_BLOCK), cdiv(columns, COPY_BLOCK)
@@ -57,7 +60,7 @@ def group_norm_layout_copy_kernel(
     COLUMN_VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one block of one sample from [N, rows, columns] to [N, columns, rows].
+    """Copy one block of one sample from [N, rows, columns] to [N, columns, rows], per program.
 
     The compiler exchanges the block through shared memory, so that both accesses are of adjacent elements.
     """

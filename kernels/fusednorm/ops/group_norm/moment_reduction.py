@@ -29,9 +29,15 @@ def plan_moment_reduction(
     column_length: int,
     rest: Array | None = None,
 ) -> Launch:
-    """Plan the launch that computes mean and rstd of every group from partial results of its columns.
+    """Plan the launch that merges partial moments of columns into mean and rstd of every group.
 
-    If `rest` is given, it gets the rounding error of the mean.
+    A column is a channel or, if groups are contiguous, a whole group.  If `rest` is given, it gets the
+    rounding error of the mean.
+
+    Args:
+        parts: means, their rests, and sums of squared deviations, [N, splits, columns] each.
+        split_length: values of a column in each split except the last.
+        column_length: values of a column in all splits.
     """
     arguments = (
         *parts, mean, rest, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
@@ -44,7 +50,10 @@ def plan_moment_reduction(
 
 
 def choose_reduction_tile(splits: int, columns: int) -> dict[str, int]:
-    """Choose the tile for the reduction of one group's partial results; as wide as its columns if they fit."""
+    """Choose the tile in which a program reads one group's partial results: splits, columns, and warps.
+
+    The tile is as wide as the group's columns, up to 64.
+    """
     block_columns = min(64, next_power_of_2(columns))
     block_splits = min(REDUCE_BLOCK // block_columns, next_power_of_2(splits))
     return {
@@ -68,9 +77,9 @@ def reduce_moments(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Merge partial moments into mean, `rest` and population variance of one group of one sample, as scalars.
+    """Merge the partial moments of one group of one sample into its mean, `rest` and population variance.
 
-    The mean is mean + rest, as in `merge_moments`.
+    The results are scalars.  The mean is mean + rest, as in `merge_moments`.
 
     Args:
         mean_part_ptr, rest_part_ptr, square_part_ptr: the partial results of the sample, [splits, columns].
@@ -131,7 +140,10 @@ def group_norm_reduce_moments_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge partial moments into one group's mean, the mean's rounding error, and rstd per program."""
+    """Merge the partial moments of one group per program, and write its mean and rstd.
+
+    If rest_ptr is not None, the rounding error of the mean is written too.
+    """
     allow_next_launch(EARLY)
     await_previous_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)

@@ -8,7 +8,10 @@ from fusednorm.ops.group_norm.sample_shape import SampleShape
 def declare_forward_outputs(
     x: Array, sample: SampleShape, residual: Array | None, dtype: str, stats: bool
 ) -> Outputs:
-    """Declare the outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
+    """Declare shape and dtype of each output of a forward pass, in the order of the fields of `Forward`.
+
+    y has the given dtype.  Mean and rstd are outputs if `stats`.  An output that does not exist is None.
+    """
     groups = (x.shape[0], sample.groups)
     return (
         OutputSpec("y", dtype, has_x_layout=True),
@@ -20,11 +23,10 @@ def declare_forward_outputs(
 
 
 def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], residual: bool) -> Outputs:
-    """Declare the outputs of a backward pass, one per field of `Backward`.
+    """Declare shape and dtype of each output of a backward pass, in the order of the fields of `Backward`.
 
-    `parameters` are weight, bias, scale and shift.
-
-    A parameter that is None has no gradient.
+    `parameters` are weight, bias, scale and shift; a parameter that is None has no gradient.  If `residual`,
+    the gradient of the residual is the same tensor as dx.
     """
     dx = OutputSpec("dx", x.dtype, has_x_layout=True)
     dweight, dbias, dscale, dshift = (

@@ -21,7 +21,10 @@ MAX_OFFSET = 2**31
 
 @dataclass(frozen=True, slots=True)
 class SampleShape:
-    """One sample of x: `groups` groups of `group_channels` channels of `hw` positions, and its memory layout."""
+    """The shape of one sample of x and its memory layout, channels-last or contiguous.
+
+    A sample has `groups` groups of `group_channels` channels; a channel has `hw` positions.
+    """
 
     groups: int
     group_channels: int
@@ -55,11 +58,11 @@ def compute_max_splits(columns: int) -> int:
 
 
 def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
-    """Choose the number of columns of a block: the power of two with the least padding of C.
+    """Choose the number of columns of a block: the power of two with which C needs the least padding.
 
-    It spans 32 to 256 bytes; among equals, the widest is chosen.
+    A block spans 32 to 256 bytes; among equals, the widest is chosen.
 
-    If C has fewer than 32 bytes, the block has the size of C.
+    If C has fewer than 32 bytes, the block has the size of C, rounded up to a power of two.
     """
     vec = compute_access_width(itemsize, sample.c)
     widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
@@ -69,9 +72,9 @@ def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
 
 
 def can_stay_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Return whether L2 holds each program's last `tiles` tiles of x and dy for a second read.
+    """Return whether L2 can hold the last `tiles` tiles of x and dy that each program read.
 
-    A tile has 16 bytes per thread.
+    The programs read them a second time.  A tile has 16 bytes per thread.
     """
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 

@@ -16,7 +16,10 @@ from fusednorm.ops.group_norm.sample_shape import (
 
 @lru_cache(maxsize=4096)
 def find_split_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardSplit | ForwardColumnSplit:
-    """Find the forward configuration that splits groups of any size."""
+    """Find the forward configuration in which no program waits for another, for groups of any size.
+
+    The configuration has a kernel for the moments of parts of groups, then a kernel for y.
+    """
     if sample.channels_last:
         return _find_column_split(sample, itemsize)
     vec = compute_access_width(itemsize, sample.group_length)
@@ -28,7 +31,7 @@ def find_split_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardSp
 def plan_statistics(
     x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
 ) -> list[Launch]:
-    """Plan the launches that compute only mean and rstd, for a backward pass that needs them and has none."""
+    """Plan the launches that compute mean and rstd, for a backward pass that needs them but was given none."""
     return find_split_forward(sample, x.element_size()).plan_statistics(x, sample, eps, residual, mean, rstd)
 
 
@@ -38,6 +41,10 @@ def count_sweep_vectors(vec: int) -> int:
 
 
 def _find_column_split(sample: SampleShape, itemsize: int) -> ForwardColumnSplit:
+    """Find the configuration of `find_split_forward` for channels-last samples.
+
+    The splits are so long that their number is at most `compute_max_splits`, for any number of positions.
+    """
     vec = compute_access_width(itemsize, sample.c)
     width = choose_block_columns(sample, itemsize)
     rows = max(1, 32 * 8 * vec // width)

@@ -20,17 +20,17 @@ _PROGRAM_A_ROW = RowDependence()
 
 
 class RowStatistics(NamedTuple):
-    """Results of a forward pass that computes only mean and rstd."""
+    """The outputs of a forward pass that computes only mean and rstd; mean is None for RMSNorm."""
 
     mean: Array | None
     rstd: Array
 
 
 class RowLayout(NamedTuple):
-    """The memory layout of the rows of a call's tensors.
+    """The memory layout of the rows of a call's tensors: row length, strides, and width of an access.
 
     Attributes:
-        heads: HEADS of `jit.heads`.
+        heads: the layout of heads, a value of HEADS in `jit.heads`.
         vec: elements of one access, a divisor of the row length and of every stride.
         sizes: the row length and each tensor's stride between rows or between tokens, in units of `vec`.
     """
@@ -48,7 +48,10 @@ class RowLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNormCall:
-    """The arguments that all passes have; x is [rows, cols] or [tokens, heads, cols]."""
+    """The checked arguments that LayerNorm's and RMSNorm's forward and backward calls have in common.
+
+    x is [rows, cols] or [tokens, heads, cols].
+    """
 
     x: Array
     weight: Array | None = None
@@ -99,7 +102,11 @@ class LayerNormCall:
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
     def make_constexprs(self, vec: int) -> dict[str, object]:
-        """Make the constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
+        """Make the constexprs that all LayerNorm kernels with an epilogue have in common.
+
+        Sizes and strides are arguments in units of `vec` elements.  Each launch adds the constexprs of its own
+        kernel.
+        """
         return {
             "VEC": vec,
             "WEIGHT_OFFSET": float(self.options.weight_offset),
@@ -107,7 +114,7 @@ class LayerNormCall:
         }
 
     def check_no_heads(self) -> None:
-        """Raise an error if there are heads, for kernels that do not support them.
+        """Check that x has no heads, for kernels that do not support them.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -119,7 +126,7 @@ class LayerNormCall:
             )
 
     def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
-        """Make the layout of rows, for kernels that do not support heads.
+        """Make the layout of rows for kernels that do not support heads; `max_vec` limits an access's elements.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -128,7 +135,7 @@ class LayerNormCall:
         return RowLayout.from_strides("none", self.cols, list_row_strides(self.cols, *self.strided_inputs), max_vec)
 
     def make_head_layout(self) -> RowLayout:
-        """Make the layout of rows, or of tokens with heads.
+        """Make the layout of rows or, if x has heads, of tokens with heads, for kernels that support both.
 
         Raises:
             UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
@@ -157,13 +164,13 @@ class LayerNormCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNormForwardCall(LayerNormCall):
-    """The checked arguments of one forward pass."""
+    """The checked arguments of one forward pass, and values derived from them for its launches."""
 
     out: Forward[Array] | RowStatistics
 
     @property
     def outputs(self) -> tuple[Array | None, ...]:
-        """y, residual_out, mean and rstd."""
+        """The outputs y, residual_out, mean and rstd, None where one is not wanted."""
         if isinstance(self.out, RowStatistics):
             return None, None, self.out.mean, self.out.rstd
         return self.out.y, self.out.residual_out, self.out.mean, self.out.rstd
@@ -174,10 +181,10 @@ class LayerNormForwardCall(LayerNormCall):
         return None if isinstance(self.out, RowStatistics) else self.out.scale
 
     def layout_of_float8(self) -> RowLayout:
-        """Return the layout of rows for a float8 y.
+        """Make the layout of rows for a pass whose y is float8.
 
-        Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would give a
-        thread more elements.
+        Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would
+        give a thread more elements.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -192,11 +199,12 @@ class LayerNormForwardCall(LayerNormCall):
         return self.x, self.residual, self.weight, self.bias, *self.outputs
 
     def make_access_options(self, vec: int) -> dict[str, object]:
-        """Make the constexprs GROUP and NARROW.
+        """Make the constexprs that describe a thread's accesses, GROUP and NARROW.
 
         GROUP is the number of columns that a thread loads at once; NARROW, whether these have under 16 bytes.
 
-        Rows that the split algorithm may also process are never NARROW, so that both algorithms give the same bits.
+        Rows that the split algorithm may also process are never NARROW, so that both algorithms give the same
+        bits.
         """
         group = 16 // self.itemsize
         narrow = vec < group and self.cols < SINGLE_ROW_COLS
@@ -212,9 +220,11 @@ class LayerNormForwardCall(LayerNormCall):
         return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
     def can_merge_equal_sets(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
-        """Return whether the moments of lanes may be merged as moments of sets of equal size.
+        """Return whether a kernel may merge the moments of lanes by `merge_equal_sets`, which is faster.
 
-        `make_access_options` and `tensors` are those of this call.
+        `merge_equal_sets` needs one lane per thread.  The result is also True if accesses are NARROW, because a
+        kernel then merges no lanes.  `access` is the result of `make_access_options`, and `tensors` are those of
+        this call.
         """
         # Narrow accesses are not merged at all.
         return bool(access["NARROW"]) or has_one_lane_per_thread(min(16, vec * self.itemsize), *tensors)
@@ -222,7 +232,7 @@ class LayerNormForwardCall(LayerNormCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNormBackwardCall(LayerNormCall):
-    """The checked arguments of one backward pass."""
+    """The checked arguments of one backward pass, and values derived from them for its launches."""
 
     dy: Array
     mean: Array | None = None
@@ -257,8 +267,8 @@ class LayerNormBackwardCall(LayerNormCall):
 
 
 def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
-    """List the strides between rows or tokens in elements.
+    """List the stride of each tensor's first dimension, rows or tokens of several heads, in elements.
 
-    For None or one row, the stride is cols, which does not narrow the accesses.
+    For None or a single row, the stride is cols, which leaves accesses as wide as the other tensors allow.
     """
     return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])

@@ -28,7 +28,10 @@ Parameters = tuple[Array | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChainCall:
-    """The checked arguments of a chain: x and y [rows, cols], a weight and a bias for each norm."""
+    """The checked arguments of a chain of consecutive LayerNorms, with a weight and a bias for each norm.
+
+    x and y are [rows, cols]; a weight or bias may be None.
+    """
 
     x: Array
     weights: Parameters
@@ -57,7 +60,7 @@ class ChainCall:
 
 
 def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launch]:
-    """Plan the launch of a chain over rows that fit a tile."""
+    """Plan the launch of a chain of LayerNorms over rows so short that registers hold them."""
     layout = call.layout
     rows, cols = call.x.shape
     options = {
@@ -71,7 +74,7 @@ def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launc
 
 
 def plan_sweep_chain(call: ChainCall, config: LayerNormForwardSweep) -> list[Launch]:
-    """Plan the launch of a chain over rows of any length."""
+    """Plan the launch of a chain of LayerNorms over rows of any length, each read several times."""
     layout = call.layout
     rows, cols = call.x.shape
     options = {
@@ -107,7 +110,7 @@ def layer_norm_chain_tile_kernel(
     BLOCK_N: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Write y of one tile of ROWS rows per program.
+    """Apply all norms of a chain to one tile of ROWS rows per program, and write y.
 
     The tile stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
 
@@ -143,9 +146,10 @@ def layer_norm_chain_tile_kernel(
 
 @triton.jit
 def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
-    """Load a chunk of x and apply the first norms, whose moments are in `roughs`, `shifts` and `rstds`.
+    """Load a chunk of x and apply those norms of the chain whose moments are already known.
 
-    `at` and `mask` are the chunk's columns and their mask.
+    The moments of these first norms are in `roughs`, `shifts` and `rstds`.  `at` and `mask` are the chunk's
+    columns and their mask.
     """
     h = load_row_residual_sum(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
@@ -158,9 +162,9 @@ def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstd
 
 @triton.jit
 def _compute_lane_sums(h, pivot, mask, EVEN: tl.constexpr):
-    """Compute each lane's sums of h - pivot and of (h - pivot)^2, [lanes, 1] each.
+    """Compute the sums of h - pivot and of (h - pivot)^2 over each lane's columns, [lanes, 1] each.
 
-    h and `mask` are a chunk, [lanes, GROUP].
+    h and `mask` are a chunk, [lanes, GROUP]: a lane is the GROUP columns that a thread loads at once.
     """
     d = h - pivot
     if not EVEN:
@@ -182,10 +186,13 @@ def _compute_row_moments_after_norms(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute rough, shift and variance of a row of x after the norms with given moments, as `compute_row_moments`.
+    """Compute the moments of a row after the first norms of the chain, by reading x and applying these norms.
 
-    The row is longer than BLOCK_N.  The pivots are from the first chunk, which is full; every second norm reads the
-    other chunks backwards.
+    The results are rough, shift and variance, as in `compute_row_moments`: the mean is rough + shift.  The
+    moments of the first norms are in `roughs`, `shifts` and `rstds`.
+
+    The row is longer than BLOCK_N.  The pivots are from the first chunk, which is full; every second norm
+    reads the other chunks backwards.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -227,9 +234,10 @@ def layer_norm_chain_sweep_kernel(
     GROUP: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Write y of one row per program: a sweep for the moments of each norm, then a sweep that writes.
+    """Apply all norms of a chain to one row per program, and write y.
 
-    Sweeps alternate in direction, so that each starts with data that the previous sweep left in the cache.
+    A sweep over the row computes the moments of each norm, and the last sweep writes y.  Sweeps alternate in
+    direction, so that each starts with data that the previous sweep left in the cache.
     """
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)

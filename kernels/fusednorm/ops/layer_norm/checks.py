@@ -21,7 +21,10 @@ _PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
 
 
 def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> dict[str, Any]:
-    """Check the operation's arrays; returns them by name, those of x's shape as rows or as tokens of heads.
+    """Check all arrays of a LayerNorm or RMSNorm call, and return them by name.
+
+    Arrays of x's shape are returned as views [rows, cols], or [tokens, heads, cols] if heads have separate
+    parameters or rows have no common stride.
 
     Raises:
         KernelInputError: a wrong shape, dtype or value.

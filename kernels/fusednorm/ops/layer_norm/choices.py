@@ -51,7 +51,11 @@ def _iterate_choices(
     table: dict[int, tuple[tuple[int, Config], ...]],
     unaligned: dict[int, tuple[tuple[int, int, Config], ...]],
 ) -> Iterator[Config]:
-    """Yield the entry for rows of `cols` columns, and those for longer rows."""
+    """Yield the configurations that can process rows of `cols` columns, the best one first.
+
+    The tables have an entry for all rows up to a length, so the entries for longer rows follow.  Rows that
+    are no multiple of 16 bytes have entries of their own in `unaligned`, which are yielded first.
+    """
     if cols * itemsize % 16:
         yield from _iterate_entries_between(cols, unaligned[itemsize])
     yield from (choice for limit, choice in table[itemsize] if cols <= limit)
@@ -62,8 +66,8 @@ def choose_forward(
 ) -> ForwardConfig:
     """Choose the forward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A residual needs more registers; programs that share rows do not support heads.  A `single` row may use another
-    algorithm than several rows, with the same bits.
+    A `residual` needs more registers.  Programs that share rows do not support `heads`.  A `single` row may
+    use another algorithm than several rows, with the same bits.
     """
     return _choose_forward(cols, itemsize, multiprocessors, residual, heads, single, may_wait())
 
@@ -72,6 +76,11 @@ def choose_forward(
 def _choose_forward(
     cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool, single: bool, waits: bool
 ) -> ForwardConfig:
+    """Choose the forward configuration from the tables, and cache the choice.
+
+    The arguments are those of `choose_forward`.  `waits`, whether programs may wait for one another, is an
+    argument because the cached choice depends on that too.
+    """
     choices = _iterate_choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     if residual:
         choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
@@ -127,13 +136,18 @@ def choose_sweep(cols: int) -> LayerNormForwardSweep:
 def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> BackwardConfig:
     """Choose the backward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
+    `plain`: whether there is no residual, activation or dropout; each of these needs more registers.
     """
     return _choose_backward(cols, itemsize, multiprocessors, plain, may_wait())
 
 
 @lru_cache(maxsize=4096)
 def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool, waits: bool) -> BackwardConfig:
+    """Choose the backward configuration from the tables, and cache the choice.
+
+    The arguments are those of `choose_backward`.  `waits`, whether programs may wait for one another, is an
+    argument because the cached choice depends on that too.
+    """
     choice = next(_iterate_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
     if isinstance(choice, LayerNormBackwardCooperative):
         if not plain:
@@ -144,9 +158,9 @@ def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool
 
 
 def choose_tile(cols: int) -> LayerNormForwardTile | None:
-    """Choose the tile of float8 passes and chains for rows of `cols` columns.
+    """Choose the tile of complete rows for a float8 pass or a chain of LayerNorms.
 
-    The result is None if registers cannot hold such a row.
+    The result is None if registers cannot hold a row of `cols` columns.
     """
     return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
@@ -158,7 +172,7 @@ def choose_float8(cols: int, itemsize: int) -> LayerNormForwardTile | LayerNormF
 
 
 def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
-    """Plan the launches of a forward pass.
+    """Plan the launches of a forward pass by the algorithm that is chosen for its rows.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -186,9 +200,10 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
 
 
 def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
-    """Plan the launches of a backward pass.
+    """Plan the launches of a backward pass by the algorithm that is chosen for its rows.
 
-    `config` overrides the choice, for tests, benchmarks and compile checks.
+    The list includes the computation of mean and rstd if the chosen kernel needs both and the call has
+    neither.  `config` overrides the choice, for tests, benchmarks and compile checks.
     """
     config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
     match config:
@@ -203,7 +218,7 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:
-    """Plan the launch of a chain."""
+    """Plan the launch of a chain of LayerNorms: on tiles if registers can hold a row, else in sweeps."""
     tile = choose_tile(call.x.shape[1])
     if tile is not None:
         return plan_tile_chain(call, tile)
@@ -211,7 +226,10 @@ def plan_chain(call: ChainCall) -> list[Launch]:
 
 
 def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall, list[Launch]]:
-    """Return the call with mean and rstd, and the launches that compute them first if it had none."""
+    """Return the call with mean and rstd, and the launches that compute them before the backward pass.
+
+    If the call has them already, there are no launches.
+    """
     if call.rstd is not None:
         return call, []
     rstd = new_workspace(call.x, call.rows)

@@ -8,7 +8,7 @@ from fusednorm.jit.epilogue import compute_tile_keep_mask, differentiate_activat
 
 @triton.jit
 def load_unconverted_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """Load weight or bias in the dtype of memory; a tile of DEFAULT, float32, if ptr is None."""
+    """Load weight or bias in the dtype of memory.  If ptr is None, return a float32 tile of DEFAULT."""
     if ptr is not None:
         return tl.load(ptr + col, mask=col_mask, other=0.0)
     else:
@@ -50,7 +50,7 @@ def backpropagate_epilogue(
 
 @triton.jit
 def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
-    """Store the gradient of h as dx, and as dresidual too, unless dresidual_ptr is None.
+    """Store the gradient of h = x + residual as dx and, unless dresidual_ptr is None, as dresidual.
 
     Each is cast to its tensor's dtype.
     """

@@ -5,7 +5,11 @@ from fusednorm.arguments.outputs import Outputs, OutputSpec
 
 
 def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_rms: bool) -> Outputs:
-    """Declare the outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
+    """Declare shape and dtype of each output of a forward pass, in the order of the fields of `Forward`.
+
+    y has the given dtype; if that is float8, the scale of each row is an output too.  Mean and rstd are
+    outputs if `stats`.  An output that does not exist is None.
+    """
     return (
         OutputSpec("y", dtype),
         OutputSpec("mean", "float32", dropped_axes=1) if stats and not is_rms else None,
@@ -16,9 +20,9 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
 
 
 def declare_backward_outputs(x: Array, weight: Array | None, bias: Array | None, residual: Array | None) -> Outputs:
-    """Declare the outputs of a backward pass, one per field of `Backward`.
+    """Declare shape and dtype of each output of a backward pass, in the order of the fields of `Backward`.
 
-    A parameter that is None has no gradient.
+    A parameter that is None has no gradient.  If x and residual have the same dtype, dresidual is dx.
     """
     dx = OutputSpec("dx", x.dtype)
     dresidual = None if residual is None else dx

@@ -10,7 +10,8 @@ from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 
 class TokenBucket:
-    """A token bucket for `per_second` requests a second, with bursts of as many as one second allows.
+    """A token bucket for requests: it gains `per_second` tokens a second, and holds at most one second's
+    worth.
 
     Not thread-safe: it belongs to the event loop's thread.
     """
@@ -42,10 +43,11 @@ _MAX_CALLERS = 256
 
 
 class KeyringEntry:
-    """One accepted key, with its token bucket and its callers.
+    """One accepted key, with its token bucket and the cached identities of its clients.
 
     Attributes:
-        token_bucket: limits the rate of its requests, also of those that need no permit; None without a limit.
+        token_bucket: limits the rate of its requests, also of those that need no permit; None without a
+            limit.
     """
 
     __slots__ = ("_identities", "key", "token_bucket")
@@ -65,19 +67,33 @@ class KeyringEntry:
         return caller
 
     def require_valid(self, now: float) -> None:
-        """Raises: UnauthorizedError: the key has expired by `now`, in seconds since 1970."""
+        """Refuse the key if it has expired by `now`, in seconds since 1970.
+
+        Raises:
+            UnauthorizedError: the key has expired.
+        """
         expires = self.key.expires
         if expires is not None and now >= expires:
             raise UnauthorizedError("the API key has expired")
 
     def require_scope(self, needed: Set[KeyScope], now: float) -> None:
-        """Raises: UnauthorizedError: the key has expired.  ForbiddenError: it has none of these scopes."""
+        """Refuse the key if it has expired by `now`, in seconds since 1970, or has none of the scopes
+        `needed`.
+
+        Raises:
+            UnauthorizedError: the key has expired.
+            ForbiddenError: it has none of these scopes.
+        """
         self.require_valid(now)
         if not needed & self.key.scopes:
             raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
 
     def take_token(self) -> None:
-        """Raises: RateLimitedError: the key has sent more requests a second than it may."""
+        """Take a token for one request from the key's bucket; do nothing for a key without a rate limit.
+
+        Raises:
+            RateLimitedError: the key has sent more requests a second than it may.
+        """
         rate = self.token_bucket
         if rate is None:
             return
@@ -89,12 +105,15 @@ class KeyringEntry:
 
 
 class Keyring:
-    """All accepted API keys.  Not thread-safe: it belongs to the event loop's thread.
+    """All accepted API keys, which are found by the key itself or by its name.
 
-    Keys are found by their SHA-256, so the time of a look-up depends only on how the hash of a guess compares, from
-    which nothing can be learnt about the key.  Valid tokens are cached, so that they are hashed once; a guess is
-    compared with a cached token byte by byte only if both have the same keyed 64-bit hash (SipHash).  The cache has
-    at most one token for each key, and no invalid ones: clients without a key add nothing.
+    Not thread-safe: it belongs to the event loop's thread.
+
+    Keys are found by their SHA-256, so the time of a look-up depends only on how the hash of a guess
+    compares, from which nothing can be learnt about the key.  Valid tokens are cached, so that they are
+    hashed once; a guess is compared with a cached token byte by byte only if both have the same keyed
+    64-bit hash (SipHash).  The cache has at most one token for each key, and no invalid ones: clients
+    without a key add nothing.
 
     Attributes:
         version: a number that each change of the keys increments.
@@ -130,7 +149,10 @@ class Keyring:
         self.version += 1
 
     def find_by_token(self, token: bytes) -> KeyringEntry | None:
-        """Return the entry of a key; None if the key is not accepted."""
+        """Return the entry of the key that a client sent; None if the key is not accepted.
+
+        An expired key is found too: `KeyringEntry` refuses it.
+        """
         grant = self._by_token.get(token)
         if grant is None:
             grant = self._by_digest.get(hashlib.sha256(token).digest())
@@ -143,6 +165,10 @@ class Keyring:
         return self._by_name.get(name)
 
     def _make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
+        """Return the token bucket for a key's rate limit; None if the key has no limit.
+
+        The bucket `before` the change is kept, with its tokens, if the limit is unchanged.
+        """
         if key.requests_per_second is None:
             return None
         if before is not None and before.tokens_per_s == key.requests_per_second:

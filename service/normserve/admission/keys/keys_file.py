@@ -46,12 +46,14 @@ class KeyScope(StrEnum):
 
 
 class KeysFileError(ValueError):
-    """The file of API keys cannot be read, or is invalid.  The message repeats no value of the file."""
+    """The file of API keys cannot be read, or is invalid.  The message quotes no value, which might be a
+    key.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One API key, without the key itself.
+    """The name, permissions and limits of one API key, with the key's hash in place of the key.
 
     Attributes:
         name: the key's name in logs and metrics.
@@ -59,7 +61,8 @@ class ApiKey:
         scopes: the key's permissions.
         expires: the time from which it is refused, in seconds since 1970; None for never.
         requests_per_second: limit of its mean request rate; None for no limit.
-        max_inflight_bytes: limit of the bytes of all its requests in progress; None for the server's limit.
+        max_inflight_bytes: limit of the bytes of all its requests in progress; None for the server's
+            limit.
     """
 
     name: str
@@ -71,7 +74,7 @@ class ApiKey:
 
 
 class _KeyTable(BaseModel):
-    """One `[[keys]]` table of the file."""
+    """One `[[keys]]` table of the TOML file of API keys; `may` lists the key's scopes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -121,7 +124,7 @@ class _KeyTable(BaseModel):
 
 
 class _KeysDocument(BaseModel):
-    """The content of a file of keys."""
+    """The parsed content of the TOML file of API keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -149,7 +152,10 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
 
 
 def _describe_fault(error: ValidationError) -> str:
-    """Format the first fault with its position in the file, as `keys[2].sha256: …`."""
+    """Format the first fault with its position in the file, as `keys[2].sha256: …`.
+
+    The names of unknown fields are left out, because they might be keys.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # An unknown field may be a key that was written in the wrong place.
     field_names = {*_KeysDocument.model_fields, *_KeyTable.model_fields}
@@ -163,6 +169,11 @@ def _describe_fault(error: ValidationError) -> str:
 
 
 def _require_unique(field: str, values: Sequence[object]) -> None:
+    """Refuse the file if two of its keys have the same value of a field; `values` has one value per key.
+
+    Raises:
+        KeysFileError: two keys have the same value; the message has their positions.
+    """
     seen: dict[object, int] = {}
     for index, value in enumerate(values):
         if value in seen:
@@ -181,7 +192,7 @@ def generate_key() -> str:
 
 
 def format_key_table(name: str, key: str) -> str:
-    """Format the TOML table of a key with the scope `infer`.
+    """Format the `[[keys]]` table for a new key: its name, its SHA-256 and the scope `infer`.
 
     Raises:
         ValueError: the name is invalid.
@@ -195,7 +206,7 @@ _Fingerprint = tuple[int, ...]
 
 
 class KeysFileReader:
-    """Reads a file of keys, and reads it again when its fingerprint changes."""
+    """A reader of the file of API keys, which can poll the file and read it again after each change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -203,7 +214,7 @@ class KeysFileReader:
         self._has_warned = False
 
     def read(self) -> tuple[ApiKey, ...]:
-        """Read the keys from the file.
+        """Read and parse the file of keys; warn if every user of the host can read or write it.
 
         After an error, the next poll reads the file again even if it has not changed.
 
@@ -228,10 +239,11 @@ class KeysFileReader:
         return keys
 
     async def poll_changes(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
-        """Poll the file until cancelled; call `apply` with the keys of each changed and valid version.
+        """Check the file every `every_s` seconds until cancelled; call `apply` with the keys of each new valid
+        version.
 
-        An invalid file leaves the keys as they are, and is logged once as an error when the next poll finds the
-        same fault: a file that is being written in place is empty or incomplete for a moment.
+        An invalid file leaves the keys as they are, and is logged once as an error when the next poll finds
+        the same fault: a file that is being written in place is empty or incomplete for a moment.
         """
         found = logged = None
         while True:
@@ -253,6 +265,10 @@ class KeysFileReader:
                 apply(keys)
 
     def _read_if_changed(self) -> tuple[ApiKey, ...] | None:
+        """Read the keys if the file has changed since the last read.
+
+        Return None if it is unchanged, or if it changed again during the read: the next poll then reads it.
+        """
         try:
             now = _make_fingerprint(self._path.stat())
         except OSError:
@@ -271,6 +287,7 @@ class KeysFileReader:
         return keys
 
     def _warn_if_world_accessible(self, mode: int) -> None:
+        """Warn if `mode` lets every user read or write the file; not again until a read finds this corrected."""
         exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
         if exposed and not self._has_warned:
             log.warning("the file of API keys can be read or written by every user: %s", self._path)

@@ -49,7 +49,9 @@ _SCRATCH_BYTES = 512 * 1024
 
 
 class CpuBackend:
-    """The CPU backend, which computes batches in the memory into which requests were received."""
+    """The backend for the CPU: it computes one batch at a time with torch, and reads a single job's
+    tensors in place.
+    """
 
     name = "torch"
     launch_depth = ONE_AT_A_TIME
@@ -73,6 +75,7 @@ class CpuBackend:
         self.max_inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
 
     def start(self) -> DeviceDescription:
+        """Set torch's number of threads, run every operation once to warm up, and measure the copy bandwidth."""
         torch.set_num_threads(self._thread_count)
         for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch)
@@ -95,6 +98,7 @@ class CpuBackend:
 
     @torch.inference_mode()
     def _run_batch(self, batch: Batch) -> BatchResult:
+        """Compute a batch that has no prepared form: gather its rows, call the library, and split the results."""
         job = batch.jobs[0]
         began = time.perf_counter()
         tensors = {
@@ -138,6 +142,7 @@ class CpuBackend:
         return None
 
     def translate_error(self, error: Exception) -> NormserveError | None:
+        """Translate an error of the inputs or a lack of memory; None for any other exception."""
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
         exhausted = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -146,6 +151,7 @@ class CpuBackend:
         return None
 
     def read_memory_bytes(self) -> Mapping[str, int]:
+        """Return the process's resident memory in bytes, as `resident`; empty on systems other than Linux."""
         try:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         except OSError:
@@ -154,8 +160,11 @@ class CpuBackend:
         return {"resident": pages * resource.getpagesize()}
 
     def _choose_result_memory(self, batch: Batch) -> dict[str, Any]:
-        """Choose where large y are written: over the input, which is cached, into the job's result buffer, or into
-        a slab.
+        """Return the library's argument that decides where a large output y is written; empty for operations
+        that do not take it.
+
+        It is written over the input, which is cached, if that is no longer needed; else into the job's
+        result buffer, or into a slab.
         """
         spec = batch.jobs[0].spec
         if spec.op is Op.GROUP_NORM or spec.direction is PassDirection.BACKWARD:
@@ -178,6 +187,11 @@ class CpuBackend:
         return torch.frombuffer(self._slabs.borrow(nbytes)[:nbytes], dtype=dtype).view(shape)
 
     def _concatenate_rows(self, batch: Batch, name: str) -> Tensor:
+        """Return the batch's tensor of that name: the rows of all jobs one after another, but a parameter only
+        once.
+
+        The tensor of a single job is not copied.
+        """
         if is_parameter(name):
             return view_as_torch(batch.jobs[0].tensors[name])
         rows = view_rows(batch, name)
@@ -196,7 +210,11 @@ def _reuse_input(tensor: Tensor) -> Tensor:
 
 
 def _measure_copy_bandwidth() -> float:
-    """Measure bytes per second, read plus written: the best of a few copies of a tensor that fits no cache."""
+    """Measure the memory's bandwidth in bytes per second, read plus written, by copies of a tensor that
+    fits no cache.
+
+    The fastest of a few copies counts.
+    """
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device="cpu")
     target = torch.zeros_like(source)
     fastest = float("inf")
@@ -217,8 +235,11 @@ def _read_processor_name() -> str:
 
 
 def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
-    """Return the prepared form of a recurring job; None if the job does not recur, is empty, or has no result
-    buffers.
+    """Return the prepared form of a recurring job, which is made at the first job and kept in its replay
+    slot.
+
+    A recurring job is computed again and again in the same memory.  None if the job does not recur, or
+    if it is empty or has no result buffers.
     """
     recurrence = job.replay_slot
     if recurrence is None:
@@ -230,7 +251,10 @@ def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
 
 
 class PreparedCpuJob:
-    """A recurring job with prepared tensors, computed from its input memory into its result buffers."""
+    """A recurring job whose library call is bound once to the job's input memory and result buffers.
+
+    Each run computes the current content of that memory.
+    """
 
     def __init__(self, job: NormJob, places: Mapping[str, memoryview]) -> None:
         """Args: places: the job's result buffers."""
@@ -257,7 +281,7 @@ class PreparedCpuJob:
         self._call = bind_operation(batch_invariant, spec, tensors, of_library)
 
     def run(self) -> BatchResult:
-        """Compute the job from the current content of its tensors."""
+        """Compute the job from the current content of its tensors, into its result buffers."""
         began = time.perf_counter()
         outputs = self._call()
         computed = time.perf_counter()

@@ -78,7 +78,9 @@ _MAX_KNOWN_LAUNCHES = 4096
 
 
 class TritonBackend:
-    """The CUDA backend, which copies batches from pinned slabs to the device, and results back to pinned slabs."""
+    """The backend for a CUDA device: it runs batches on pinned host memory, on clients' memory, or on
+    copies in device memory.
+    """
 
     name = "triton"
     # Large batches: one in each direction of the bus, and one that is computed.  Small batches: one, as most run
@@ -113,6 +115,9 @@ class TritonBackend:
         self._known_launches: dict[Hashable, int] = {}
 
     def start(self) -> DeviceDescription:
+        """Initialise the device: make slabs pinned from now on, create streams, load the replayer, and compile
+        the warm-up's kernels.
+        """
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)
         segments = self._slabs.source.allocate_segment
@@ -156,6 +161,9 @@ class TritonBackend:
         )
 
     def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+        """Copy a layer's parameters to the device; for a plain norm, first compile the kernels for its length
+        and dtype.
+        """
         # A layer defines the length of later rows; their dtype is most likely its own.
         has_heads = len(weight.shape) > 1
         if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)) and not has_heads:
@@ -171,6 +179,11 @@ class TritonBackend:
         )
 
     def can_launch_without_waiting(self, batch: Batch) -> bool:
+        """Return whether `run` would need no compilation, no preparation and no new slab for this batch.
+
+        That is so if the launch of its recurring job is prepared, or if an equal launch has run and a slab
+        for its results is idle.
+        """
         job = batch.jobs[0]
         is_prepared = job.replay_slot is not None and job.replay_slot.prepared is not None
         if job.is_on_device or (is_prepared and len(batch.jobs) == 1):
@@ -181,9 +194,10 @@ class TritonBackend:
         return (job.result_buffers is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> PendingCudaLaunch:
-        """Launch a batch.
+        """Launch a batch, and return before the device has finished.
 
-        It is computed in its client's memory, in place in a packed slab, or on copies, all at once or in chunks.
+        It is computed in its client's memory, in place in a packed slab, or on copies, all at once or in
+        chunks.
         """
         job, is_alone = batch.jobs[0], len(batch.jobs) == 1
         if is_alone and (prepared := self._get_client_memory_launch(job)) is not None:
@@ -209,8 +223,10 @@ class TritonBackend:
         return pending
 
     def _get_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
-        """Return the launch of a job in its client's memory, prepared once for all jobs of a replay slot; None for
-        other jobs.
+        """Return the launch of a job that is computed in its client's memory; None for a job that must be
+        copied.
+
+        It is prepared once for all jobs that share a replay slot.
         """
         recurrence = job.replay_slot
         if recurrence is None:
@@ -224,6 +240,10 @@ class TritonBackend:
         return prepared
 
     def _prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
+        """Prepare the launch of a job in its client's memory, always on the stream of small batches.
+
+        None if the job cannot be computed there.
+        """
         # On one stream whatever its size: graphs share memory, so that all of them follow one another.
         pipeline = self._pipelines[QueueLane.SMALL]
         return prepare_client_memory_launch(
@@ -234,6 +254,11 @@ class TritonBackend:
     def _start_copied_launch(
         self, places: BatchBuffers, chunks: Sequence[range], pipeline: StreamPipeline
     ) -> PendingCudaLaunch:
+        """Enqueue a batch's copies to the device, its computation, and the copies of its results to the host.
+
+        The rows of each of the `chunks` are one launch; without chunks, the batch is one launch.
+        """
+
         def make_launches() -> Sequence[CopiedLaunch]:
             if not chunks:
                 return [make_whole_launch(places, fusednorm, _DEVICE)]
@@ -244,7 +269,11 @@ class TritonBackend:
         return pipeline.start_launches(make_launches, places)
 
     def _record_launch(self, places: BatchBuffers) -> None:
-        """Record that a launch has run: launches of its class need no compilation or loading any more."""
+        """Record that a launch has run, after which equal launches need neither compilation nor loading of
+        kernels.
+
+        Launches are equal if they run the same kernels on the same number of rows.
+        """
         key = _compute_launch_class(places.batch)
         if key not in self._known_launches and not places.layout.is_empty:
             if len(self._known_launches) >= _MAX_KNOWN_LAUNCHES:
@@ -256,6 +285,9 @@ class TritonBackend:
 
     @torch.inference_mode()
     def compile_kernels(self, job: NormJob) -> None:
+        """Compile the kernels of the job's class in several processes, then load them by running them on
+        zeros.
+        """
         compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
         parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
         for count in _FEW_ROWS:
@@ -274,6 +306,7 @@ class TritonBackend:
         return register_memory(memory)
 
     def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+        """Return the graph that was captured for the jobs of a replay slot; None before the capture."""
         prepared = recurrence.prepared
         if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.captured_graph) is None:
             return None
@@ -282,6 +315,7 @@ class TritonBackend:
         return CapturedLaunch(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
     def make_replayer(self) -> LaunchReplayer | None:
+        """Make a replayer for the calling thread; None if the C extension could not be loaded."""
         if self._replayer_class is None:
             return None
         # Makes the device's context the thread's own.
@@ -289,6 +323,10 @@ class TritonBackend:
         return self._replayer_class(**driver.find_function_addresses())
 
     def translate_error(self, error: Exception) -> NormserveError | None:
+        """Translate an error of the inputs or of CUDA; None for any other exception.
+
+        If memory is exhausted, also free the memory that torch caches.
+        """
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "CUDA error: out of memory" in str(error):
@@ -300,6 +338,7 @@ class TritonBackend:
         return None
 
     def read_memory_bytes(self) -> Mapping[str, int]:
+        """Return torch's allocated and reserved bytes of device memory, and the device's free and total bytes."""
         free, total = torch.cuda.mem_get_info()
         return {
             "allocated": torch.cuda.memory_allocated(),
@@ -310,7 +349,9 @@ class TritonBackend:
 
 
 def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
-    """Return a device whose memory can be shared with clients; None, with a warning, if there is none."""
+    """Return the CUDA device of that ordinal, for sharing its memory with clients; None, with a warning,
+    if it cannot be shared.
+    """
     try:
         return ShareableDevice(ordinal)
     except DeviceMemoryError as error:
@@ -328,7 +369,11 @@ def _make_device_tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tenso
 
 
 def _call_on_meta_tensors(job: NormJob) -> None:
-    """Call the operation of the job's class on tensors that have only shapes."""
+    """Call the job's operation on tensors that have shapes but no data, so that its kernels are selected
+    and compiled.
+
+    It is called for one unit of rows and for two, as a single long row has kernels of its own.
+    """
 
     def make_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

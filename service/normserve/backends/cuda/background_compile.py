@@ -37,14 +37,22 @@ sys.exit(main(sys.argv[1:], hashing))
 
 
 class CompileTarget(NamedTuple):
-    """The properties of a device on which plans depend."""
+    """The properties of a device for which kernels are compiled: its architecture and its number of
+    multiprocessors.
+
+    The architecture of compute capability 9.0 is 90.
+    """
 
     arch: int
     multiprocessors: int
 
 
 class BackgroundCompiler:
-    """Processes that compile the kernels for rows of `lengths`, if these are not in Triton's cache."""
+    """A compiler of the kernels for rows of `lengths`, which runs in other processes while this process
+    starts.
+
+    Kernels that are already in Triton's cache are not compiled.
+    """
 
     def __init__(self, lengths: Collection[int]) -> None:
         self._lengths = lengths
@@ -52,8 +60,10 @@ class BackgroundCompiler:
         self._preparing: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the processes in the background, if there is a device for which some length was not compiled
-        before.
+        """Start to compile, in the background, kernels for those lengths that were not compiled before for the
+        first CUDA device.
+
+        Do nothing on a machine without a CUDA driver or Triton.
         """
         # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
         if load_cuda_driver() is None or find_spec("triton") is None:
@@ -69,7 +79,13 @@ class BackgroundCompiler:
             imported.set()
 
     def _prepare(self, imported: threading.Event) -> None:
-        """Do the part of the start that hardly holds Python's lock: the driver, files, other processes."""
+        """Find the lengths to compile, start a process that compiles them, and load the parts of Triton that
+        are needed later.
+
+        Runs in a thread in parallel with imports, because most of this does not hold Python's lock.
+
+        Args: imported: is set once the other thread has imported Triton's modules.
+        """
         model = read_compile_target()
         if model is None:
             return
@@ -89,7 +105,9 @@ class BackgroundCompiler:
             CudaUtils()
 
     def wait(self, model: CompileTarget) -> None:
-        """Wait until all kernels are compiled; those that cannot be are compiled at their first use."""
+        """Wait until the kernels of all lengths are compiled, for a limited time; missing ones are compiled at
+        their first use.
+        """
         from fusednorm.warm.compile_records import is_compiled
         from triton import knobs
 
@@ -114,7 +132,7 @@ class BackgroundCompiler:
         log.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
 
     def stop(self) -> None:
-        """Kill the processes: their kernels are not needed."""
+        """Kill the compiling processes, because their kernels are not needed or they take too long."""
         self._join_preparation()
         if self._compiler is not None and self._compiler.poll() is None:
             # With all that it has started: they are a session.
@@ -126,6 +144,9 @@ class BackgroundCompiler:
             self._preparing.join()
 
     def _start_compiler(self, model: CompileTarget, lengths: Collection[int], cache: Path) -> None:
+        """Start a process that compiles the kernels for rows of `lengths`; do nothing if Triton's cache is not
+        writable.
+        """
         if not _is_writable(cache):
             return
         log.info("compiling kernels for rows of %s", ", ".join(map(str, lengths)))
@@ -156,7 +177,9 @@ def load_cuda_driver() -> ctypes.CDLL | None:
 
 
 def read_compile_target() -> CompileTarget | None:
-    """Read the first CUDA device's properties from the driver, without a context; None if there is no device."""
+    """Read the first CUDA device's properties from the driver, without creating a context; None if there
+    is no device.
+    """
     cuda = load_cuda_driver()
     device = ctypes.c_int()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
@@ -171,7 +194,9 @@ def read_compile_target() -> CompileTarget | None:
 
 
 def _find_triton_cache() -> Path:
-    """Find Triton's cache folder as Triton does, without importing Triton, which takes a moment."""
+    """Return the path of Triton's cache folder by Triton's own rules, without importing Triton, which is
+    slow.
+    """
     environment = os.environ  # noqa: TID251
     if folder := environment.get("TRITON_CACHE_DIR"):
         return Path(folder)
@@ -179,7 +204,9 @@ def _find_triton_cache() -> Path:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder, which may itself have to be created."""
+    """Return whether this process can create files in a folder; a missing folder is judged by its nearest
+    parent.
+    """
     while not folder.exists():
         folder = folder.parent
     return os.access(folder, os.W_OK)

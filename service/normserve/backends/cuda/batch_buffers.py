@@ -32,7 +32,8 @@ _MOST_LAYOUTS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchLayout:
-    """A launch's tensors and results, and their offsets in a slab that has all of them, results last.
+    """The dtypes and shapes of a launch's tensors and results, and their offsets in one slab, results
+    last.
 
     Attributes:
         input_bytes: of the tensors.
@@ -56,11 +57,11 @@ class LaunchLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuffers:
-    """The memory of a batch's tensors and of its results.
+    """The memory of a batch's tensors and results: a slab, or the memory of the jobs themselves.
 
     Attributes:
-        slab: has the results, behind the tensors if these are packed; None if the results go to a single job's
-            own buffers.
+        slab: has the results, behind the tensors if these are packed; None if the results go to a
+            single job's own buffers.
         is_packed: the tensors are gathered in the slab; else they stay in each job's memory.
     """
 
@@ -70,8 +71,10 @@ class BatchBuffers:
     is_packed: bool
 
     def view_results(self) -> dict[str, HostTensor]:
-        """View the launch's results as host tensors, or as device tensors of a job on the device; they keep the
-        slab from returning to its pool.
+        """View the launch's results as tensors in the buffers to which they are written.
+
+        They are device tensors for a job in device memory.  Tensors in a slab keep the slab from returning
+        to its pool.
         """
         layout, slab = self.layout, self.slab
         if slab is None:
@@ -113,14 +116,16 @@ class BatchBuffers:
 
 
 class BatchBufferAllocator:
-    """An allocator of the buffers of batches.  One thread at a time."""
+    """An allocator of the buffers of batches, which caches their layouts.  Not thread-safe."""
 
     def __init__(self, slabs: SlabPool) -> None:
         self._slabs = slabs
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
     def allocate(self, batch: Batch) -> BatchBuffers:
-        """Allocate memory for a batch's results, and pack its tensors if they are small.
+        """Allocate a slab for a batch's results, unless these go to a single job's own buffers.
+
+        The tensors of small jobs are copied into the slab too.
 
         Raises:
             MemoryError: there is none.
@@ -136,11 +141,16 @@ class BatchBufferAllocator:
         )
 
     def own(self, job: NormJob) -> BatchBuffers:
-        """Return the buffers of a single job that has its own tensors and result buffers."""
+        """Describe the buffers of a single job that has its own tensors and result buffers; nothing is
+        allocated.
+        """
         batch = Batch((job,))
         return BatchBuffers(batch, self._get_layout(batch), None, is_packed=False)
 
     def _get_layout(self, batch: Batch) -> LaunchLayout:
+        """Return the layout of a batch's launch, which is computed once for equal options, rows, dtypes and
+        shapes.
+        """
         job = batch.jobs[0]
         rows = sum([each.rows for each in batch.jobs])
         inputs = {
@@ -168,7 +178,10 @@ def is_packed(batch: Batch) -> bool:
 
 
 def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
-    """Copy the jobs' tensors to a slab: from each name's offset on, one after another; parameters only once."""
+    """Copy the jobs' tensors into a slab: those of one name one after another, from the name's offset on.
+
+    A parameter is equal in all jobs, and is copied once.
+    """
     for name in batch.jobs[0].tensors:
         start = offsets[name]
         for job in list_jobs_with(batch, name):
@@ -180,7 +193,10 @@ def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> N
 def make_tensors_in_buffers(
     places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
 ) -> dict[str, HostTensor]:
-    """Make tensors in buffers of at least their bytes; these are device memory if `kind` is `DeviceTensor`."""
+    """Make a tensor of the given dtype and shape in the buffer of each name; the buffers may be larger.
+
+    Args: kind: `DeviceTensor` if the buffers are device memory.
+    """
     return {
         name: kind(dtype, shape, places[name][: prod(shape) * dtype.itemsize])
         for name, (dtype, shape) in tensors.items()
@@ -198,7 +214,9 @@ def view_slice(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
-    """View a layout's tensors in a buffer of bytes that begins with the slab's byte `first`."""
+    """View the given tensors of a layout in a device buffer, which holds the slab's bytes from offset
+    `first` on.
+    """
     return {
         name: view_slice(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
         for name, (dtype, shape) in tensors.items()
@@ -206,7 +224,9 @@ def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first:
 
 
 def _compute_offsets(tensors: Described, start: int) -> tuple[dict[str, int], int]:
-    """Compute each tensor's offset in a slab, the first at `start`, and the end of the last one."""
+    """Compute each tensor's aligned offset in a slab, the first at `start`; also return the end of the
+    last tensor.
+    """
     offsets = {}
     for name, (dtype, shape) in tensors.items():
         offsets[name] = start

@@ -44,7 +44,10 @@ _ALIGNMENT = 256
 
 
 class ClientMemoryLaunch:
-    """The repeated launch of one job in its client's memory, which it keeps mapped.
+    """The launch of a recurring job on its client's memory: prepared once, and started for each
+    repetition.
+
+    It keeps the client's memory mapped.
 
     Attributes:
         results: the result tensors in the client's memory.
@@ -73,7 +76,9 @@ class ClientMemoryLaunch:
         return self._repeated_call.graph
 
     def start(self) -> PendingCudaLaunch:
-        """Launch the job on the current content of its tensors."""
+        """Launch the job on the current content of its tensors; after a number of launches, also capture it as
+        a graph.
+        """
         pending = self.pipeline.start_single_stage(self._repeated_call.run, self, self.stage_events)
         # While the device computes it.
         pending.set_results((self.results,), (self.kernel_bytes,), are_placed=True)
@@ -83,7 +88,9 @@ class ClientMemoryLaunch:
 
 
 class ChunkExecutionContext:
-    """Streams and device memory that chunked jobs use one after another."""
+    """Streams and a block of device memory that large jobs, computed in chunks of rows, use one after
+    another.
+    """
 
     def __init__(self, streams: StreamFactory, graphs: GraphCapturer, device: str) -> None:
         """Make the streams; the memory is allocated at its first use.
@@ -99,7 +106,10 @@ class ChunkExecutionContext:
         self._is_refused = False
 
     def make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Make tensors in its memory, which other jobs use as well; None if the memory could not be allocated."""
+        """Make tensors of the same dtypes and shapes in the context's block of device memory.
+
+        Other jobs use the same block.  None if it could not be allocated.
+        """
         if self._memory is None and not self._is_refused:
             self.pipeline.run_on_compute_stream(self._allocate)
         if self._memory is None:
@@ -111,6 +121,7 @@ class ChunkExecutionContext:
         return found
 
     def _allocate(self) -> None:
+        """Allocate the context's block of device memory; if that fails, log a warning and do not try again."""
         try:
             self._memory = torch.empty(_MOST_CHUNKED_BYTES, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
@@ -125,7 +136,9 @@ def prepare_client_memory_launch(
     replays: GraphCache,
     workspaces: Iterator[ChunkExecutionContext],
 ) -> ClientMemoryLaunch | None:
-    """Prepare the launch of a job that is computed in its client's memory; None for any other.
+    """Prepare the launch of a job on its client's memory; None if the job cannot be computed there.
+
+    That is so for a job of unsuitable size or memory, and if there is no device memory for its chunks.
 
     Args:
         places: the buffers of the single job.
@@ -162,10 +175,11 @@ def is_computed_in_client_memory(job: NormJob) -> bool:
 
 
 def is_computed_in_place(job: NormJob) -> bool:
-    """Return whether a job alone in its launch is computed in its tensors' memory, without copies.
+    """Return whether kernels read and write the job's own memory directly, without copies, if it is alone
+    in its launch.
 
-    In host memory, these are small recurring jobs in registered memory: kernels read and write over the bus at the
-    same time, while for larger tensors copies use the bus better.
+    In host memory, these are small recurring jobs in registered memory: kernels read and write over the
+    bus at the same time, while for larger tensors copies use the bus better.
     """
     if job.is_on_device:
         return True
@@ -184,7 +198,9 @@ def is_computed_in_place(job: NormJob) -> bool:
 
 
 def _divide_rows(job: NormJob) -> Sequence[range]:
-    """Divide the rows of a large job in registered memory into chunks; empty for any other job."""
+    """Divide the rows of a large recurring job in registered host memory into chunks; empty for any other
+    job.
+    """
     if job.is_on_device or job.replay_slot is None or job.may_overwrite:
         return ()
     chunks = divide_rows(job, REPLAYED)
@@ -195,7 +211,7 @@ def _divide_rows(job: NormJob) -> Sequence[range]:
 
 
 def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
-    """List the host memory of a job's tensors and results; None without result buffers."""
+    """List the host memory of a job's tensors and result buffers; None if the job has no result buffers."""
     if job.result_buffers is None:
         return None
     of_results = make_tensors_in_buffers(job.result_buffers, infer_batch_result_specs(job, job.rows))
@@ -203,7 +219,9 @@ def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
 
 
 def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
-    """Make the launch on a job's tensors in place."""
+    """Make a function that launches the job's kernels on its own memory, which is viewed as device
+    tensors.
+    """
     job, layout = places.batch.jobs[0], places.layout
     spec = layout.spec
     inputs = {
@@ -228,7 +246,9 @@ def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object
 
 
 def _view_as_device_tensor(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """View memory as a device tensor, which keeps it mapped."""
+    """View a client's registered host memory or shared device memory as a CUDA tensor, which keeps it
+    mapped.
+    """
     if not len(data):
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
     flat = view_on_device(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")

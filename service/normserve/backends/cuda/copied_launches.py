@@ -35,7 +35,8 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class ChunkLimits(NamedTuple):
-    """The fewest bytes of a chunk, and the largest number of chunks.
+    """The limits for dividing a job into chunks: the fewest bytes of a chunk, and the largest number of
+    chunks.
 
     Of n chunks the first copy in and the last copy out overlap with nothing.
     """
@@ -52,7 +53,9 @@ REPLAYED = ChunkLimits(2 * 2**20, 16)
 
 
 class CopiedLaunch:
-    """One launch and its copies, each put on the thread's current stream."""
+    """One launch with its copies to and from the device; each method enqueues its stage on the thread's
+    current stream.
+    """
 
     def __init__(self, arriving: Copies, compute: Callable[[], Copies]) -> None:
         """Args: compute: makes the launch; returns the copies that move the results to the host."""
@@ -76,7 +79,8 @@ def _enqueue_copies(pairs: Copies) -> None:
 
 
 def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
-    """Make the launch of a batch that is not divided into chunks.
+    """Make the copies and the launch of an entire batch in one piece, and allocate its tensors on the
+    device.
 
     Args:
         library: has the functions of `fusednorm`.
@@ -128,8 +132,10 @@ def make_chunk_launches(
     library: ModuleType,
     allocate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
 ) -> Sequence[CopiedLaunch]:
-    """Make the launches of a job in chunks of rows; the first also copies the parameters.  Empty without memory of
-    the device.
+    """Make one launch with its copies for each chunk of a job's rows; the first also copies the
+    parameters.
+
+    Empty if `allocate` finds no device memory.
 
     Args:
         chunks: the rows of each.
@@ -179,15 +185,18 @@ def _compute_chunk(
     outputs: Mapping[str, Tensor],
     leaving: Copies,
 ) -> Copies:
+    """Launch the kernels of one chunk; return `leaving`, the copies of its results to the host."""
     inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
     bind_operation(library, spec, inputs, {"out": make_output_argument(spec, outputs)})()
     return leaving
 
 
 def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
-    """Divide a job's rows, or samples, into chunks; empty for a job that is not divided.
+    """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed apart; empty
+    if not divided.
 
-    A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
+    Only large forward jobs without dropout are divided: a gradient of parameters is a sum over all
+    rows, and dropout's mask depends on a row's number.
     """
     if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.min_bytes:
         return ()
@@ -203,7 +212,10 @@ def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
 
 
 def _count_aligned_rows(job: NormJob) -> int:
-    """Count the rows, or samples, in which every tensor has a multiple of the alignment that kernels want."""
+    """Return the smallest number of rows, or samples, whose bytes are a multiple of 16 in every tensor.
+
+    Chunks of a multiple of this number begin at addresses that are aligned for the kernels.
+    """
     heads = max(1, job.heads)
     count = job.rows // heads
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items() if not is_parameter(name)}

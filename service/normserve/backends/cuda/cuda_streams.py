@@ -6,10 +6,11 @@ import torch
 
 
 class CudaStreams:
-    """A factory of streams on the current device, which prefers urgent ones where it has the choice.
+    """A factory of streams and events of the current device; the device prefers the work of urgent
+    streams.
 
-    A host thread busy-waits for events of urgent streams; for those of others it sleeps, which leaves the core to
-    other threads.
+    A host thread busy-waits for events of urgent streams; for those of others it sleeps, which leaves
+    the core to other threads.
     """
 
     def __init__(self, *, urgent: bool) -> None:
@@ -30,7 +31,10 @@ class CudaStreams:
 
 
 class _CurrentStream:
-    """A context that makes a stream the thread's current one, and leaves it current for the next small batch."""
+    """A context manager that makes a stream the thread's current one, and does not restore the one before.
+
+    The next batch sets its own stream, which is often the same one.
+    """
 
     _of_thread = threading.local()
 

@@ -25,14 +25,14 @@ Call = Callable[[], object]
 
 
 class CapturedGraph(Protocol):
-    """The work that a call put on a stream, like a CUDA graph."""
+    """A recording of the work that a call puts on a stream, such as a CUDA graph."""
 
     def replay(self) -> None:
         """Put the captured work on the thread's current stream."""
 
 
 class GraphCapturer(Protocol):
-    """A factory of graphs of calls."""
+    """An object that records calls as graphs."""
 
     def capture(self, call: Call) -> CapturedGraph:
         """Record the work that a call puts on the thread's current stream, without running it.
@@ -42,7 +42,9 @@ class GraphCapturer(Protocol):
 
 
 class RepeatedCall:
-    """One call with unchanged tensors each time."""
+    """A call that is made many times on the same tensors, and is replaced by a captured graph after some
+    calls.
+    """
 
     def __init__(self, call: Call, what: object, replays: "GraphCache") -> None:
         """Store the call.
@@ -58,7 +60,7 @@ class RepeatedCall:
         self._graph: CapturedGraph | None = None
 
     def run(self) -> None:
-        """Replay the graph if there is one, else make the call."""
+        """Replay the graph if there is one; else, or if that fails, make the call."""
         if self._graph is not None:
             try:
                 self._graph.replay()
@@ -80,8 +82,10 @@ class RepeatedCall:
         return self._times == _CALLS_BEFORE_CAPTURE
 
     def capture(self) -> None:
-        """Capture the call for later runs; after an error, which is logged, it is never replayed.  Called on the
-        call's stream, but outside its measured time.
+        """Capture the call as a graph, which later runs replay; after an error, which is logged, never try
+        again.
+
+        Called on the call's stream, but outside its measured time.
         """
         self._times += 1
         try:
@@ -101,7 +105,10 @@ class RepeatedCall:
 
 
 class GraphCache:
-    """The graphs of a device's calls, in limited number.  One thread at a time."""
+    """A limit on the number of graphs on a device: for a new one beyond the limit, the oldest is released.
+
+    Not thread-safe.
+    """
 
     def __init__(self, graphs: GraphCapturer) -> None:
         self._graphs = graphs
@@ -109,7 +116,7 @@ class GraphCache:
         self._captured: list[weakref.ref[RepeatedCall]] = []
 
     def capture(self, repeated: RepeatedCall, call: Call) -> CapturedGraph:
-        """Capture a call, and release the oldest graph if there are too many."""
+        """Capture a call as the graph of `repeated`; if there are too many graphs, release the oldest one."""
         graph = self._graphs.capture(call)
         self._captured = [each for each in self._captured if each() is not None]
         if len(self._captured) >= _MOST_GRAPHS:
@@ -121,9 +128,11 @@ class GraphCache:
 
 
 class CudaGraphCapturer:
-    """A capturer on the thread's current stream, which must not be the default stream or already be capturing.
+    """A capturer of CUDA graphs on the thread's current stream, which must be neither the default stream
+    nor capturing.
 
-    All graphs share one pool for temporary memory: they must be replayed one after another, on one stream.
+    All graphs share one pool for temporary memory: they must be replayed one after another, on one
+    stream.
     """
 
     def __init__(self) -> None:
@@ -132,7 +141,8 @@ class CudaGraphCapturer:
         self._failed_graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Record the call's launches without running them; the graph has addresses and keeps no tensor alive.
+        """Record the call's launches without running them; the caller must keep their tensors alive, as the
+        graph does not.
 
         Raises:
             Exception: of the call, or of CUDA; the stream takes work as before.
@@ -165,7 +175,9 @@ class CudaGraphCapturer:
 
 
 def _has_ended_capture(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether torch's allocator has ended a graph's capture: only then has the graph a pool."""
+    """Return whether torch's allocator has ended a graph's capture: before that, the graph has no memory
+    pool.
+    """
     try:
         graph.pool()
     except RuntimeError:

@@ -27,10 +27,12 @@ Call = Callable[..., Forward | Backward]
 
 
 def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
-    """Return the launch of a packed batch on its slab; None if the batch is large or has no rows, so that copies
-    are better.
+    """Return a function that launches the kernels directly on a packed batch's pinned slab, without
+    copies.
 
-    It takes a registered layer's parameters by name.
+    None if copies are better, as the batch is large or not packed, or if it has no rows or its slab is
+    not pinned. The function takes a registered layer's parameters by name, and is kept for later
+    batches in the slab.
     """
     layout = places.layout
     if not places.is_packed or layout.nbytes > MOST_BYTES or layout.is_empty:
@@ -49,6 +51,7 @@ def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
 
 
 def _make_call(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
+    """Bind the library's function to tensors at the layout's offsets in a slab's memory."""
     spec = layout.spec
     inputs = view_slices(memory.device_tensor, layout, layout.input_specs, 0)
     results = view_slices(memory.device_tensor, layout, layout.result_specs, 0)

@@ -38,7 +38,7 @@ class PinnedArray(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 def allocate_pinned(nbytes: int) -> Bytes:
-    """Allocate memory for a slab, mapped by the current device.
+    """Allocate pinned host memory for a slab, which kernels of the current device can access.
 
     Raises:
         MemoryError: the host has no more to pin.
@@ -54,7 +54,8 @@ def allocate_pinned(nbytes: int) -> Bytes:
 
 
 def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[int], Bytes]:
-    """Make a function that allocates memory for a slab that other processes also map, and the current device.
+    """Make an allocator of slab memory that other processes can map, and that is pinned for the current
+    device.
 
     Args: segment: makes the memory that is shared.
     """
@@ -75,9 +76,10 @@ def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[in
 
 
 def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
-    """Register host memory with the driver, so that its copies are asynchronous and as quick as the bus.
+    """Pin host memory by registering it with the driver, so that its copies are asynchronous and as fast
+    as the bus.
 
-    None where the driver refuses: copies then go through the driver's own memory.
+    None, with a warning, if the driver refuses: copies then go through the driver's own memory.
     """
     try:
         return HostMemoryRegistration(memory)
@@ -87,8 +89,8 @@ def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
 
 
 class HostMemoryRegistration:
-    """A registration of host memory with the driver, which lasts as long as this object; the memory must be mapped
-    for longer.
+    """A registration of host memory with the driver, which ends with this object; the memory must stay
+    mapped until then.
     """
 
     #: The length in bytes of each registration, by its address.
@@ -122,14 +124,16 @@ def view_on_device(memory: memoryview) -> Tensor:
 
 
 def attach_device_view(host: Tensor, on_device: Tensor) -> PinnedArray:
-    """Make a flat array of a host tensor's memory, with `on_device` as its view on the device."""
+    """Return a host tensor's memory as a flat `PinnedArray`, whose view on the device is `on_device`."""
     memory = host.numpy().view(PinnedArray)
     memory.device_tensor, memory.calls = on_device, {}
     return memory
 
 
 class _CudaArrayView:
-    """An array's address and size in the CUDA array interface, from which torch makes a device tensor."""
+    """An object with a host tensor's address and size in the CUDA array interface, from which torch makes
+    a device tensor.
+    """
 
     def __init__(self, pinned: Tensor) -> None:
         self._memory = pinned

@@ -16,7 +16,8 @@ from normserve.memory.tensors import HostTensor
 
 
 class StreamEvent(Protocol):
-    """An event on a stream, as CUDA defines it.
+    """The interface of a CUDA event: a mark in the work of a stream, with the time at which it was
+    reached.
 
     Attributes:
         cuda_event: the driver's handle, once the event has been recorded.
@@ -32,7 +33,7 @@ class StreamEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A stream whose work runs in order, like a CUDA stream."""
+    """The interface of a CUDA stream, whose work runs in order."""
 
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -51,7 +52,11 @@ class StreamFactory(Protocol):
 
 
 class StagedLaunch(Protocol):
-    """One launch of a batch and its copies, each put on the thread's current stream, in this order."""
+    """The interface of one launch with its copies; each method enqueues its stage on the thread's current
+    stream.
+
+    The methods are called in this order.
+    """
 
     def copy_in(self) -> None: ...
     def compute(self) -> None: ...
@@ -59,7 +64,7 @@ class StagedLaunch(Protocol):
 
 
 class StageEvents(NamedTuple):
-    """The events of one part of a batch that is copied.
+    """The events around the computation of one of the parts in which a batch is copied and computed.
 
     Attributes:
         arrived: the end of its copy-in.
@@ -73,7 +78,10 @@ class StageEvents(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """The duration of each stage on the device, without its wait for the stage before."""
+    """The seconds that a batch spends on the device in copy-in, computation and copy-out.
+
+    The time in which a stage waits for the stage before is not counted.
+    """
 
     copy_in: float
     compute: float
@@ -81,7 +89,7 @@ class StageSeconds(NamedTuple):
 
 
 class PendingCudaLaunch(PendingLaunch):
-    """A batch on the device, which has ended once its last event has."""
+    """A batch that was launched on the device, and ends when its last event has completed."""
 
     __slots__ = (
         "_begin_event",
@@ -129,9 +137,12 @@ class PendingCudaLaunch(PendingLaunch):
         packed_s: float = 0.0,
         are_placed: bool,
     ) -> None:
-        """Set the fields of the `BatchResult`, while the device computes them.
+        """Set the result tensors and byte counts that `wait` returns; called while the device still computes
+        them.
 
-        Args: packed_s: the time that it took to pack its tensors.
+        Args:
+            packed_s: the time that it took to pack its tensors.
+            are_placed: whether the results are written to the jobs' own result buffers.
         """
         self._results, self._kernel_bytes = outputs, kernel_bytes
         self._packed_s, self._has_filled_buffers = packed_s, are_placed
@@ -141,7 +152,7 @@ class PendingCudaLaunch(PendingLaunch):
         return self._is_complete
 
     def wait(self) -> BatchResult:
-        """Block until the batch has ended, and release its memory."""
+        """Block until the batch has ended, release its memory, and return its results."""
         if not self._is_complete:
             self._end_event.synchronize()
         self._retained = None
@@ -156,10 +167,13 @@ class PendingCudaLaunch(PendingLaunch):
         )
 
     def measure_stages(self) -> StageSeconds:
-        """Divide the time on the device among the stages, and recycle the events; called once, after the end.
+        """Divide the batch's time on the device among copy-in, computation and copy-out, and recycle its
+        events.
 
-        The times of several parts overlap, and their sum is the total: copy-in is the time in which the next part
-        is awaited and none is computed; copy-out is the time after the last part is computed.
+        Called once, after the batch has ended.
+
+        The times of several parts overlap, and their sum is the total: copy-in is the time in which the
+        next part is awaited and none is computed; copy-out is the time after the last part is computed.
         """
         began = self._begin_event
         total_s = began.elapsed_time(self._end_event) / 1000
@@ -179,7 +193,7 @@ class PendingCudaLaunch(PendingLaunch):
 
 
 def _poll_event(event: StreamEvent, seconds: float) -> bool:
-    """Poll an event for at most `seconds`; return whether it has ended."""
+    """Poll an event for at most `seconds`; return whether it has completed."""
     if event.query():
         return True
     give_up = time.perf_counter() + seconds
@@ -190,7 +204,7 @@ def _poll_event(event: StreamEvent, seconds: float) -> bool:
 
 
 class StreamPipeline:
-    """The streams of one lane."""
+    """The streams for copy-in, computation and copy-out of one lane of batches, small or large ones."""
 
     def __init__(self, streams: StreamFactory, *, apart: bool = True) -> None:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
@@ -205,14 +219,15 @@ class StreamPipeline:
         return self._streams[1]
 
     def start_launches(self, make_parts: Callable[[], Sequence[StagedLaunch]], held: object) -> PendingCudaLaunch:
-        """Enqueue copy-in, compute and copy-out of each part on their streams, without blocking.
+        """Make the launches of a batch's parts, and enqueue copy-in, compute and copy-out of each, without
+        blocking.
 
         While a part is copied in, the one before it is copied out.
 
         Args:
-            make_parts: called once, with copy-in's stream as the thread's own.  The parts stay alive until the
-                batch is over: a device's allocator knows one stream for each block of memory, so a block may be
-                given back only when no stream uses it.
+            make_parts: called once, with copy-in's stream as the thread's own.  The parts stay alive until
+                the batch is over: a device's allocator knows one stream for each block of memory, so a
+                block may be given back only when no stream uses it.
             held: stays alive until then as well.
         """
         on_way_in, _, on_way_out = self._streams
@@ -232,10 +247,11 @@ class StreamPipeline:
         )
 
     def enqueue_launches(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
-        """Enqueue copy-in, compute and copy-out of each part, so that they can be captured from the compute stream.
+        """Enqueue copy-in, compute and copy-out of each part, so that a capture of the compute stream includes
+        all of them.
 
-        They run after all earlier work of the compute stream, and before all its later work.  The compute stream
-        must be the thread's current one, and is so afterwards.
+        They run after all earlier work of the compute stream, and before all its later work.  The compute
+        stream must be the thread's current one, and is so afterwards.
 
         Args: replayed: of each part; from `make_stage_events`.
         """
@@ -253,8 +269,10 @@ class StreamPipeline:
     def start_single_stage(
         self, stage: Callable[[], object], held: object, marks: Sequence[StageEvents] = ()
     ) -> PendingCudaLaunch:
-        """Enqueue a single stage on the compute stream.  Does the work of `start_launches` with nothing to copy,
-        in half of the steps.
+        """Enqueue a batch as one step on the compute stream, such as a launch without copies or the replay of
+        a graph.
+
+        This takes half of the steps of `start_launches`.
 
         Args:
             held: stays alive until the batch is over.
@@ -292,12 +310,15 @@ class StreamPipeline:
         are_measured_apart: bool = False,
         replayed: Sequence[StageEvents] = (),
     ) -> tuple[Sequence[StageEvents], StreamEvent | None]:
-        """Enqueue the stages of each part; return their events, and the event at the beginning of the last
-        copy-out.
+        """Enqueue copy-in, compute and copy-out of each part; return each part's events, and the event before
+        the last copy-out.
+
+        The latter is None unless `are_measured_apart`.
 
         Args:
             events: the list to which all recorded events are added.
-            are_measured_apart: a stage's wait on its stream, behind other batches, is not counted as its time.
+            are_measured_apart: a stage's wait on its stream, behind other batches, is not counted as its
+                time.
             replayed: recorded as well, for each part.
         """
         on_way_in, on_device, on_way_out = self._streams
@@ -331,13 +352,16 @@ class StreamPipeline:
         return marks, leaving
 
     def _record_event(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
+        """Record an event on a stream, and append it to `events`; a spare event is used if there is one."""
         event = self._spare_events.pop() if self._spare_events else self._factory.make_event()
         event.record(stream)
         events.append(event)
         return event
 
     def _synchronise_streams(self) -> None:
-        """Wait for the streams, whose work may still write to memory that the caller is about to release."""
+        """Wait for all streams after an error: their work may still write to memory that the caller is about
+        to release.
+        """
         for stream in self._streams:
             # The first error says more than the next one of the same device.
             with contextlib.suppress(Exception):

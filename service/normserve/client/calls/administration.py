@@ -158,6 +158,11 @@ def _is_created(answer: ApiResponse) -> bool:
 
 
 def _read_layers(answer: ApiResponse) -> list[dict[str, Any]]:
+    """Return the list of layer descriptions in a response.
+
+    Raises:
+        UnexpectedAnswerError: the response is no object with a list of objects in `layers`.
+    """
     found = answer.parse_object().get("layers")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise UnexpectedAnswerError("the answer must hold a list of layers, it does not")

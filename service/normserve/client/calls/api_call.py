@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class ApiCall(Generic[R]):
-    """One request, and the function that reads its response.
+    """A request of the API for any transport, with the function that turns its response into a result.
 
     Attributes:
         method, path, params: as in HTTP; the path is relative to the server's URL.
@@ -51,14 +51,19 @@ class ApiCall(Generic[R]):
         return _make_target(self.path, tuple(self.params.items()))
 
     def select_heads(self) -> "ApiCall[R] | None":
-        """Return the call for a layer with parameters of each head; None if no result depends on that."""
+        """Return this call with the results expected of a layer that has separate parameters for each head.
+
+        None if no result depends on whether a registered layer has parameters for each head.
+        """
         results = self.expected_results
         if results is None or not any(each.max_heads for each in results.values()):
             return None
         return replace(self, expected_results={name: each.select_heads() for name, each in results.items()})
 
     def encode_body(self) -> list[bytes | memoryview] | None:
-        """Encode the tensors as safetensors: a header, then the tensors' own buffers; None is no body.
+        """Encode the tensors as safetensors; return None for a call without a body.
+
+        The parts are a header, and the tensors' own buffers, which are not copied.
 
         Raises:
             ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
@@ -66,7 +71,7 @@ class ApiCall(Generic[R]):
         return None if self.tensors is None else _encode_tensors(self.tensors)
 
     def read_response(self, answer: ApiResponse, api_key: str | None = None) -> R:
-        """Return the result that a response holds.
+        """Convert a response to the call's result, or raise the error that the response describes.
 
         Args: api_key: left out of the text of errors.
 
@@ -97,7 +102,13 @@ def _make_target(path: str, params: tuple[tuple[str, str], ...]) -> str:
 
 
 def _encode_tensors(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """Do as `safetensors.encode`, with a cached header."""
+    """Encode tensors as safetensors: a header, and the tensors' own buffers in the header's order.
+
+    The header is cached by names, dtypes and shapes, because callers often repeat them.
+
+    Raises:
+        ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
+    """
     for name, tensor in tensors.items():
         if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
             # Raises the error.
@@ -114,7 +125,7 @@ def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) ->
 
 
 def describe_tensors(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
-    """Return descriptions of these arrays; an array that is None is left out.
+    """Return a `HostTensor` (dtype, shape and memory) for each array; leave out arrays that are None.
 
     Raises:
         TypeError: one is no array, or of no element type of the API.

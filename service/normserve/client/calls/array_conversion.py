@@ -27,7 +27,10 @@ _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 class TensorLike(Protocol):
-    """A numpy array, a torch tensor or a `HostTensor`, for type checkers; `describe_array` is stricter."""
+    """The type of array arguments, for type checkers: a numpy array, a torch tensor or a `HostTensor`.
+
+    Anything with a shape and a dtype matches; `describe_array` checks the actual type.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,9 +45,12 @@ T = TypeVar("T")
 
 
 def describe_array(name: str, value: object) -> HostTensor:
-    """Describe an array's memory; only an array that is not contiguous, little-endian host memory is copied.
+    """Return a `HostTensor` for an array, without a copy if the array is contiguous, little-endian host memory.
 
-    A tensor in a device's memory is copied to host memory when a transport needs it there.
+    Other host arrays are copied now.  A CUDA tensor is copied to host memory only when a transport needs its
+    bytes there.
+
+    Args: name: the argument's name, for the error's message.
 
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
@@ -59,7 +65,9 @@ def describe_array(name: str, value: object) -> HostTensor:
 
 
 def convert_tensor(tensor: HostTensor, like: T) -> T:
-    """Convert the tensor to the kind of array and the device of `like`; in host memory without a copy.
+    """Convert a tensor to an array of the same library and on the same device as `like`.
+
+    Host memory stays where it is, unless its bytes are not aligned as torch requires.
 
     Raises:
         TypeError: that kind of array cannot hold the element type.
@@ -70,7 +78,10 @@ def convert_tensor(tensor: HostTensor, like: T) -> T:
 
 
 def parse_dtype(dtype: object) -> tuple[DType, bool]:
-    """Return the element type that a name, a numpy or a torch dtype denotes, and whether the dtype is torch's.
+    """Parse a dtype that is given by name, of numpy or of torch.
+
+    Returns:
+        the element type, and whether the dtype was torch's.
 
     Raises:
         TypeError: it is no element type of the API.
@@ -84,7 +95,7 @@ def parse_dtype(dtype: object) -> tuple[DType, bool]:
 
 
 def make_array(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Return an array in the given memory, with the elements that the memory holds.
+    """Make a numpy array or a torch tensor that uses the given memory, without a copy.
 
     Raises:
         TypeError: numpy has no such type, and `as_torch` is False.
@@ -111,7 +122,10 @@ def get_address(array: np.ndarray[Any, Any]) -> int:
 
 
 def get_cuda_index(device: object) -> int | None:
-    """Return the index of a CUDA device, the current device's where none is given; None for any other device."""
+    """Return the index of a CUDA device; return None for a device of another type.
+
+    A device without an index, "cuda", is torch's current device.
+    """
     torch: Any = importlib.import_module("torch")
     named = torch.device(device)
     if named.type != "cuda":
@@ -127,7 +141,9 @@ def make_device_tensor(device: object, dtype: DType, shape: tuple[int, ...]) -> 
 
 
 def check_dtype_support(like: object, dtype: str) -> None:
-    """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
+    """Raise TypeError if `like` is a numpy array and numpy lacks the dtype that is requested for a result.
+
+    It is called before a request is sent, whose result could not be converted to numpy.
 
     Raises:
         TypeError: `like` is a numpy array, and numpy has no such type.
@@ -143,6 +159,15 @@ def _is_torch_tensor(value: object) -> bool:
 
 
 def _find_dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
+    """Return the API's element type of this name.
+
+    Args:
+        name: the argument's name, for the error's message.
+        conversion: code that converts the argument, for the error's message; "" for none.
+
+    Raises:
+        TypeError: the API has no such element type.
+    """
     found = _FLOATS.get(dtype_name)
     if found is None:
         remedy = f"; {name}{conversion} converts it" if conversion else ""
@@ -151,6 +176,7 @@ def _find_dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
 
 
 def _describe_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
+    """Describe a numpy array; copy its elements unless they are contiguous and little-endian."""
     dtype = _LITTLE.get(array.dtype)
     if dtype is not None and array.flags.c_contiguous:
         # An empty array cannot be cast.
@@ -162,6 +188,7 @@ def _describe_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
 
 
 def _describe_torch(name: str, tensor: Any) -> HostTensor:
+    """Describe a torch tensor; a CUDA tensor stays on its device, a contiguous CPU tensor is not copied."""
     dtype = _find_torch_dtype(name, tensor.dtype)
     if tensor.is_cuda:
         return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
@@ -169,7 +196,7 @@ def _describe_torch(name: str, tensor: Any) -> HostTensor:
 
 
 class TorchCudaTensor(HostTensor):
-    """A tensor in the memory of a CUDA device.
+    """A torch tensor on a CUDA device as a `HostTensor`, copied to host memory only if `data` is read.
 
     Attributes:
         view_tensor: torch's, of any strides.
@@ -189,6 +216,7 @@ class TorchCudaTensor(HostTensor):
 
     @property
     def data(self) -> memoryview:
+        """The tensor's bytes in host memory, copied there at the first access."""
         copy = self._copy
         if copy is None:
             copy = _copy_to_host_bytes(self.view_tensor)
@@ -208,6 +236,11 @@ _OF_TORCH: dict[object, DType] = {}
 
 
 def _find_torch_dtype(name: str, dtype: object) -> DType:
+    """Return the API's element type for a torch dtype, from a cache, since finding the dtype's name is slow.
+
+    Raises:
+        TypeError: the API has no such element type.
+    """
     found = _OF_TORCH.get(dtype)
     if found is None:
         # Its name takes longer to find.
@@ -236,6 +269,10 @@ def get_numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def _convert_to_torch(tensor: HostTensor, like: Any) -> Any:
+    """Convert a tensor to a torch tensor on the device of `like`, without a copy if it is there already.
+
+    Host memory is copied, too, if it is not aligned to the element size.
+    """
     if isinstance(tensor, TorchCudaTensor):
         there = tensor.view_tensor
         return there if there.device == like.device else there.to(like.device)

@@ -24,7 +24,7 @@ SEVERAL = (list, tuple)
 
 
 class ConcatenationPlan(NamedTuple):
-    """A buffer for the concatenated tensors of one argument.
+    """The tensors of one argument that are to be concatenated, and the shape, dtype and device of the result.
 
     Attributes:
         parts: the tensors to concatenate.
@@ -37,7 +37,7 @@ class ConcatenationPlan(NamedTuple):
     device: Any
 
     def concatenate_into(self, memory: Any) -> Any:
-        """Concatenate the parts into a buffer of this shape and dtype."""
+        """Concatenate the tensors into a buffer that has the plan's shape and dtype, and return the buffer."""
         if isinstance(memory, np.ndarray):
             return np.concatenate(self.parts, out=memory)
         torch: Any = sys.modules["torch"]
@@ -50,7 +50,7 @@ def get_first_argument(arguments: Sequence[object], named: Mapping[str, object])
 
 
 class TensorListCall:
-    """A call with several tensors, turned into a call with one concatenated tensor."""
+    """A call on lists of tensors, which is converted to one call on the concatenated tensors."""
 
     def __init__(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Args: build: the operation that the arguments belong to.
@@ -63,7 +63,9 @@ class TensorListCall:
         self._row_counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
     def iterate_buffers(self) -> Iterator[tuple[str, ConcatenationPlan]]:
-        """Yield the names of the arguments to concatenate, and their buffers.
+        """Yield the name of each argument that is a list of tensors, and the plan for its concatenation.
+
+        The lists are checked on the way: they must be as long as x, with tensors that fit those of x.
 
         Raises:
             ValueError: tensors cannot be joined.
@@ -91,7 +93,10 @@ class TensorListCall:
         return self._arguments | dict(joined)
 
     def split_result(self, result: R) -> R:
-        """Return the result with lists of views in place of concatenated tensors."""
+        """Split each concatenated tensor of a result into a list of views, one for each tensor in the list x.
+
+        The timing and the gradients of weight and bias, which all tensors share, stay as they are.
+        """
         ends = list(accumulate(self._row_counts, initial=0))
         untyped_result: Any = result
         lists = {

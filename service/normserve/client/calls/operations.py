@@ -497,6 +497,13 @@ def group_norm_backward(
 
 
 def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[ForwardResult[T]]:
+    """Build the call of an operation's forward pass, with the function that checks and converts its response.
+
+    Args:
+        op: the operation's name in the API.
+        x: the first argument, whose kind of array and device the results have.
+        arguments: all arguments of the public function, by name.
+    """
     tensors, params = _split_arguments(arguments)
     if "out_dtype" in params:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
@@ -522,6 +529,13 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
 
 
 def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
+    """Build the call of an operation's backward pass, with the function that checks and converts its response.
+
+    Args:
+        op: the operation's name in the API.
+        x: determines the kind of array and the device of gradients of a registered layer's parameters.
+        arguments: all arguments of the public function, by name.
+    """
     tensors, params = _split_arguments(arguments)
     sent, query = describe_tensors(tensors), make_query(params)
     expected = expected_results.expect_backward(op, sent, query)
@@ -554,7 +568,7 @@ def _get_first_tensor(x: T) -> Any:
 
 
 def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results with numbered ones as lists under one name."""
+    """Collect numbered results, such as y.0 and y.1, in a list under their common name, y."""
     found: dict[str, Any] = {}
     for name, tensor in results.items():
         base, dot, _ = name.partition(".")
@@ -566,7 +580,10 @@ def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Divide the arguments into tensors and parameters, without those that are None."""
+    """Divide an operation's arguments into tensors for the body and parameters for the query; omit None.
+
+    A list of tensors becomes numbered tensors, such as x.0 and x.1.
+    """
     tensors: dict[str, object] = {}
     params: dict[str, object] = {}
     for name, value in arguments.items():

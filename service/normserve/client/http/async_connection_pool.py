@@ -28,10 +28,21 @@ R = TypeVar("R")
 
 
 class AsyncConnectionPool:
-    """A pool of connections to one address for tasks; a new event loop starts with an empty pool."""
+    """A pool of HTTP connections to one server, which tasks of an event loop share.
+
+    The pool starts empty in another event loop and in a forked process, where earlier connections are
+    unusable.
+    """
 
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
-        """Args: as `connection_pool.ConnectionPool`."""
+        """Make an empty pool.
+
+        Args:
+            address: of the server.
+            trust: the TLS settings of the connections.
+            most: connections in use at once; further callers wait.
+            keep_s: seconds for which an idle connection is kept.
+        """
         self._address = address
         self._tls_settings = trust
         self._max_connections = most
@@ -42,7 +53,21 @@ class AsyncConnectionPool:
         self._idle = IdleConnectionStack(most, keep_s)
 
     async def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Do as `connection_pool.ConnectionPool.acquire`; the caller must enforce the deadline on the wait."""
+        """Return an idle connection or open one, after waiting while the limit of connections is in use.
+
+        The caller must `release` the connection in any case, and enforce the deadline on the entire wait.
+
+        Args:
+            deadline: limits each attempt to connect.
+            fresh: always open a new connection.
+
+        Returns:
+            the connection, and whether it was used before.
+
+        Raises:
+            RuntimeError: the pool is closed.
+            httpx.ConnectError, httpx.ConnectTimeout: the connection cannot be opened.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process_id != os.getpid():
             self._reset(loop)
@@ -59,7 +84,7 @@ class AsyncConnectionPool:
             raise
 
     def release(self, connection: ClientHttpConnection) -> None:
-        """Return a connection to the pool."""
+        """End the use of a connection: keep it for later calls if it is reusable, otherwise close it."""
         if connection.is_reusable and not self._closed:
             self._idle.push(connection)
         else:
@@ -72,6 +97,10 @@ class AsyncConnectionPool:
         self._idle.close_all()
 
     def _reset(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make the pool empty for this event loop; connections and semaphores of another loop cannot be used.
+
+        In a forked process, the idle connections belong to the parent and are not closed.
+        """
         if self._process_id == os.getpid():
             self._idle.close_all()
         self._process_id, self._loop = os.getpid(), loop
@@ -79,6 +108,11 @@ class AsyncConnectionPool:
         self._idle = IdleConnectionStack(self._max_connections, self._idle_timeout_s)
 
     async def _open(self, deadline: Deadline) -> ClientHttpConnection:
+        """Open a connection to the first of the server's addresses that accepts one.
+
+        Raises:
+            httpx.ConnectError, httpx.ConnectTimeout: no address accepts a connection.
+        """
         try:
             found = await self._resolve_addresses()
             for place in found:
@@ -92,6 +126,7 @@ class AsyncConnectionPool:
             raise httpx.ConnectError(f"{self._address.display_name}: {error}") from error
 
     async def _resolve_addresses(self) -> list[Place]:
+        """Return the addresses to try in turn: the path of the Unix socket, or those found for the host's name."""
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
         loop = asyncio.get_running_loop()
@@ -100,6 +135,13 @@ class AsyncConnectionPool:
         )
 
     async def _open_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
+        """Connect to one address, and do the TLS handshake if the server's URL is https.
+
+        Args: is_last: whether no other address is left, so that connecting may take all of the remaining time.
+
+        Raises:
+            OSError, httpx.ConnectTimeout: the connection cannot be made, or not in time.
+        """
         family, where = place
         made = make_socket(family)
         try:
@@ -119,7 +161,11 @@ class AsyncConnectionPool:
 
 
 async def run_steps(steps: Steps[R]) -> R:
-    """Do as `connection_pool.run_steps`, without a deadline; the wait ends with the task's cancellation."""
+    """Run a generator of socket steps on the event loop, and return its result.
+
+    The generator yields a descriptor with the events to wait for, and is sent the events that occurred.
+    There is no deadline; the wait ends with the task's cancellation.
+    """
     try:
         descriptor, events = next(steps)
     except StopIteration as stop:
@@ -136,7 +182,7 @@ async def run_steps(steps: Steps[R]) -> R:
 
 
 class _StepRunner:
-    """A driver that resumes the steps from event loop callbacks, without waking the task in between."""
+    """A runner of socket steps in callbacks of the event loop, which wakes the task only for the result."""
 
     def __init__(self, steps: Steps[Any]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -146,7 +192,10 @@ class _StepRunner:
         self._events = 0
 
     def wait_for(self, descriptor: int, events: int) -> None:
-        """Register the next step to run when one of these events occurs."""
+        """Have the event loop run the next step when one of these events occurs on the descriptor.
+
+        Args: events: `READ`, `WRITE` or both.
+        """
         if self._events and has_error(descriptor):
             self.remove_callbacks()
         changed = events ^ self._events
@@ -163,7 +212,7 @@ class _StepRunner:
                 self._loop.remove_writer(descriptor)
 
     def remove_callbacks(self) -> None:
-        """Remove the callbacks for all events."""
+        """Remove this runner's callbacks from the event loop, so that no further step runs."""
         if self._events & READ:
             self._loop.remove_reader(self._descriptor)
         if self._events & WRITE:
@@ -171,6 +220,7 @@ class _StepRunner:
         self._events = 0
 
     def _run_step(self, ready_events: int) -> None:
+        """Resume the generator with the events that occurred; set `outcome` if the generator has ended."""
         # Both events of one turn of the loop call this, and the first may have been the last one.
         if self.outcome.done():
             return

@@ -46,7 +46,7 @@ _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
 
 class BlockingReceive(Protocol):
-    """A function that receives from a blocking socket."""
+    """The type of a function that receives from a blocking socket until its own deadline."""
 
     def __call__(self, connected: socket.socket, view: memoryview, /, *, until_full: bool) -> int:
         """Receive into memory, waiting until the deadline if necessary; return the number of bytes, 0 at the end.
@@ -60,7 +60,7 @@ class IncompleteResponseError(httpx.RemoteProtocolError):
 
 
 class SocketReceiver:
-    """An open socket and a buffer of received bytes that have not been taken yet.
+    """The receiving side of a connection: its socket, and a buffer of bytes received but not yet used.
 
     Attributes:
         has_answered: whether a byte of a response to the last request was received.
@@ -85,12 +85,20 @@ class SocketReceiver:
         return not self._poll.poll(0)
 
     def _take_buffered(self, most_bytes: int) -> memoryview:
-        """Take received bytes from the buffer; the view is valid until more bytes are received."""
+        """Remove at most `most_bytes` bytes from the buffer; the view is valid until the next reception."""
         begin = self._begin
         self._begin = min(self._end, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._begin]
 
     def _receive_to_buffer(self, fill: BlockingReceive | None = None) -> Steps[None]:
+        """Receive at least one byte into the buffer.
+
+        The caller waits for the socket between the steps; with `fill`, and without TLS, this thread blocks
+        instead.
+
+        Raises:
+            httpx.TransportError: the server closed the connection, or it broke.
+        """
         if fill is not None and not self._is_tls:
             if not self._receive_to_buffer_now(fill):
                 raise self._make_end_error()
@@ -112,7 +120,13 @@ class SocketReceiver:
                 raise self._make_broken_error(error) from error
 
     def _receive_to_buffer_now(self, fill: BlockingReceive | None = None) -> int:
-        """Receive into the buffer without waiting, or with `fill` waiting for the first bytes."""
+        """Receive once into the buffer, and return the number of bytes, 0 if the server closed the connection.
+
+        With `fill` this blocks until bytes arrive.  Without, it never waits.
+
+        Raises:
+            BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError: without `fill`, nothing has arrived.
+        """
         if self._begin:
             self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
@@ -125,6 +139,11 @@ class SocketReceiver:
         return got
 
     def _receive_exactly(self, view: memoryview, fill: BlockingReceive | None) -> Steps[None]:
+        """Fill the memory with buffered bytes, then with bytes received directly into the memory.
+
+        Raises:
+            httpx.TransportError: the server closed the connection before the memory was full, or it broke.
+        """
         already = self._take_buffered(len(view))
         view[: len(already)] = already
         view = view[len(already) :]
@@ -150,12 +169,18 @@ class SocketReceiver:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive_blocking(self, fill: BlockingReceive, view: memoryview, *, until_full: bool) -> int:
+        """Receive with `fill`, and convert an OSError to the httpx error of a broken connection."""
         try:
             return fill(self._socket, view, until_full=until_full)
         except OSError as error:
             raise self._make_broken_error(error) from error
 
     def _receive_in_turns(self, view: memoryview) -> Steps[None]:
+        """Fill the memory over TLS, with a wait after every `TURN_BYTES`.
+
+        In this wait other connections get a turn, and the caller checks the deadline: decrypted bytes can keep
+        arriving without any wait for the socket.
+        """
         turn = 0
         while view:
             got = yield from self._receive(view)
@@ -169,7 +194,7 @@ class SocketReceiver:
                 yield self._descriptor, READ | WRITE
 
     def _receive(self, view: memoryview) -> Steps[int]:
-        """Receive into memory; return the number of bytes, 0 at the end."""
+        """Receive bytes into memory; return their number, 0 if the server closed the connection."""
         while True:
             if not self._is_tls:
                 yield self._descriptor, READ
@@ -199,10 +224,11 @@ class SocketReceiver:
 
 
 class ClientHttpConnection(SocketReceiver):
-    """An open connection, used by one exchange at a time.
+    """An open HTTP/1.1 connection, used by one exchange of a request and its response at a time.
 
     Attributes:
         is_reusable: whether another exchange may follow the last one.
+        has_answered: whether a byte of a response to the last request was received.
         idle_since: time of the last use, by time.monotonic.
     """
 
@@ -236,7 +262,7 @@ class ClientHttpConnection(SocketReceiver):
         """Send a request and return its response.
 
         Args:
-            head, parts: of the request.
+            head, parts: the encoded head of the request, and the parts of its body.
             most_bytes: limit of a successful response's body; the body of an error is dropped beyond a limit.
             room: buffer for the body, used if the body has a known length and fits; None always allocates one.
             fill: receives the response from a blocking socket, for callers that may block the thread.
@@ -326,7 +352,10 @@ class ClientHttpConnection(SocketReceiver):
             yield self._descriptor, READ | WRITE
 
     def receive_piece(self, head: ResponseHead) -> Steps[bytes | memoryview | None]:
-        """Receive the next piece of a response's body; None is its end."""
+        """Receive the next piece of a response's body; return None at the end of the body.
+
+        The pieces of a chunked body are decoded.
+        """
         while True:
             if head.body_bytes == 0 or (head.chunk_decoder is not None and head.chunk_decoder.is_complete):
                 return None
@@ -354,18 +383,21 @@ class ClientHttpConnection(SocketReceiver):
             return piece
 
     def end_response(self, head: ResponseHead, sent: bool) -> None:
-        """Record that a response was read to its end, and whether the connection is reusable.
+        """Record that a response was received completely, and determine whether the connection is reusable.
 
         Args:
             head: of the response.
-            sent: the result of `send_request`.
+            sent: whether the request was sent completely, the result of `send_request`.
         """
         has_more = self._begin < self._end or (head.chunk_decoder is not None and head.chunk_decoder.has_excess)
         self.is_reusable = sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
     def _send_without_waiting(self, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send as many bytes as the socket accepts without a wait; return whether those are all."""
+        """Send as much of a request as one system call accepts; return whether that is all.
+
+        A non-blocking socket does not wait; a blocking one waits for its short send timeout at most.
+        """
         self._sent_at_once = 0
         try:
             self._sent_at_once = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
@@ -379,7 +411,11 @@ class ClientHttpConnection(SocketReceiver):
         return self._socket.sendmsg(views[:_MOST_PARTS], (), self._send_flags)
 
     def _receive_early_response(self) -> bool:
-        """Return whether to stop sending: a final response has begun, or the connection has ended."""
+        """Receive during sending, and return whether to stop sending the request.
+
+        That is so if a final response has begun or the server closed the connection.  Complete interim responses
+        (1xx) are dropped.
+        """
         try:
             if not self._receive_to_buffer_now():
                 return True
@@ -400,7 +436,10 @@ class ClientHttpConnection(SocketReceiver):
 
 
 def _coalesce_small(views: list[memoryview]) -> list[memoryview]:
-    """Join the small views at the beginning into one."""
+    """Join the leading views that together fit into one TLS record.
+
+    This saves a record and a system call for each joined view.
+    """
     small = b""
     for place, view in enumerate(views):
         if len(small) + len(view) > _RECORD_BYTES:

@@ -44,7 +44,7 @@ _ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
 
 class ConnectionPool:
-    """A pool of connections to one address, shared by threads; a forked process starts with an empty pool."""
+    """A pool of HTTP connections to one server, which threads share; it starts empty in a forked process."""
 
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
         """Args:
@@ -61,11 +61,16 @@ class ConnectionPool:
         self._reset()
 
     def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Return a connection, and whether it was used before; the caller must `release` it in any case.
+        """Return an idle connection or open one, after waiting while the limit of connections is in use.
+
+        The caller must `release` the connection in any case.
 
         Args:
             deadline: of opening the connection, and of waiting for one in use.
             fresh: always open a new connection.
+
+        Returns:
+            the connection, and whether it was used before.
 
         Raises:
             RuntimeError: the pool is closed.
@@ -92,7 +97,7 @@ class ConnectionPool:
             raise
 
     def release(self, connection: ClientHttpConnection) -> None:
-        """Return a connection to the pool."""
+        """End the use of a connection: keep it for later calls if it is reusable, otherwise close it."""
         if connection.is_reusable and not self._closed:
             self._idle.push(connection)
         else:
@@ -110,6 +115,11 @@ class ConnectionPool:
         self._idle = IdleConnectionStack(self._max_connections, self._idle_timeout_s)
 
     def _open(self, deadline: Deadline) -> ClientHttpConnection:
+        """Open a connection to the first of the server's addresses that accepts one.
+
+        Raises:
+            httpx.ConnectError, httpx.ConnectTimeout: no address accepts a connection.
+        """
         try:
             found = self._resolve_addresses()
             for place in found:
@@ -123,6 +133,7 @@ class ConnectionPool:
             raise httpx.ConnectError(f"{self._address.display_name}: {error}") from error
 
     def _resolve_addresses(self) -> list[Place]:
+        """Return the addresses to try in turn: the path of the Unix socket, or those found for the host's name."""
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
         return list_socket_addresses(
@@ -130,6 +141,15 @@ class ConnectionPool:
         )
 
     def _open_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
+        """Connect to one address, and do the TLS handshake if the server's URL is https.
+
+        Without TLS the socket then becomes a blocking one, with short timeouts for sending and receiving.
+
+        Args: is_last: whether no other address is left, so that connecting may take all of the remaining time.
+
+        Raises:
+            OSError, httpx.ConnectTimeout: the connection cannot be made, or not in time.
+        """
         family, where = place
         late = httpx.ConnectTimeout
         made = make_socket(family)
@@ -152,7 +172,7 @@ class ConnectionPool:
 
 
 def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
-    """Make a function that receives with blocking system calls.
+    """Make a function that receives with blocking system calls until the deadline.
 
     A body takes one call, which wakes this thread only when the body is complete.
     """
@@ -185,7 +205,9 @@ def _pack_timeval(seconds: float) -> bytes:
 
 
 def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
-    """Wait for each event that the steps yield, and return the result of the steps.
+    """Run a generator of socket steps in this thread, waiting for each event, and return its result.
+
+    The generator yields a descriptor with the events to wait for, and is sent the events that occurred.
 
     Args:
         deadline: of all waits together.

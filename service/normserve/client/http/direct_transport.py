@@ -47,7 +47,10 @@ class RequestEncoder:
         self._get_head = functools.lru_cache(256)(self._encode_head)
 
     def encode(self, call: ApiCall[Any]) -> tuple[bytes, list[bytes | memoryview]]:
-        """Return the head of a call's request, and the parts of its body."""
+        """Encode a call as the head of an HTTP request and the parts of its body.
+
+        The head carries the caller's trace context, if a span is current.
+        """
         parts = call.encode_body()
         length = None if parts is None else sum(map(len, parts))
         head = self._get_head(call.method, call.target, length)
@@ -64,14 +67,23 @@ class RequestEncoder:
 
 
 class DirectTransport:
-    """A `CallTransport` over the client's own connections."""
+    """A `CallTransport` that sends calls over the client's own HTTP connections, without httpx."""
 
     def __init__(self, requests: RequestEncoder, sockets: ConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `CallTransport.exchange`."""
+        """Send a call over a pooled connection and return its response, with any status.
+
+        If a connection that was used before breaks without a byte of a response, any call but a deletion is sent
+        again over a new connection.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
+        """
         head, parts = self._requests.encode(call)
         fill = make_blocking_receiver(deadline)
         with TransportErrorTranslator(deadline):
@@ -95,14 +107,23 @@ class DirectTransport:
 
 
 class AsyncDirectTransport:
-    """An `AsyncCallTransport` over the client's own connections."""
+    """An `AsyncCallTransport` that sends calls over the client's own HTTP connections, without httpx."""
 
     def __init__(self, requests: RequestEncoder, sockets: AsyncConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `AsyncCallTransport.exchange`."""
+        """Send a call over a pooled connection and return its response, with any status.
+
+        If a connection that was used before breaks without a byte of a response, any call but a deletion is sent
+        again over a new connection.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
+        """
         head, parts = self._requests.encode(call)
         with TransportErrorTranslator(deadline):
             fresh = False
@@ -129,9 +150,10 @@ def _refuse_redirect(answer: ApiResponse) -> ApiResponse:
 
 
 def _can_resend(call: ApiCall[Any], connection: ClientHttpConnection) -> bool:
-    """Return whether a call that failed on a reused connection may be sent once more at once.
+    """Return whether a call whose reused connection broke may be sent again at once over a new connection.
 
-    The server may have closed the connection while the request was under way.  Operations change nothing, and to
-    register a layer twice is to register it; but the second deletion of a layer would not find it.
+    The server may have closed the connection while the request was under way.  Operations change nothing,
+    and registering a layer twice has the effect of once; but the second deletion of a layer would not find
+    it.
     """
     return not connection.has_answered and call.method != "DELETE"

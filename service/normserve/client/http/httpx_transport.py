@@ -27,7 +27,7 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class SocketTransport(httpx.HTTPTransport):
-    """An httpx transport for an `httpx.Client`, with the connection limits of this package's clients.
+    """An httpx transport for `httpx.Client` that keeps as many connections open as may be in use at once.
 
     Examples:
         >>> import httpx
@@ -51,7 +51,7 @@ class SocketTransport(httpx.HTTPTransport):
 
 
 class AsyncSocketTransport(httpx.AsyncHTTPTransport):
-    """An httpx transport for an `httpx.AsyncClient`, with the connection limits of this package's clients.
+    """An httpx transport for `httpx.AsyncClient` that keeps as many connections open as may be in use at once.
 
     Examples:
         >>> import httpx
@@ -79,7 +79,10 @@ def _make_limits(max_connections: int) -> httpx.Limits:
 
 
 class HttpxTransport:
-    """A `CallTransport` over httpx's blocking client."""
+    """A `CallTransport` that sends calls through an `httpx.Client`.
+
+    It serves proxies, and httpx transports that the user passed.
+    """
 
     def __init__(self, transport: httpx.BaseTransport | None = None, **options: Any) -> None:
         """Args:
@@ -91,7 +94,13 @@ class HttpxTransport:
         _enforce_deadlines(self._client)
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `CallTransport.exchange`."""
+        """Send a call through httpx and return its response, with any status.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
+        """
         parts = call.encode_body()
         request = self._client.build_request(
             call.method,
@@ -122,15 +131,29 @@ class HttpxTransport:
 
 
 class AsyncHttpxTransport:
-    """An `AsyncCallTransport` over httpx's asynchronous client."""
+    """An `AsyncCallTransport` that sends calls through an `httpx.AsyncClient`.
+
+    It serves proxies, and httpx transports that the user passed.
+    """
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, **options: Any) -> None:
-        """Args: as `HttpxTransport`."""
+        """Make a transport.
+
+        Args:
+            transport: httpx's; None leaves the choice to httpx, proxies of the environment included.
+            options: of httpx's client.
+        """
         hooks = {"response": [_refuse_redirect_async]}
         self._client = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `AsyncCallTransport.exchange`."""
+        """Send a call through httpx and return its response, with any status.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the response is longer than expected, compressed, or a redirection.
+        """
         parts = call.encode_body()
         request = self._client.build_request(
             call.method,
@@ -160,6 +183,10 @@ class AsyncHttpxTransport:
 
 
 def _add_fixed_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Add the options that both httpx clients always have: no client-wide timeout, no redirects and no cookies.
+
+    Each request has its own deadline.
+    """
     return {
         **options,
         # Each request carries its own remaining time.
@@ -171,6 +198,7 @@ def _add_fixed_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_request_headers(parts: Sequence[bytes | memoryview] | None) -> dict[str, str]:
+    """Return the headers of one request: the trace context, and the body's type and length if there is a body."""
     headers = dict(get_current_headers())
     if parts is not None:
         headers |= {"content-type": SAFETENSORS, "content-length": str(sum(map(len, parts)))}
@@ -178,6 +206,7 @@ def _make_request_headers(parts: Sequence[bytes | memoryview] | None) -> dict[st
 
 
 def _split_chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+    """Yield the parts of a body in chunks, so that the transport's copy of a chunk stays in the CPU's cache."""
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), _CHUNK_BYTES):
@@ -207,10 +236,10 @@ async def _refuse_redirect_async(response: httpx.Response) -> None:
 
 
 def _enforce_deadlines(http: httpx.Client) -> None:
-    """Make the sockets of an httpx client wait no longer than the deadlines of its requests.
+    """Replace the network backends of an httpx client, so that every wait ends at its request's deadline.
 
-    A transport that is not httpx's own is left as it is: it is given the time that is left when a request begins,
-    for each of its waits.
+    A transport that is not httpx's own is left as it is: it is given the time that is left when a request
+    begins, for each of its waits.
     """
     for transport in (http._transport, *http._mounts.values()):
         pool = getattr(transport, "_pool", None)
@@ -222,7 +251,7 @@ _Options = Iterable[Any] | None
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):
-    """A network backend that opens sockets through another backend and enforces deadlines on them."""
+    """A network backend that opens sockets through another backend and enforces request deadlines on them."""
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
         self._backend = inner
@@ -235,7 +264,10 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: _Options = None,
     ) -> httpcore.NetworkStream:
-        """Try each address of a host with the remaining time, which the inner backend would grant to each anew."""
+        """Connect to the first address of a host that accepts, with all attempts within the request's deadline.
+
+        The inner backend would give each address the full timeout.
+        """
         failure: Exception | None = None
         for address in _resolve_addresses(host, port):
             remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
@@ -250,11 +282,17 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: _Options = None
     ) -> httpcore.NetworkStream:
+        """Connect to a Unix socket within the request's deadline."""
         remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
         return _DeadlineStream(self._backend.connect_unix_socket(path, remaining_s, socket_options))
 
 
 def _resolve_addresses(host: str, port: int) -> list[str]:
+    """Return the distinct IP addresses of a host's name, in the order in which to try them.
+
+    Raises:
+        httpcore.ConnectError: the name cannot be resolved.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # A name of which no query can be made: a part of it is too long.
@@ -273,6 +311,11 @@ class _DeadlineStream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, _get_remaining_s(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Write all bytes within the request's deadline, directly to the socket.
+
+        The inner stream would start its timeout anew after each partial send.  It is used only for TLS within a
+        proxy's TLS, where it must encrypt the bytes first.
+        """
         # The inner stream would begin anew to wait whenever a part has gone.
         connected = self._stream.get_extra_info("socket")
         is_tls = self._stream.get_extra_info("ssl_object") is not None
@@ -297,6 +340,7 @@ class _DeadlineStream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
+        """Start TLS within the request's deadline; return the encrypted stream, which enforces deadlines, too."""
         remaining_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
         return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, remaining_s))
 
@@ -305,7 +349,11 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 
 def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
-    """Return the most seconds to wait; raise the error when none are left."""
+    """Return the seconds that a wait may take; raise `error` if the request's deadline has passed.
+
+    Args:
+        timeout: httpx's timeout; of a `RemainingSeconds`, the deadline is read anew.  None is without limit.
+    """
     remaining_s = timeout.deadline.get_remaining_s() if isinstance(timeout, RemainingSeconds) else timeout
     if remaining_s is not None and remaining_s <= 0:
         raise error("the call's time is over")

@@ -19,7 +19,10 @@ class IdleConnectionStack:
         self._idle: collections.deque[ClientHttpConnection] = collections.deque()
 
     def pop(self) -> ClientHttpConnection | None:
-        """Remove and return the most recently used connection that is still open; return None without one."""
+        """Remove and return the most recently used connection that is still usable; return None if there is none.
+
+        Expired connections, and those that the server closed, are closed and removed on the way.
+        """
         while True:
             try:
                 connection = self._idle.pop()
@@ -30,7 +33,7 @@ class IdleConnectionStack:
             connection.close()
 
     def push(self, connection: ClientHttpConnection) -> None:
-        """Add a connection; expired connections, and those beyond the limit, are closed."""
+        """Add a connection; close the oldest connections that have expired or exceed the limit."""
         self._idle.append(connection)
         while self._idle:
             try:

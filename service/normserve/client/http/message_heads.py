@@ -44,12 +44,13 @@ def encode_request_head(method: bytes, target: bytes, headers: Iterable[tuple[by
 
 @dataclass(slots=True)
 class ResponseHead:
-    """The head of a response.
+    """The parsed status line and headers of a response, and the state of reading its body.
 
     Attributes:
         status: that of the status line.
         headers: by name in lower case; values of one name are joined by commas.
-        body_bytes: length of the body; None where the head does not state it.
+        body_bytes: bytes of the body that are still to be received, at first its length; None where the head
+            does not state it.
         chunk_decoder: decodes a chunked body; None for any other body.
         is_keep_alive: whether the server keeps the connection open after the response.
     """
@@ -112,7 +113,7 @@ class ResponseHeadParser:
         return ResponseHead(status, headers, length, chunks, stays)
 
     def _parse_by_pattern(self, raw: bytes) -> ResponseHead | None:
-        """Parse a head with the same header names as an earlier one; return None for any other head."""
+        """Parse a head by a pattern of an earlier head with the same names; return None if no pattern matches."""
         if raw.isascii():
             text = raw.decode("ascii")
             for pattern, names in self._patterns:
@@ -122,7 +123,11 @@ class ResponseHeadParser:
         return None
 
     def _add_pattern(self, raw: bytes, names: Iterable[bytes]) -> None:
-        """Store a pattern of a result's head, unless a header repeats or controls the connection."""
+        """Store a pattern that matches later heads with the same header names, to parse those quickly.
+
+        Only heads with status 200 are stored, and none with a repeated header or one that controls the
+        connection.
+        """
         if len(self._patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
             return
         keys = [_decode_lower(name) for name in names]
@@ -145,6 +150,11 @@ def _decode_lower(name: bytes) -> str:
 
 
 def _run_parser(protocol: "_HeaderCollector | _MessageCollector", raw: bytes) -> None:
+    """Parse a head with a new httptools parser, which calls the callbacks of a collector.
+
+    Raises:
+        httpx.RemoteProtocolError: the head is not HTTP, or switches to another protocol.
+    """
     protocol.parser = httptools.HttpResponseParser(protocol)
     try:
         protocol.parser.feed_data(raw)
@@ -155,7 +165,10 @@ def _run_parser(protocol: "_HeaderCollector | _MessageCollector", raw: bytes) ->
 
 
 class _HeaderCollector:
-    """Callbacks of httptools that collect the headers of a head, the last value of each name."""
+    """Callbacks of httptools that collect headers by name, for heads in which no name repeats.
+
+    They call no Python code for each header, and keep only the last value of a repeated name.
+    """
 
     def __init__(self) -> None:
         self.parser: Any = None
@@ -170,7 +183,7 @@ class _HeaderCollector:
 
 
 class _MessageCollector:
-    """Callbacks of httptools that collect all headers of a head and the chunks of the body."""
+    """Callbacks of httptools that collect all headers and the body, for repeated headers and chunked bodies."""
 
     def __init__(self) -> None:
         self.parser: Any = None
@@ -199,7 +212,7 @@ class _MessageCollector:
 
 
 class ChunkDecoder:
-    """A decoder of a chunked body.
+    """A decoder of a response body in HTTP's chunked transfer encoding.
 
     Attributes:
         is_complete: whether the last chunk was decoded.
@@ -213,7 +226,7 @@ class ChunkDecoder:
         self.has_excess = False
 
     def decode(self, data: bytes) -> bytes:
-        """Decode the next received bytes; return the bytes of the body among them.
+        """Decode the next received bytes, and return the bytes of the body among them.
 
         Raises:
             httpx.RemoteProtocolError: the chunks are malformed, or have too many bytes between them.

@@ -18,7 +18,7 @@ _BARE = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}/?", re.ASCI
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The address of a server.
+    """The address of a server, parsed from the URL that was given to a client.
 
     Attributes:
         host, port: of the socket; "localhost" and 0 for a Unix domain socket.
@@ -26,7 +26,8 @@ class ServerAddress:
         prefix: the path of the URL, which precedes the path of every request.
         query: the query of the URL, which is appended to that of every request.
         socket_path: of a Unix domain socket; None is TCP.
-        is_shared_memory: the socket speaks the protocol of clients that share memory with the server, not HTTP.
+        is_shared_memory: the socket speaks the protocol of clients that share memory with the server, not
+            HTTP.
     """
 
     host: str
@@ -74,7 +75,10 @@ class ServerAddress:
         return self.socket_path if self.socket_path is not None else f"{self.host}:{self.port}"
 
     def make_target(self, path: str) -> str:
-        """Return the target of a request line; `path` is relative to the server's URL and may have a query."""
+        """Return the target of a request line: `path` between the path and the query of the server's URL.
+
+        Args: path: relative to the server's URL; it may have a query.
+        """
         if self.query:
             path += ("&" if "?" in path else "?") + self.query
         return self.prefix + path

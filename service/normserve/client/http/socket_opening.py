@@ -27,7 +27,7 @@ def list_socket_addresses(found: Sequence[tuple[Any, ...]]) -> list[Place]:
 
 
 def make_socket(family: socket.AddressFamily) -> socket.socket:
-    """Make a non-blocking socket.
+    """Make a non-blocking socket, with a large send buffer for a Unix socket and without Nagle's delay for TCP.
 
     Raises:
         OSError: too many descriptors are open.
@@ -47,7 +47,7 @@ def wrap_tls(connected: socket.socket, address: ServerAddress, context: ssl.SSLC
 
 
 def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
-    """Connect a non-blocking socket.
+    """Connect a non-blocking socket; the caller waits between the steps.
 
     Raises:
         OSError: the connection cannot be made.
@@ -64,7 +64,7 @@ def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
 
 
 def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
-    """Do the TLS handshake.
+    """Do the TLS handshake of a non-blocking socket; the caller waits between the steps.
 
     Raises:
         OSError: the handshake failed.
@@ -80,14 +80,17 @@ def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
 
 
 def compute_attempt_s(remaining_s: float | None, *, is_last: bool) -> float | None:
-    """Return the seconds to spend on connecting to one address; None is without limit."""
+    """Return the most seconds for connecting to one of a server's addresses; None is without limit.
+
+    All addresses but the last get a short time, so that an unreachable one does not use up the deadline.
+    """
     if is_last:
         return remaining_s
     return _FIRST_TRIES_S if remaining_s is None else min(remaining_s, _FIRST_TRIES_S)
 
 
 class TlsSettings:
-    """TLS settings shared by connections; the context is made, slowly, at its first use."""
+    """The TLS settings of a client's connections; the context, slow to make, is made at its first use."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
         """Args: verify: as in httpx."""

@@ -30,7 +30,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class FreeRanges:
-    """The free ranges of a segment, in order, with adjacent ranges merged."""
+    """The free byte ranges of one shared-memory segment, in order of offset, with adjacent ranges merged."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -42,7 +42,7 @@ class FreeRanges:
         return self._ranges == [(0, self._nbytes)]
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate from the first free range that is large enough; return the offset, or None where none is."""
+        """Allocate from the first free range that is large enough; return the offset, or None if no range is."""
         for index, (start, stop) in enumerate(self._ranges):
             if stop - start >= nbytes:
                 if stop - start == nbytes:
@@ -53,7 +53,7 @@ class FreeRanges:
         return None
 
     def allocate_at(self, start: int, stop: int) -> bool:
-        """Allocate exactly this range; return whether all of it was free."""
+        """Allocate exactly this range if all of its bytes are free; return whether they were."""
         holes = self._ranges
         index = bisect.bisect(holes, start, key=_start_of) - 1
         if index < 0 or holes[index][1] < stop:
@@ -81,9 +81,10 @@ _B = TypeVar("_B")
 
 
 class MappedSegment:
-    """A mapped segment and its free ranges.
+    """A shared-memory segment that is mapped into this process, and its free ranges.
 
     Attributes:
+        number: the server's number of the segment.
         mapping: the object that keeps the segment mapped.
     """
 
@@ -96,7 +97,10 @@ class MappedSegment:
 
 
 class ArenaAllocator(ABC, Generic[_B]):
-    """An allocator of blocks in segments, which threads share.
+    """An allocator of blocks in the memory segments that one connection shares with the server.
+
+    Threads may share one allocator.  A range that was allocated for a block is free again after the block's
+    last view.
 
     Attributes:
         nbytes: bytes of all segments.
@@ -132,7 +136,10 @@ class ArenaAllocator(ABC, Generic[_B]):
         return self._make_blocks(places) if self._allocate_exact_ranges(places) else None
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
-        """Return the segment and the offset of an address; None where the server cannot read a tensor there."""
+        """Return the number of the segment that contains an address, and the offset of the address in the segment.
+
+        None if no segment contains the address, or if it is not aligned as the server requires of tensors.
+        """
         for part in self._segments.values():
             if part.address <= address < part.address + part.nbytes:
                 offset = address - part.address
@@ -144,7 +151,11 @@ class ArenaAllocator(ABC, Generic[_B]):
         return self._segments[place.segment].address + place.offset
 
     def queue_return(self, place: SegmentRange) -> None:
-        """Queue a range without views for its return to the free ranges."""
+        """Queue a range whose block has no views left; the next allocation makes the range free.
+
+        Garbage collection may call this in the middle of an allocation, so no lock is awaited here.  After
+        `call_when_empty` this also checks whether the range was the last one in use.
+        """
         self._returned_ranges.append(place)
         if self._on_empty is not None:
             self._check_empty()
@@ -155,7 +166,10 @@ class ArenaAllocator(ABC, Generic[_B]):
         self._check_empty()
 
     def remove_idle_segments(self) -> list[int]:
-        """Remove all segments without a range in use; return their numbers, for the caller to free them."""
+        """Remove all segments that have no range in use; return their numbers.
+
+        The caller has the server free these segments.
+        """
         with self._lock:
             self._collect_returned()
             self._merge_cached()
@@ -166,9 +180,14 @@ class ArenaAllocator(ABC, Generic[_B]):
 
     @abstractmethod
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[_B]:
-        """Make a block for each range, which keeps the range and queues its return."""
+        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
 
     def _add_segment(self, part: MappedSegment) -> None:
+        """Add a segment, all of which is free.
+
+        Raises:
+            ValueError: there is a segment of that number.
+        """
         with self._lock:
             if part.number in self._segments:
                 raise ValueError("a new segment has the number of another")
@@ -208,6 +227,10 @@ class ArenaAllocator(ABC, Generic[_B]):
         return True
 
     def _allocate_range(self, size: int) -> SegmentRange | None:
+        """Allocate from the first segment with enough contiguous space; return None if no segment has it.
+
+        The caller holds the lock.
+        """
         for part in self._segments.values():
             start = part.free_ranges.allocate(size)
             if start is not None:
@@ -225,6 +248,10 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._allocated_count -= 1
 
     def _check_empty(self) -> None:
+        """Call the function given to `call_when_empty`, once, if no range is in use; free the queued ranges before.
+
+        If another thread holds the lock, nothing is done here, since that thread checks again.
+        """
         # The thread that holds the lock while another range returns checks again.
         while self._returned_ranges or not self._allocated_count:
             if not self._lock.acquire(blocking=False):
@@ -244,7 +271,10 @@ class ArenaAllocator(ABC, Generic[_B]):
 
 
 class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Allocated bytes of the arena; an array with the block as its base keeps the block.
+    """An allocated block of host memory shared with the server, as an array of bytes.
+
+    An array or tensor made over the block keeps it alive.  After the last one, the block queues its range to
+    be free again.
 
     Attributes:
         segment_range: the segment, offset and size of the bytes.
@@ -262,10 +292,13 @@ class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 class HostArena(ArenaAllocator[ArenaBlock]):
-    """Segments of host memory and the blocks in them, which threads share."""
+    """The host memory that one connection shares with the server: segments, divided into blocks.
+
+    Threads may share one arena.
+    """
 
     def add_segment(self, number: int, segment: HostSegment) -> None:
-        """Add a segment that the server has made.
+        """Add a segment that the server has made and this process has mapped.
 
         Raises:
             ValueError: there is a segment of that number.
@@ -275,10 +308,14 @@ class HostArena(ArenaAllocator[ArenaBlock]):
         )
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
-        """Do as `locate_address` for the first of these bytes."""
+        """Return the number of the segment that contains a buffer, and the buffer's offset in the segment.
+
+        None if no segment contains the buffer, or if it is not aligned as the server requires of tensors.
+        """
         return self.locate_address(_get_address(data))
 
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
+        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
         blocks = []
         for place in places:
             # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.
@@ -290,6 +327,7 @@ class HostArena(ArenaAllocator[ArenaBlock]):
 
 
 def _get_address(data: memoryview) -> int:
+    """Return the address of a buffer's first byte."""
     if data.readonly:
         address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
         return address

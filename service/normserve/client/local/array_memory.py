@@ -23,7 +23,7 @@ _SIZED: dict[DType, np.dtype[Any]] = {DType.BFLOAT16: np.dtype("<i2"), DType.FLO
 
 
 class AllocatedBlock(Protocol):
-    """A block of shared memory.
+    """An allocated block of shared memory, of the host or of a device.
 
     Attributes:
         segment_range: the block's segment, offset and size.
@@ -33,10 +33,10 @@ class AllocatedBlock(Protocol):
 
 
 class SharedArrayMemory(Protocol):
-    """Shared memory for one kind of arrays."""
+    """The interface of shared memory for one kind of arrays: numpy arrays, torch CPU tensors or CUDA tensors."""
 
     def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
-        """Return an array's part of the key of a known call: its location, dtype and shape.
+        """Return an array's part of the key that identifies a repeated call: its location, dtype and shape.
 
         It is () for other values, and for arrays whose bytes in memory are not those that are sent.  The
         location is None where the array is outside shared memory, and must be copied.
@@ -65,7 +65,7 @@ class SharedArrayMemory(Protocol):
 
 
 class _HostArrayMemory:
-    """Shared host memory for arrays of any library."""
+    """The methods that numpy arrays and torch CPU tensors in shared host memory have in common."""
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
@@ -85,6 +85,10 @@ class NumpyArrayMemory(_HostArrayMemory):
     """Shared host memory for numpy arrays."""
 
     def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+        """Return the location, dtype and shape of a contiguous float32 or float16 array; () for any other value.
+
+        The location is None outside shared memory.
+        """
         if type(value) is not np.ndarray or not value.flags.c_contiguous:
             return ()
         dtype = value.dtype
@@ -102,7 +106,7 @@ class NumpyArrayMemory(_HostArrayMemory):
 
 
 class TorchArrayMemory(_HostArrayMemory):
-    """Shared host memory for torch tensors."""
+    """Shared host memory for torch CPU tensors."""
 
     def __init__(self, arena: HostArena) -> None:
         super().__init__(arena)
@@ -111,6 +115,10 @@ class TorchArrayMemory(_HostArrayMemory):
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
 
     def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+        """Return the location, dtype and shape of a contiguous CPU tensor; () for any other value.
+
+        The location is None outside shared memory.
+        """
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
         return self._arena.locate_address(value.data_ptr()), value.dtype, value.shape
@@ -121,6 +129,10 @@ class TorchArrayMemory(_HostArrayMemory):
             ctypes.memmove(address, source.data_ptr(), nbytes)
 
     def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
+        """Return a function that makes a CPU tensor of this dtype and shape over a block, which the tensor keeps.
+
+        bfloat16 and float8, which numpy lacks, are made as integers of the same size and viewed as the dtype.
+        """
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
         from_numpy = self._torch.from_numpy
         if dtype not in _SIZED:
@@ -131,7 +143,7 @@ class TorchArrayMemory(_HostArrayMemory):
 
 
 class CudaArrayMemory:
-    """Shared memory of a CUDA device for torch tensors."""
+    """The shared memory of one CUDA device, for torch tensors."""
 
     def __init__(self, arena: DeviceArena) -> None:
         self._arena = arena
@@ -143,6 +155,10 @@ class CudaArrayMemory:
         self.find_busy_stream = arena.find_busy_stream
 
     def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+        """Return the location, dtype and shape of a contiguous tensor of this device; () for any other value.
+
+        The location is None outside shared memory.
+        """
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
         place = self._arena.locate_address(value.data_ptr())
@@ -155,6 +171,10 @@ class CudaArrayMemory:
         return self._arena.make_unowned_tensor(place, dtype, shape)
 
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Copy tensors to their targets in shared memory, several tensors of one dtype in one launch.
+
+        The copies are only queued on the current stream.
+        """
         if len(targets) == 1:
             targets[0].copy_(sources[0].detach())
             return

@@ -26,10 +26,14 @@ _R = TypeVar("_R")
 
 
 class AsyncLocalClientConnection:
-    """A connected socket, shared by tasks that wait for their responses.
+    """A connection to a server on the same host, shared by tasks that wait for their responses.
+
+    Messages pass through a Unix socket, tensors through shared memory.
 
     Attributes:
-        protocol, call_caches, is_open: as of `LocalClientConnection`.
+        protocol: the requests, responses and memory of the connection.
+        call_caches: those of the protocol.
+        is_open: whether the connection has neither failed nor been closed.
     """
 
     def __init__(self, api_key: str | None) -> None:
@@ -47,13 +51,18 @@ class AsyncLocalClientConnection:
         return self.is_open and self._is_on_own_loop()
 
     def _is_on_own_loop(self) -> bool:
+        """Return whether the event loop that runs in this thread is the connection's."""
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:
             return False
 
     async def connect(self, path: str) -> None:
-        """Connect and exchange greetings; raise ClientError if the server is unreachable or refuses this client."""
+        """Connect to the server's Unix socket and exchange greetings.
+
+        Raises:
+            ClientError: the server is not reachable, or refuses this client.
+        """
         try:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
@@ -71,7 +80,13 @@ class AsyncLocalClientConnection:
             raise
 
     async def run_exchanges(self, exchanges: Exchanges[_R]) -> _R:
-        """Do as `LocalClientConnection.run_exchanges`."""
+        """Run a generator of requests: send each, pass the response back to the generator, and return its result.
+
+        If the generator yields a CUDA stream, wait until the stream's work is finished.
+
+        Raises:
+            ClientError: as `send_and_wait`, or an error that the generator raises.
+        """
         reply = None
         try:
             while True:
@@ -86,7 +101,11 @@ class AsyncLocalClientConnection:
             return result
 
     async def send_and_wait(self, request: LocalRequest) -> LazyLocalResponse:
-        """Do as `LocalClientConnection.send_and_wait`."""
+        """Send a request and wait for its response; cancel the request if the wait is interrupted.
+
+        Raises:
+            ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
+        """
         protocol = self.protocol
         if protocol.make_failure is not None:
             raise protocol.make_failure()
@@ -108,20 +127,27 @@ class AsyncLocalClientConnection:
         return pending.response
 
     def close_when_unused(self) -> None:
-        """Close the connection once no result or pending call has a block of the arenas."""
+        """Close the connection, possibly now, once no array or call uses its shared memory.
+
+        Memory that is kept only for pending requests is released first, because their responses may never
+        arrive.
+        """
         self.protocol.release_retained()
         if self.is_open:
             self.protocol.call_when_unused(partial(self._call_on_loop, self._free_segments_and_close))
 
     def _call_on_loop(self, work: Callable[[], None]) -> None:
-        """Call `work` on the connection's event loop, or here if that is closed or running in this thread."""
+        """Call `work` on the connection's event loop.
+
+        Call it directly if this thread runs the loop, or if the loop is closed.
+        """
         if self._loop.is_closed() or self._is_on_own_loop():
             work()
         else:
             self._loop.call_soon_threadsafe(work)
 
     def _free_segments_and_close(self) -> None:
-        """Free all segments, which have no views left, and close the connection."""
+        """Ask the server to free all segments, which must be unused, and close the connection."""
         if self.is_open:
             self._try_send(self.protocol.encode_free_all())
             self._close()
@@ -129,12 +155,17 @@ class AsyncLocalClientConnection:
                 self.protocol.fail(partial(ConnectionFailedError, "the connection has ended"))
 
     def _try_send(self, frame: bytes) -> None:
-        """Send a frame that has no response, if the kernel accepts it without a wait."""
+        """Send a frame that needs no response; drop it if the socket would block or has failed."""
         if frame:
             with suppress(OSError):
                 self._socket.send(frame)
 
     def _send(self, frame: bytes) -> None:
+        """Send a frame; the event loop sends the bytes that the socket does not accept at once.
+
+        After a socket error the remaining bytes are dropped without an exception: the server's reason for
+        closing may still arrive as a response.
+        """
         try:
             self._send_queue.add_and_send_all(self._socket, frame)
         except BlockingIOError:
@@ -144,6 +175,7 @@ class AsyncLocalClientConnection:
             self._send_queue.discard_all()
 
     def _send_queued(self) -> None:
+        """Send queued bytes; the event loop calls this when the socket is writable, until no bytes are left."""
         try:
             self._send_queue.send_all(self._socket)
         except BlockingIOError:
@@ -153,6 +185,10 @@ class AsyncLocalClientConnection:
         self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
+        """Receive available data; the event loop calls this when the socket is readable.
+
+        If the connection has failed, close it.
+        """
         protocol = self.protocol
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
@@ -165,6 +201,7 @@ class AsyncLocalClientConnection:
             self._close()
 
     def _close(self) -> None:
+        """Close the socket and the received descriptors; the shared memory stays mapped."""
         self.is_open = False
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
@@ -179,7 +216,7 @@ def _resolve(answered: "asyncio.Future[None]") -> None:
 
 
 class AsyncLocalTransport:
-    """An `AsyncCallTransport` that shares memory with a server on the same host."""
+    """An `AsyncCallTransport` to a server on the same host, which reads and writes tensors in shared memory."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -189,18 +226,35 @@ class AsyncLocalTransport:
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `AsyncCallTransport.exchange`."""
+        """Send a call and return its response, with any status; its tensors are in shared memory.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the server sent invalid data.
+        """
         return await self._run_exchanges(lambda protocol: protocol.exchange_call(call), deadline)
 
     def get_usable_connection(self) -> AsyncLocalClientConnection | None:
-        """Do as `LocalTransport.get_usable_connection`."""
+        """Return the connection if there is a usable one; otherwise None."""
         link = self._connection
         return link if link is not None and link.is_usable else None
 
     async def exchange_cached(
         self, link: AsyncLocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """Do as `LocalTransport.exchange_cached`."""
+        """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
+
+        None means that the call is not cached, the connection is closed, memory is lacking, or the results have
+        another shape or dtype than those of the earlier call.
+
+        Args:
+            link, recurring: the connection, and its cache of calls.
+            signature: the key of the call, and the tensors to copy.
+
+        Raises:
+            ClientError: there is no response, or it is an error.
+        """
         key, elsewhere = signature
         cached_call = recurring.calls.get(key)
         if cached_call is None or not link.is_open:
@@ -222,13 +276,25 @@ class AsyncLocalTransport:
         return recurring.end_call(key, pending_call, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
-        """Do as `LocalTransport.allocate_memory`."""
+        """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
+
+        Raises:
+            ClientError: the server has no more, or is not there.
+        """
         return await self._run_exchanges(lambda protocol: protocol.allocate_memory(nbytes), deadline)
 
     async def allocate_device_tensor(
         self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline
     ) -> Any:
-        """Do as `LocalTransport.allocate_device_tensor`."""
+        """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
+
+        The server adds memory only if there is no space in the memory that is shared already.
+
+        Args: index: the device's, as torch counts.
+
+        Raises:
+            ClientError: the server has no more, or is not there.
+        """
         return await self._run_exchanges(
             lambda protocol: protocol.allocate_device_tensor(index, dtype, shape), deadline
         )
@@ -236,6 +302,7 @@ class AsyncLocalTransport:
     async def _run_exchanges(
         self, exchanges: Callable[[LocalClientProtocol], Exchanges[_R]], deadline: Deadline
     ) -> _R:
+        """Run a generator of requests over the usable connection, or a new one, within the deadline."""
         try:
             async with deadline.make_asyncio_timeout():
                 link = await self._get_connection()
@@ -244,11 +311,12 @@ class AsyncLocalTransport:
             raise deadline.make_error() from None
 
     async def close(self) -> None:
-        """Close the connection once no view of a result is left."""
+        """Give up the connection, which closes once no array uses its shared memory."""
         self._retire_connection()
         self._connection = None
 
     async def _get_connection(self) -> AsyncLocalClientConnection:
+        """Return the usable connection; if there is none, connect, and give up the earlier connection."""
         link = self._connection
         if link is not None and link.is_usable:
             return link
@@ -263,7 +331,7 @@ class AsyncLocalTransport:
             return self._connection
 
     def _retire_connection(self) -> None:
-        """Release a connection that cannot be used any more."""
+        """Give up the current connection, if any, which closes once its shared memory is unused."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._connection is not None:

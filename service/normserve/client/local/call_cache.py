@@ -55,7 +55,7 @@ _PLAIN = frozenset([int, float, bool, str, type(None)])
 
 @dataclass(frozen=True, slots=True)
 class CopiedInput:
-    """A tensor of a call that is copied into shared memory.
+    """The description of a tensor that each repetition of a cached call copies into shared memory.
 
     Attributes:
         name: the tensor's name in the API.
@@ -73,7 +73,7 @@ class CopiedInput:
 
 @dataclass(frozen=True, slots=True)
 class ResultField:
-    """A tensor of a call's result.
+    """The description of one tensor in the result of a cached call.
 
     Attributes:
         name: the tensor's name in the API, and that of the result's field.
@@ -90,14 +90,14 @@ class ResultField:
 
 @dataclass(slots=True)
 class EncodedCall:
-    """The encoded message of a call with certain ranges for its copies and results.
+    """The message of a cached call, encoded with certain memory ranges for its copied inputs and its results.
 
     Attributes:
         segment_ranges: the ranges of the copies, then those of the results.
         content: the message, encoded.
         copy_targets: the targets of the copies.
-        encoded_results: the encoded results of the last valid response; a response with the same bytes is valid,
-            too.
+        encoded_results: the encoded results of the last valid response; a response with the same bytes is
+            valid, too.
     """
 
     segment_ranges: Sequence[SegmentRange]
@@ -108,7 +108,7 @@ class EncodedCall:
 
 @dataclass(frozen=True, slots=True)
 class CachedCall:
-    """A known call: its message and the layout of its result.
+    """An answered call that can be repeated from its message: that message, and the layout of its result.
 
     Attributes:
         message: without copied tensors, and without ranges for the results.
@@ -130,7 +130,12 @@ class CachedCall:
     encoded_calls: list[EncodedCall] = field(default_factory=list)
 
     def encode_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
-        """Encode the call with these ranges for copies and results, and keep the encoded call."""
+        """Encode the message with these memory ranges for copied inputs and results, and store it for repetitions.
+
+        Only the newest few encoded messages are kept.
+
+        Args: places: the ranges of the copies, then those of the results.
+        """
         count = len(self.copied_inputs)
         copies = {
             each.name: each.make_reference(place)
@@ -149,7 +154,7 @@ class CachedCall:
         return encoded_call
 
     def has_same_results(self, response: frames.LazyLocalResponse) -> bool:
-        """Return whether a response has results of the cached names, dtypes and shapes."""
+        """Return whether the results in a response have the cached names, dtypes and shapes."""
         try:
             located = frames.decode_results(response)
         except MalformedPayloadError:
@@ -159,7 +164,7 @@ class CachedCall:
 
 
 class PendingCachedCall:
-    """A repeated call in progress, which keeps the blocks of its copies and results.
+    """A repetition of a cached call in progress, which keeps the memory of its copied inputs and results.
 
     Attributes:
         content: the message, encoded.
@@ -177,14 +182,16 @@ class PendingCachedCall:
     def copy_inputs(
         self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """Copy the call's tensors from outside shared memory to their ranges.
+        """Copy the tensors that are outside shared memory to their ranges in shared memory.
 
-        Args: copy: as `SharedArrayMemory.copy_all`.
+        Args:
+            elsewhere: those tensors, by name.
+            copy: as `SharedArrayMemory.copy_all`.
         """
         copy(self._encoded_call.copy_targets, [elsewhere[copied.name] for copied in self._call.copied_inputs])
 
     def make_result_arrays(self) -> None:
-        """Make the arrays of the results, while the server computes their contents."""
+        """Make the result arrays over their memory, while the server still computes the contents."""
         made, call, blocks = self._fields, self._call, self._blocks
         if call.copied_inputs:
             blocks = blocks[len(call.copied_inputs) :]
@@ -192,7 +199,7 @@ class PendingCachedCall:
             made[result.field_index] = result.make_array(block)
 
     def make_result(self, response: frames.LazyLocalResponse) -> Any:
-        """Return the call's result; None where the response's results differ from the cached ones."""
+        """Return the call's result; None if the response is an error, or if its tensors have another layout."""
         call = self._call
         if response.status != 200:
             return None
@@ -215,12 +222,14 @@ Calls with the same key differ only in the contents of their tensors and the add
 
 
 class CallCache:
-    """The known calls of one connection with arrays of one kind.
+    """The calls of one connection that can be repeated from cached messages, for one kind of arrays.
+
+    The kinds are numpy arrays, torch CPU tensors and CUDA tensors.
 
     Attributes:
-        calls: the known calls, by their keys.
-        find_busy_stream: returns the stream to wait for, if any, before `begin_call`, and again after it if tensors
-            were copied.
+        calls: the cached calls, by their keys.
+        find_busy_stream: returns the stream to wait for, if any, before `begin_call`, and again after it if
+            tensors were copied.
     """
 
     def __init__(self, memory: SharedArrayMemory) -> None:
@@ -232,7 +241,15 @@ class CallCache:
     def compute_signature(
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
-        """Return the signature of a call; None for a call that cannot be cached."""
+        """Return the key that identifies a repeated call, and its tensors to copy; None if it cannot be cached.
+
+        It can be cached if each argument is a plain value, an array of this cache's kind, or a list of names or
+        of arrays in shared memory.
+
+        Args:
+            build: builds the operation's `ApiCall`.
+            arguments, named: the arguments of `build`, by position and by name.
+        """
         make_key = self._memory.make_reuse_key
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
@@ -263,7 +280,7 @@ class CallCache:
         return tuple(parts), elsewhere
 
     def _make_sequence_key(self, value: Any) -> tuple[Hashable, ...]:
-        """Make the key part of a list of names or of tensors in shared memory; return () for anything else."""
+        """Return the key of a list of names or of arrays in shared memory; return () for any other value."""
         kind = type(value)
         if kind is not list and kind is not tuple:
             return ()
@@ -278,7 +295,10 @@ class CallCache:
         return (kind, *parts)
 
     def begin_call(self, cached_call: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
-        """Allocate the blocks of a repeated call and copy its inputs; return None where memory is lacking.
+        """Allocate memory for a repetition of a cached call, and copy its inputs; return None if memory is lacking.
+
+        Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
+        is sent here.
 
         Args: elsewhere: the tensors to copy, as in `Signature`.
         """
@@ -303,7 +323,11 @@ class CallCache:
         response: frames.LazyLocalResponse,
         api_key: str | None,
     ) -> Any:
-        """Return the call's result; None where the response differs from before and the call must be built anew.
+        """Return the result in the response to a repeated call; None if its tensors have another layout.
+
+        None is returned, too, if the server refuses the message because its memory ranges no longer fit.
+
+        In both cases the call is removed from the cache, and the caller must build and send it.
 
         Args: api_key: left out of the text of errors.
 
@@ -321,7 +345,11 @@ class CallCache:
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
     def add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
-        """Cache an answered call of an operation."""
+        """Store an answered call, so that an equal call can be repeated from its message.
+
+        A call is not stored if it is no operation, has a result without elements, or was sent over a connection
+        that has ended.
+        """
         key, elsewhere = signature
         if call.expected_results is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
             return
@@ -367,7 +395,7 @@ def _get_parameter_name(build: Callable[..., object], position: int) -> str:
 
 
 class CallCaches:
-    """The caches of one connection, one for each kind of arrays."""
+    """The call caches of one connection: for numpy arrays, for torch CPU tensors and for CUDA tensors."""
 
     def __init__(self, arena: HostArena) -> None:
         """Args: arena: the arena in host memory."""
@@ -377,7 +405,7 @@ class CallCaches:
         self._cuda: CallCache | None = None
 
     def get_cache(self, x: object) -> CallCache | None:
-        """Return the cache for x's kind of array; None for other values and for device tensors without a cache."""
+        """Return the cache for arrays of x's kind; None for other values and for CUDA tensors without a cache."""
         if type(x) is np.ndarray:
             return self._numpy
         torch: Any = sys.modules.get("torch")

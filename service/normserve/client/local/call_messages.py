@@ -43,7 +43,7 @@ Needs = Generator[int, None, _R]
 
 @dataclass(frozen=True, slots=True)
 class HostCallMessage:
-    """The message of a call, and the host memory that its copies and results use.
+    """The message of a call, and the host memory that its copied tensors and its results use.
 
     Attributes:
         copied_inputs: blocks with copies of tensors from outside the arena.
@@ -56,7 +56,10 @@ class HostCallMessage:
 
 
 def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMessage]:
-    """Put a call's tensors into the arena, copying only those outside it, and build the message.
+    """Put a call's tensors into shared host memory, allocate memory for its results, and build its message.
+
+    Tensors that are in shared memory already are not copied.  Where there is no space, the generator yields
+    the number of bytes, and continues after the caller has added memory.
 
     Raises:
         ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
@@ -87,13 +90,20 @@ def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMes
 def make_compute_message(
     call: ApiCall[Any], located: dict[str, TensorReference], places: dict[str, SegmentRange]
 ) -> frames.ComputeMessage:
-    """Make the message of an operation."""
+    """Make the message that requests an operation.
+
+    Args:
+        located: the locations of the call's tensors, by name.
+        places: the memory ranges of its results, by name.
+    """
     op, direction = _parse_operation(call.path)
     return frames.ComputeMessage(op, located, places, direction, call.encoded_query)
 
 
 def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
-    """Add the caller's current span, if there is one, to the message of an operation.
+    """Return the message of an operation with the caller's current trace span, if a span is current.
+
+    Other messages are returned unchanged.
 
     Args: message: a `msgspec.Raw` is an encoded operation.
     """
@@ -130,7 +140,11 @@ def _make_administration_message(call: ApiCall[Any], located: Mapping[str, Tenso
 
 
 def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
-    """Return the bytes of a row-major tensor after a check against its shape."""
+    """Return a tensor's number of bytes, after a check that it is row-major and as long as its shape requires.
+
+    Raises:
+        ValueError: the tensor is not.
+    """
     if tensor.fortran_order:
         raise ValueError(f"{name} must be row-major")
     nbytes = tensor.data.nbytes
@@ -140,7 +154,10 @@ def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
 
 
 def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
-    """Allocate a block of the arena, which grows if necessary."""
+    """Allocate a block of shared host memory.
+
+    While there is no space, the generator yields the number of bytes, for the caller to add memory.
+    """
     while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
@@ -148,7 +165,7 @@ def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
 
 @dataclass(frozen=True, slots=True)
 class ArenaResponse(ApiResponse):
-    """A response with tensors in the arena."""
+    """A response over shared memory, whose tensors are in blocks of shared host memory."""
 
     local_response: frames.LocalResponse = field(default_factory=lambda: frames.LocalResponse(0))
     result_blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
@@ -172,7 +189,7 @@ class ArenaResponse(ApiResponse):
         return self.local_response.document
 
     def read_tensors(self) -> dict[str, HostTensor]:
-        """Return the results as views that keep their blocks.
+        """Return the results as views of shared memory, each of which keeps its block allocated.
 
         Raises:
             UnexpectedAnswerError: the response describes results that cannot be.
@@ -184,12 +201,22 @@ class ArenaResponse(ApiResponse):
         return make_timing(self.local_response)
 
     def _decode_references(self) -> dict[str, TensorReference]:
+        """Return the dtype, shape and location of each result, as the response describes them.
+
+        Raises:
+            UnexpectedAnswerError: the description is malformed.
+        """
         try:
             return frames.decode_results(self.local_response)
         except MalformedPayloadError as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
 
     def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+        """Return a result as a view of its block, after a check that it was requested and fits into the block.
+
+        Raises:
+            UnexpectedAnswerError: the check failed.
+        """
         dtype, block = DTYPES.get(located.dtype), self.result_blocks.get(name)
         if dtype is None or block is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
@@ -201,7 +228,7 @@ class ArenaResponse(ApiResponse):
 
 
 def make_timing(response: frames.LocalResponse) -> Timing:
-    """Make the timing in a response."""
+    """Return the server's timing from a response; its fields are computed at the first access."""
     # Only these fields, so that the response itself is not kept.
     field_values = (
         response.stages_ms,
@@ -216,13 +243,22 @@ def make_timing(response: frames.LocalResponse) -> Timing:
 def _read_timing_fields(
     stages: dict[str, float], kernel_bytes: int, bandwidth: float, batch_size: int, request_id: str
 ) -> tuple[Mapping[str, float], int, float, int, str]:
+    """Return the fields of a `Timing`, in order, with the server's values made valid.
+
+    Negative durations are left out, and texts are made short and printable.
+    """
     if stages.keys() != _STAGES or min(stages.values()) < 0:
         stages = {quote_text(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
     return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quote_text(request_id, 128)
 
 
 def make_arena_response(response: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:
-    """Convert a response of the protocol to that of a call."""
+    """Convert a response of the shared-memory protocol to an `ApiResponse`.
+
+    An error gets the headers and the body that it has over HTTP.
+
+    Args: blocks: the memory of each result, by name.
+    """
     if response.status < 400:
         return ArenaResponse(response.status, {}, _EMPTY, response, blocks)
     headers = {"x-request-id": response.request_id}

@@ -52,7 +52,7 @@ _R = TypeVar("_R")
 
 
 class LocalRequest(msgspec.Struct):
-    """A message to send, with the objects to keep until its response.
+    """A message to send, and the objects to keep alive until its response arrives.
 
     Attributes:
         message: a `msgspec.Raw` is encoded already.
@@ -75,7 +75,7 @@ class PendingLocalRequest(msgspec.Struct):
     """A request that is waiting for its response.
 
     Attributes:
-        retained: as of `LocalRequest`.
+        retained: objects kept alive until the response arrives.
         response: the response; None until it arrives.
         on_done: called on the receiving thread when the request is answered, or the connection fails.
     """
@@ -87,15 +87,17 @@ class PendingLocalRequest(msgspec.Struct):
 
 
 class LocalClientProtocol:
-    """The arenas, requests and responses of one connection.
+    """The state of a connection over shared memory, without its socket: arenas, pending requests and responses.
 
-    Threads may share one if only one of them at a time calls `receive_data`.
+    An arena is the memory, of the host or of a device, that the connection shares with the server.  Threads
+    may share one protocol if only one of them at a time calls `receive_data`.
 
     Attributes:
         arena: the arena in host memory.
-        call_caches: known calls, by the kind of their arrays.
-        make_failure: makes the error with which the connection failed; None while it is usable.  Each caller gets
-            an error of its own, because an error that was raised refers to the frames that it passed through.
+        call_caches: repeatable calls, by the kind of their arrays.
+        make_failure: makes the error with which the connection failed; None while it is usable.  Each caller
+            gets an error of its own, because an error that was raised refers to the frames that it passed
+            through.
     """
 
     def __init__(self, api_key: str | None) -> None:
@@ -116,7 +118,11 @@ class LocalClientProtocol:
         return bool(self._pending)
 
     def begin_request(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
-        """Register a request; return its pending state and the bytes to send."""
+        """Register a request as pending and encode it; the caller sends the bytes.
+
+        Returns:
+            the pending request, whose `response` is set later, and the bytes to send.
+        """
         message = request.message
         tag = next(self._tags) % (TAGS - 1) + 1
         frame = frames.encode_frame(tag, add_traceparent(message) if TRACING in sys.modules else message)
@@ -134,9 +140,11 @@ class LocalClientProtocol:
         return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
     def receive_data(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
-        """Handle the result of `recvmsg`; return whether a request was answered.
+        """Process the data that `recvmsg` returned; return whether a request was answered.
 
         If the server ended the connection, refused it or sent invalid data, the connection has failed.
+
+        Args: data, ancillary, flags: the result of `recvmsg`; empty data is the connection's end.
         """
         is_answered = False
         reader = self._reader
@@ -166,7 +174,12 @@ class LocalClientProtocol:
         return is_answered
 
     def fail(self, failure: Callable[[], ClientError]) -> None:
-        """Fail the connection with an error, unless it has failed; memory that callers can see stays mapped."""
+        """Mark the connection as failed and notify the waiting callers; do nothing if it has failed already.
+
+        The shared memory stays mapped, since callers may still have views.
+
+        Args: failure: makes the error that each caller raises.
+        """
         if self.make_failure is not None:
             return
         self.make_failure = failure
@@ -179,7 +192,10 @@ class LocalClientProtocol:
         self._reader.close()
 
     def release_retained(self) -> None:
-        """Release the memory kept for pending requests, whose responses may never arrive."""
+        """Drop the objects kept alive for all pending requests, because their responses may never arrive.
+
+        Called before the connection closes; otherwise these objects would keep its memory in use.
+        """
         # The server itself keeps the memory that it works in.
         for pending in list(self._pending.values()):
             pending.retained = None
@@ -193,7 +209,7 @@ class LocalClientProtocol:
         return _encode_frees([*self.arena.segment_numbers, *self._device_offer.unmap_segments()])
 
     def exchange_hello(self) -> Exchanges[None]:
-        """Exchange greetings with the server and read its offer of device memory.
+        """Send the client's version and API key, and read the server's offer of device memory from the response.
 
         Raises:
             ApiError: the server refuses this client.
@@ -203,10 +219,11 @@ class LocalClientProtocol:
         self._device_offer.read_hello_document(reply.document)
 
     def exchange_call(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
-        """Send a call and return its response, growing the arenas if necessary.
+        """Send a call and return its response; first request more shared memory if the tensors do not fit.
 
-        Memory for gradients of a layer's parameters is first allocated as for one row.  If the layer has parameters
-        of each head, the server refuses that, and the call is repeated with more memory.
+        Memory for gradients of a registered layer's parameters is first allocated for parameters that all heads
+        share.  If the layer has separate parameters for each head, the server refuses that memory as too small,
+        and the call is repeated with more.
         """
         response = yield from self._exchange_once(call)
         if response.status == MISFIT_STATUS and (of_heads := call.select_heads()) is not None:
@@ -216,6 +233,11 @@ class LocalClientProtocol:
         return response
 
     def _exchange_once(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
+        """Put a call's tensors into shared memory, send the call, and return its response.
+
+        Device memory is used if x is a CUDA tensor on a device whose memory the server shares, otherwise host
+        memory.
+        """
         x = get_device_x(call)
         arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:
@@ -225,11 +247,13 @@ class LocalClientProtocol:
         return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.result_blocks)
 
     def allocate_memory(self, nbytes: int) -> Exchanges[memoryview]:
-        """Allocate bytes of the arena, which return with their last view."""
+        """Allocate host memory shared with the server; it is freed after the last view of the returned buffer."""
         return (yield from self.run_growing_host_arena(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
     def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
-        """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
+        """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
+
+        The server adds memory only if there is no space in the memory that is shared already.
 
         Args: index: torch's index of the device.
         """
@@ -240,7 +264,11 @@ class LocalClientProtocol:
         return arena.make_tensor((yield from self._run_growing_device_arena(needs, arena)), dtype, shape)
 
     def run_growing_host_arena(self, needs: Needs[_R]) -> Exchanges[_R]:
-        """Run a generator that allocates host memory, growing the arena as needed; return its result."""
+        """Run a generator that allocates shared host memory, and return its result.
+
+        When the generator yields a number of bytes for which there is no space, request a segment from the
+        server.
+        """
         try:
             while True:
                 yield from self._grow_host_arena(next(needs))
@@ -249,7 +277,11 @@ class LocalClientProtocol:
             return result
 
     def _run_growing_device_arena(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
-        """Run a generator that allocates device memory or waits for streams; return its result."""
+        """Run a generator that allocates shared device memory, and return its result.
+
+        When the generator yields a number of bytes for which there is no space, request a segment from the
+        server.  When it yields a stream, pass that on, for the connection to wait for the stream.
+        """
         try:
             while True:
                 lacking = next(needs)
@@ -262,7 +294,11 @@ class LocalClientProtocol:
             return result
 
     def _find_device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
-        """Return the arena in the memory of a device with this torch index; None where the server offers none."""
+        """Return the shared memory of the CUDA device with this index; None if the server offers none.
+
+        A server that was still starting at the first greeting is greeted again.  The device's call cache is
+        added.
+        """
         if not self._device_offer.is_known:
             yield from self.exchange_hello()
         arena = self._device_offer.get_arena(index)
@@ -271,6 +307,11 @@ class LocalClientProtocol:
         return arena
 
     def _grow_host_arena(self, lacking: int) -> Exchanges[None]:
+        """Add a segment of at least `lacking` bytes; if the server refuses, free unused segments and try again.
+
+        Raises:
+            ApiError: the server refuses, and no segment is unused.
+        """
         try:
             yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host")
         except OverloadedError:
@@ -282,13 +323,30 @@ class LocalClientProtocol:
     def _request_segment(
         self, sizes: Sequence[int], memory: Literal["host", "device"], freed: Sequence[int] = ()
     ) -> Exchanges[None]:
+        """Request a segment of the first size, and if the server refuses, of the second, smaller size.
+
+        The segment is mapped when the response is received.
+
+        Args: freed: numbers of segments that the server frees before.
+
+        Raises:
+            ApiError: the server refuses both.
+        """
         reply = yield LocalRequest(frames.GrowArenaMessage(sizes[0], memory), freed_segments=freed)
         if reply.status >= 400 and sizes[1] < sizes[0]:
             reply = yield LocalRequest(frames.GrowArenaMessage(sizes[1], memory))
         raise_for_status(reply)
 
     def _map_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
-        """Map as many bytes as requested of the segment in a response, if there is one."""
+        """Map the segment in a response, if there is one, and add it to the arena of its memory.
+
+        Args:
+            request: the request for the segment, which states its size; None if the response is to another
+                message.
+
+        Raises:
+            ValueError: a requested segment is missing or too small, or a segment was not requested.
+        """
         if reply.segment is None:
             if request is not None and reply.status < 400:
                 raise ValueError("the answer to a request for memory must bring a segment, it brings none")

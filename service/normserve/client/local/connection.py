@@ -50,7 +50,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class PollingReceiver:
-    """A receiver on a blocking socket, which polls before it sleeps.
+    """A receiver on a blocking socket; it polls for a short time before it sleeps if responses arrive quickly.
 
     Attributes:
         is_prompt: the last response arrived quickly, so the next one is polled for.
@@ -63,7 +63,7 @@ class PollingReceiver:
         self._polled_s = 0.0
 
     def receive(self) -> Any:
-        """Receive, and return the result of `recvmsg`.
+        """Receive and return the result of `recvmsg`: by polling if the last response was quick, else by sleeping.
 
         Raises:
             BlockingIOError: nothing arrived in time; the next call sleeps until something does.
@@ -93,7 +93,10 @@ class PollingReceiver:
                     raise
 
     def _wait(self) -> Any:
-        """Receive by sleeping in the kernel until something arrives or the socket's timeout passes."""
+        """Receive by sleeping in the kernel until data arrive or the socket's timeout passes.
+
+        The time that this takes determines whether the next reception polls.
+        """
         began = time.perf_counter() - self._polled_s
         received = self._connected.recvmsg(*_RECEIVED)
         self.is_prompt, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0
@@ -115,9 +118,10 @@ os.register_at_fork(after_in_child=_update_process_id)
 
 
 class LocalClientConnection:
-    """A connected socket, shared by threads that wait for their responses.
+    """A connection to a server on the same host, shared by threads that wait for their responses.
 
-    One of the waiting threads receives for all of them.
+    Messages pass through a Unix socket, tensors through shared memory.  One of the waiting threads receives
+    for all of them.
 
     Attributes:
         protocol: the requests, responses and memory of the connection.
@@ -169,10 +173,12 @@ class LocalClientConnection:
         return self.is_open and self._owner_process_id == _process
 
     def run_exchanges(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
-        """Carry out the exchanges and return their result.
+        """Run a generator of requests: send each, pass the response back to the generator, and return its result.
+
+        If the generator yields a CUDA stream, wait until the stream's work is finished.
 
         Raises:
-            ClientError: as `send_and_wait`, or what the exchanges raise.
+            ClientError: as `send_and_wait`, or an error that the generator raises.
         """
         reply = None
         try:
@@ -188,7 +194,7 @@ class LocalClientConnection:
             return result
 
     def send_and_wait(self, request: LocalRequest, deadline: Deadline) -> LazyLocalResponse:
-        """Send a request and wait for its response.
+        """Send a request and wait for its response; cancel the request if the wait is interrupted.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
@@ -206,11 +212,23 @@ class LocalClientConnection:
             raise
 
     def close_when_unused(self) -> None:
-        """Close the connection once no result or pending call has a block of the arenas."""
+        """Close the connection, possibly now, once no array or call uses its shared memory.
+
+        Memory that is kept only for pending requests is released first, because their responses may never
+        arrive.
+        """
         self.protocol.release_retained()
         self.protocol.call_when_unused(self._free_segments_and_close)
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
+        """Send a frame, waiting until the deadline for the socket to accept it.
+
+        After a socket error the remaining bytes are dropped without an exception: the server's reason for
+        closing may still arrive as a response.
+
+        Raises:
+            RequestTimeoutError: the frame was not sent in time.
+        """
         deadline.acquire_lock(self._send_lock)
         outgoing = self._send_queue
         try:
@@ -227,6 +245,12 @@ class LocalClientConnection:
             self._send_lock.release()
 
     def _send_queued(self, deadline: Deadline) -> None:
+        """Send the queued bytes, waiting until the deadline for the socket to accept them.
+
+        Raises:
+            RequestTimeoutError: the deadline passed; if a frame was sent only in part, the connection has
+                failed.
+        """
         outgoing = self._send_queue
         while outgoing:
             if not self._poll_writable(deadline):
@@ -238,7 +262,7 @@ class LocalClientConnection:
                 outgoing.send_all(self._socket, _AT_ONCE)
 
     def _try_send(self, frame: bytes) -> None:
-        """Send a frame that has no response, unless the socket is full or another thread is sending."""
+        """Send a frame that needs no response; drop it if the socket is full or another thread is sending."""
         if frame and self._send_lock.acquire(blocking=False):
             try:
                 if not self._send_queue:
@@ -248,10 +272,11 @@ class LocalClientConnection:
                 self._send_lock.release()
 
     def _poll_writable(self, deadline: Deadline) -> bool:
-        """Wait at most `_WAIT_S` for the socket to be writable, which it may still not be afterwards.
+        """Wait until the socket is writable, for `_WAIT_S` at most and not beyond the deadline.
 
         Returns:
-            False, without a wait, if the deadline has passed.
+            False, without a wait, if the deadline has passed; otherwise True, even if the socket is still not
+                writable.
         """
         remaining_s = deadline.get_remaining_s()
         if remaining_s is not None and remaining_s <= 0:
@@ -261,6 +286,12 @@ class LocalClientConnection:
         return True
 
     def _wait_response(self, pending: PendingLocalRequest, deadline: Deadline) -> LazyLocalResponse:
+        """Wait for the response to a request, and receive for all waiting threads if no other thread does so.
+
+        Raises:
+            ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
+            RequestTimeoutError: there was no response in time.
+        """
         lock = self._lock
         while True:
             with lock:
@@ -282,7 +313,11 @@ class LocalClientConnection:
                 return pending.response
 
     def _wait_reception(self, deadline: Deadline) -> None:
-        """Wait until the receiving thread has received something."""
+        """Wait until the thread that receives has finished its turn; the caller holds the lock.
+
+        Raises:
+            RequestTimeoutError: the deadline passed before.
+        """
         self._waiting_count += 1
         try:
             if not self._received.wait(deadline.get_remaining_s()):
@@ -291,7 +326,11 @@ class LocalClientConnection:
             self._waiting_count -= 1
 
     def _receive_response(self, deadline: Deadline) -> None:
-        """Receive until a request is answered, or the connection has failed."""
+        """Receive until the request of any thread is answered, or the connection has failed.
+
+        Raises:
+            RequestTimeoutError: the deadline of this thread's request passed before.
+        """
         incoming, protocol = self._receiver, self.protocol
         while protocol.make_failure is None:
             if incoming.is_prompt:
@@ -316,7 +355,11 @@ class LocalClientConnection:
                 return
 
     def _limit_receive_timeout(self, deadline: Deadline) -> None:
-        """Limit the socket's receive timeout to the remaining time."""
+        """Set the socket's receive timeout to the time until the deadline, at most `_WAIT_S`.
+
+        Raises:
+            RequestTimeoutError: the deadline has passed.
+        """
         remaining_s = deadline.get_remaining_s()
         if remaining_s is not None and remaining_s <= 0:
             raise deadline.make_error()
@@ -340,7 +383,10 @@ class LocalClientConnection:
         self._socket.close()
 
     def _free_segments_and_close(self) -> None:
-        """Free all segments, which have no views left, and close the connection."""
+        """Ask the server to free all segments, which must be unused, and close the connection.
+
+        In a forked process only the socket is closed, because the parent still uses the segments.
+        """
         if self.is_usable:
             self._try_send(self.protocol.encode_free_all())
         self._close()
@@ -352,7 +398,7 @@ def _pack_timeval(seconds: float) -> bytes:
 
 
 class LocalTransport:
-    """A `CallTransport` that shares memory with a server on the same host."""
+    """A `CallTransport` to a server on the same host, which reads and writes tensors in shared memory."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -362,23 +408,32 @@ class LocalTransport:
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Do as `CallTransport.exchange`."""
+        """Send a call and return its response, with any status; its tensors are in shared memory.
+
+        Raises:
+            ConnectionFailedError: no connection could be made, or it broke.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the server sent invalid data.
+        """
         link = self._get_connection(deadline)
         return link.run_exchanges(link.protocol.exchange_call(call), deadline)
 
     def get_usable_connection(self) -> LocalClientConnection | None:
-        """Return the connection if there is a usable one."""
+        """Return the connection if there is a usable one; otherwise None."""
         link = self._connection
         return None if link is None or not link.is_usable else link
 
     def exchange_cached(
         self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """Repeat a known call and return its result; None where the call must be built anew.
+        """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
+
+        None means that the call is not cached, the connection is closed, memory is lacking, or the results have
+        another shape or dtype than those of the earlier call.
 
         Args:
             link, recurring: the connection, and its cache of calls.
-            signature: the call's.
+            signature: the key of the call, and the tensors to copy.
 
         Raises:
             ClientError: there is no response, or it is an error.
@@ -401,7 +456,7 @@ class LocalTransport:
         return recurring.end_call(key, pending_call, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
-        """Allocate bytes of the arena, which return with their last view.
+        """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
 
         Raises:
             ClientError: the server has no more, or is not there.
@@ -410,7 +465,9 @@ class LocalTransport:
         return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
 
     def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
-        """Allocate a tensor in the arena of a device; return None where the server shares no memory of that device.
+        """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
+
+        The server adds memory only if there is no space in the memory that is shared already.
 
         Args: index: the device's, as torch counts.
 
@@ -421,7 +478,7 @@ class LocalTransport:
         return link.run_exchanges(link.protocol.allocate_device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
-        """Close the connection once no view of a result is left."""
+        """Give up the connection, which closes once no array uses its shared memory."""
         with self._connect_lock:
             link, self._connection = self._connection, None
             if link is not None:
@@ -429,6 +486,11 @@ class LocalTransport:
                 link.close_when_unused()
 
     def _get_connection(self, deadline: Deadline) -> LocalClientConnection:
+        """Return the usable connection; connect if there is none.
+
+        Raises:
+            ClientError: the server is not reachable, or refuses this client.
+        """
         link = self._connection
         if link is not None and link.is_usable:
             return link

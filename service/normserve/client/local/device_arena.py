@@ -33,7 +33,7 @@ _StreamKey = tuple[int, int, int]
 
 
 class DeviceBlock:
-    """Allocated bytes of a device's arena; a tensor made from the block keeps the block.
+    """An allocated block of device memory shared with the server; a tensor made over the block keeps it alive.
 
     Attributes:
         segment_range: the segment, offset and size of the bytes.
@@ -53,7 +53,7 @@ class DeviceBlock:
 
 
 class _UnownedAddress:
-    """A device address from which a tensor is made that does not own the memory."""
+    """A device address in the form from which torch makes a tensor, without keeping the memory allocated."""
 
     __slots__ = ("__cuda_array_interface__", "address")
 
@@ -64,7 +64,7 @@ class _UnownedAddress:
 
 
 class _ClientDeviceSegment(DeviceSegment):
-    """A client's mapping of a segment, which is unmapped only after the device has finished its work."""
+    """A client's mapping of shared device memory, unmapped only after the device has finished its work."""
 
     def __del__(self) -> None:
         try:
@@ -79,7 +79,10 @@ class _ClientDeviceSegment(DeviceSegment):
 
 
 class DeviceArena(ArenaAllocator[DeviceBlock]):
-    """Segments of a device's memory and the blocks in them, which threads share.
+    """The memory of one CUDA device that a connection shares with the server: segments, divided into blocks.
+
+    Threads share it.  A block whose last view has ended stays in use while kernels on the stream that was
+    current then may still access its memory.
 
     Attributes:
         ordinal: torch's index of the device.
@@ -97,7 +100,11 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._streams: dict[_StreamKey, Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
-        """Map and add a segment that the server has made.
+        """Map a segment that the server has made, and add it to the arena.
+
+        Args:
+            number: the server's number of the segment.
+            descriptor: the file descriptor of the segment, received from the server.
 
         Raises:
             ValueError: the descriptor is of no such memory, or there is a segment of that number.
@@ -109,27 +116,37 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._add_segment(MappedSegment(number, segment, segment.address, nbytes))
 
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[DeviceBlock]:
+        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
         return [DeviceBlock(self, place, self.get_address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
-        """Do as `locate_address` for a contiguous tensor; return None for any other."""
+        """Return the number of the segment that contains a tensor, and the tensor's offset in the segment.
+
+        None if no segment contains the tensor, or if it is not contiguous or not aligned.
+        """
         return self.locate_address(tensor.data_ptr()) if tensor.is_contiguous() else None
 
     def make_tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """Make a tensor in a block; the tensor keeps the block."""
+        """Make a tensor over a block of shared memory; the tensor keeps the block alive."""
         if math.prod(shape):
             return self.make_tensor_factory(dtype, shape)(block)
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
     def make_unowned_tensor(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """Make a tensor of at least one element that does not keep its range; it is no inference tensor."""
+        """Make a tensor over a range that does not keep the range allocated; the shape must have an element.
+
+        It is no inference tensor, so that it can be a target of copies in any mode.
+        """
         with self._torch.inference_mode(False):
             return self.make_tensor_factory(dtype, shape)(_UnownedAddress(self.get_address(place)))
 
     def make_tensor_factory(
         self, dtype: DType, shape: tuple[int, ...]
     ) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
-        """Return a function that makes a tensor of at least one element in a block; the tensor keeps the block."""
+        """Return a function that makes a tensor of this dtype and shape over a block, which the tensor keeps alive.
+
+        The shape must have at least one element.
+        """
         as_tensor, device, typestr = self._torch.as_tensor, self._torch_device, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
 
@@ -146,7 +163,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return make
 
     def copy_into(self, tensor: Any, source: Any) -> None:
-        """Copy another tensor, or host memory, to a tensor of the arena."""
+        """Copy a tensor, or bytes in host memory, into a tensor in shared memory."""
         if isinstance(source, memoryview):
             if not len(source):
                 return
@@ -154,7 +171,10 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         tensor.copy_(source)
 
     def find_busy_stream(self) -> "BusyStream | None":
-        """Return the current stream if the server must wait for its work before reading; otherwise None.
+        """Return the current stream if it has unfinished work; None if it is idle.
+
+        The work may still write a call's tensors, so the caller must wait for the stream before the server reads
+        them.  Ranges without views that wait for this stream become free if it is idle.
 
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
@@ -172,6 +192,11 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return None if is_idle else BusyStream(self._torch.cuda, stream)
 
     def queue_return(self, place: SegmentRange) -> None:
+        """Queue a range without views; it is free once the work that the current stream has now is finished.
+
+        Under CUDA graph capture the range is never free again, because replays of the graph use its memory.
+        After `call_when_empty` no allocation would check the stream later, so this waits for the stream.
+        """
         try:
             key = self._get_current_stream()
             if key is None:
@@ -187,6 +212,10 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         super().queue_return(place)
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
+        """Call `then` once no range is in use, possibly now; nothing may be allocated from here on.
+
+        Streams that may still use ranges without views are waited for first.
+        """
         with self._lock:
             dying = self._take_pending_returns()
             for key in {key for _, key in dying}:
@@ -200,6 +229,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._segments.clear()
 
     def _collect_returned(self) -> None:
+        """Take the ranges that have returned; a range whose stream is still busy stays pending."""
         if self._pending_returns:
             dying = self._take_pending_returns()
             self._return_idle(dying, {key: self._get_stream(key).query() for key in {key for _, key in dying}})
@@ -211,7 +241,12 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
     def _return_idle(
         self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
     ) -> None:
-        """Return ranges whose streams are idle, and keep the others pending."""
+        """Return the ranges whose streams are idle, and put the other ranges back among the pending ones.
+
+        Args:
+            dying: ranges without views, each with the stream that may still use it.
+            are_idle: whether each stream is idle; a missing stream counts as busy.
+        """
         for place, key in dying:
             if are_idle.get(key):
                 self._returned_ranges.append(place)
@@ -219,7 +254,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 self._pending_returns.append((place, key))
 
     def _get_current_stream(self) -> _StreamKey | None:
-        """Return the key of this thread's current stream; None while the stream is being captured."""
+        """Return the key of this thread's current stream; None while a CUDA graph is captured on the stream."""
         inside = self._torch._C
         if inside._cuda_isCurrentStreamCapturing():
             return None
@@ -228,6 +263,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return key
 
     def _get_stream(self, key: _StreamKey) -> Any:
+        """Return torch's stream object for a key, made at the first use of the key."""
         stream = self._streams.get(key)
         if stream is None:
             number, index, kind = key
@@ -237,14 +273,14 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
 
 
 class BusyStream:
-    """A stream with unfinished work that must be waited for."""
+    """A CUDA stream with unfinished work, for which the caller must wait."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda = cuda
         self._stream = stream
 
     def wait_idle(self) -> None:
-        """Wait until the work that the stream has now is finished."""
+        """Wait until the work that the stream has now is finished: poll for a short time, then sleep."""
         give_up = time.perf_counter() + _SPIN_S
         while not self._stream.query():
             if time.perf_counter() > give_up:
@@ -255,7 +291,10 @@ class BusyStream:
 
 
 def make_device_arena(offer: Any) -> DeviceArena | None:
-    """Make an arena in the memory of the device that a server offers; return None where that is impossible."""
+    """Make an arena for the device that a server offers; None without a valid offer or a usable device.
+
+    Args: offer: the server's description of its device, an object with the device's `uuid`.
+    """
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
@@ -270,7 +309,7 @@ _LEAVING: dict["DeviceMemoryOffer", Callable[[], None]] = {}
 
 
 class DeviceMemoryOffer:
-    """The server's offer of device memory to one connection."""
+    """The server's offer of device memory to one connection, and the arena made from the offer."""
 
     def __init__(self) -> None:
         self._offer: object = _UNKNOWN
@@ -288,7 +327,9 @@ class DeviceMemoryOffer:
             self._offer = greeting.get("device", _UNKNOWN)
 
     def get_arena(self, index: int) -> DeviceArena | None:
-        """Return the arena in a device's memory; None where the server offers no memory of that device.
+        """Return the arena of the device with this index, made at the first call.
+
+        None if the server offers no memory of that device, or the memory cannot be shared.
 
         Args: index: torch's index of the device.
         """
@@ -299,16 +340,21 @@ class DeviceMemoryOffer:
         return arena if arena is not None and index == arena.ordinal else None
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
-        """Do as `DeviceArena.add_device_segment`."""
+        """Map a segment that the server has made, and add it to the device's arena.
+
+        Raises:
+            ValueError: no device memory was requested, the descriptor is of no such memory, or there is a
+                segment of that number.
+        """
         if self._arena is None:
             raise ValueError("the server sent device memory that was not requested")
         self._arena.add_device_segment(number, descriptor, nbytes)
 
     def call_when_empty(self, host: HostArena, then: Callable[[], None]) -> None:
-        """Call `then` once no block of any arena is in use; nothing may be allocated from here on.
+        """Call `then` once no block of either arena, host or device, is in use; allocate nothing from here on.
 
-        Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a reference
-        cycle is collected without the connection's open socket.
+        Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a
+        reference cycle is collected without the connection's open socket.
         """
         device = self._arena
 

@@ -28,7 +28,7 @@ class DeviceCallMessage:
     """The message of a call, and the device memory that its tensors and results use.
 
     Attributes:
-        retained_inputs: objects that keep the memory that the server reads.
+        retained_inputs: objects that keep the memory that the server reads allocated.
         result_blocks: the block of each result, by name.
     """
 
@@ -46,7 +46,12 @@ def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
 
 
 def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[DeviceCallMessage]:
-    """Put a call's tensors into the arena, copying only those outside it, and build the message."""
+    """Put a call's tensors into shared device memory, allocate memory for its results, and build its message.
+
+    Tensors that are in shared memory already are not copied.  The generator yields the number of bytes for
+    which there is no space, or a stream whose work must be finished before the server reads the tensors; it
+    continues after the caller has added memory, or has waited.
+    """
     assert call.tensors is not None
     assert call.expected_results is not None
     if busy := arena.find_busy_stream():
@@ -65,13 +70,20 @@ def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[D
 
 
 def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
-    """Allocate a block of the arena, which grows if necessary."""
+    """Allocate a block of shared device memory.
+
+    While there is no space, the generator yields the number of bytes, for the caller to add memory.
+    """
     while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
 
 
 def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> DeviceNeeds[TensorReference]:
+    """Return a tensor's location in shared device memory; copy the tensor there if it is elsewhere.
+
+    Args: inputs: receives the objects that keep the copy's memory allocated.
+    """
     source = tensor.view_tensor if isinstance(tensor, TorchCudaTensor) else None
     if source is not None and source.device.index == arena.ordinal:
         found = arena.locate_tensor(source)
@@ -89,7 +101,7 @@ def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArenaResponse(ArenaResponse):
-    """A response with tensors in the memory of a device.
+    """A response over shared memory, whose tensors are in blocks of shared device memory.
 
     Attributes:
         arena: the arena of the tensors.
@@ -100,6 +112,11 @@ class DeviceArenaResponse(ArenaResponse):
     device_blocks: Mapping[str, DeviceBlock] = field(default_factory=dict)
 
     def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+        """Return a result as a CUDA tensor over its block, after a check that it was requested and fits there.
+
+        Raises:
+            UnexpectedAnswerError: the check failed.
+        """
         dtype, block = DTYPES.get(located.dtype), self.device_blocks.get(name)
         if dtype is None or block is None or self.arena is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
@@ -111,12 +128,20 @@ class DeviceArenaResponse(ArenaResponse):
 def make_device_response(
     response: frames.LocalResponse, arena: DeviceArena, blocks: Mapping[str, DeviceBlock]
 ) -> ArenaResponse:
-    """Convert a response of the protocol to that of a call."""
+    """Convert a response of the shared-memory protocol to an `ApiResponse`.
+
+    An error gets the headers and the body that it has over HTTP.
+
+    Args: blocks: the device memory of each result, by name.
+    """
     if response.status >= 400:
         return make_arena_response(response, {})
     return DeviceArenaResponse(response.status, {}, memoryview(b""), response, {}, arena, blocks)
 
 
 def list_device_segment_sizes(lacking: int, nbytes: int) -> list[int]:
-    """Do as `call_messages.list_segment_sizes` for device memory; each segment takes a millisecond to make."""
+    """Return the sizes to try in turn for a new segment when an arena of `nbytes` lacks `lacking` bytes.
+
+    They are larger than for host memory, because each segment of device memory takes a millisecond to make.
+    """
     return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

@@ -21,11 +21,11 @@ from normserve.client.errors import (
 
 
 def parse_strict_json(body: bytes) -> Any:
-    """Parse a JSON document.
+    """Parse a JSON document, and refuse values such as NaN that Python's parser accepts but JSON lacks.
 
     Raises:
-        ValueError: it is no JSON, nests deeper than Python's parser goes, names NaN or an infinity, which JSON
-            does not have, or holds half of a surrogate pair, which is no text.
+        ValueError: it is no JSON, nests deeper than Python's parser goes, names NaN or an infinity, which
+            JSON does not have, or holds half of a surrogate pair, which is no text.
     """
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
@@ -58,7 +58,7 @@ _FROM_BETWEEN = (500, 502)
 
 
 def make_api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
-    """Make the error of a response with a status of 400 or above, from the server or a proxy.
+    """Make the exception for a response with a status of 400 or above, from the server or a proxy.
 
     Args:
         status, headers, body: of the response; the body may be empty.
@@ -81,6 +81,7 @@ def make_api_error(status: int, headers: Mapping[str, str], body: bytes, api_key
 
 
 def _read_problem(body: bytes) -> Mapping[str, Any]:
+    """Return the problem document in an error's body; {} if the body is no JSON object."""
     try:
         problem = parse_strict_json(body)
     except ValueError:
@@ -89,7 +90,7 @@ def _read_problem(body: bytes) -> Mapping[str, Any]:
 
 
 def _parse_retry_after_s(retry_after: str | None) -> float | None:
-    """Return the seconds until a Retry-After, a number of seconds or a date; None for any other text."""
+    """Parse a Retry-After header, a number of seconds or a date, to seconds from now; None for any other text."""
     if not retry_after:
         return None
     if retry_after.strip().isdecimal():

@@ -22,7 +22,7 @@ _FAMILIAR = ("text/html", "text/plain", "application/json", "application/problem
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """A complete response.
+    """A completely received response to a call, over any transport.
 
     Attributes:
         status: as in HTTP, for every transport.
@@ -98,6 +98,7 @@ class ApiResponse:
 def _parse_timing(
     stages: str, kernel_bytes: str | None, bandwidth: str | None, batch_size: str | None, request_id: str | None
 ) -> tuple[dict[str, float], int, float, int, str]:
+    """Parse the timing headers to the fields of `Timing`, in order; invalid values become defaults."""
     return (
         _parse_server_timing(stages),
         _parse_whole(kernel_bytes, 0),
@@ -117,7 +118,9 @@ _MAX_CACHED, _MAX_CACHED_BYTES = 256, 1024
 
 
 def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
-    """Validate the safetensors header of a body and return its entries.
+    """Validate the safetensors header of a body and return its entries, one for each tensor.
+
+    Entries of short headers are cached, because identical requests have responses with identical headers.
 
     Raises:
         NormserveError: it is no well-formed safetensors.
@@ -143,6 +146,7 @@ _DURATIONS = re.compile(", ".join([rf"{stage};dur=([0-9]{{1,15}}\.[0-9]{{1,15}})
 
 
 def _parse_server_timing(server_timing: str) -> dict[str, float]:
+    """Parse a Server-Timing header to milliseconds by stage; entries without a valid duration are left out."""
     if found := _DURATIONS.fullmatch(server_timing):
         return dict(zip(_STAGES, map(float, found.groups()), strict=True))
     stages = {}

@@ -55,10 +55,10 @@ class LimitedBody:
             self._refuse(f"the answer must have at most {self._max_bytes} bytes, {length} are announced")
 
     def append(self, piece: bytes | memoryview) -> None:
-        """Append the next piece.
+        """Append the next piece, or drop it if the body is no longer wanted.
 
         Raises:
-            UnexpectedAnswerError: the body is longer than the limit.
+            UnexpectedAnswerError: the body of a successful response is longer than the limit.
         """
         if len(self._content) + len(piece) > self._max_bytes:
             self._refuse(f"the answer must have at most {self._max_bytes} bytes, more came")
@@ -70,6 +70,11 @@ class LimitedBody:
         return memoryview(self._content)
 
     def _refuse(self, reason: str) -> None:
+        """Refuse a body that is too long or compressed: drop an error's body, which is not essential.
+
+        Raises:
+            UnexpectedAnswerError: the response is not an error, so its body is needed.
+        """
         if not self._is_error:
             raise UnexpectedAnswerError(reason)
         self.is_wanted = False
@@ -87,7 +92,7 @@ def refuse_redirect(status: int) -> None:
 
 
 class TransportErrorTranslator:
-    """A context manager that turns the exceptions of a transport into the client's errors."""
+    """A context manager that converts the exceptions of a transport, such as httpx's, to the client's errors."""
 
     __slots__ = ("_deadline",)
 

@@ -24,17 +24,18 @@ _WIDEST_BYTES = max(dtype.itemsize for dtype in DType)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedResult:
-    """The expected shape and dtype of one tensor of a response.
+    """The shape and dtype that one tensor of a response must have.
 
     Attributes:
         shape: its sizes.
         dtype: its element type; None where only the server knows it.
         is_optional: whether only the server knows if there is one.
-        has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
-            the channels in its place, which it divides.
-        max_heads: H where only the server knows whether the shape is [H, *shape], of parameters of each head;
-            0 where it is `shape`.
-        allocated_bytes: the most bytes that the tensor has in `shape`, for which memory is allocated at first.
+        has_groups: whether only the server knows the number of groups, the actual last size; `shape` then
+            ends in the number of channels, which it must divide.
+        max_heads: H if the layer may have separate parameters for each head, so that [H, *shape] is
+            accepted, too; 0 if only `shape` is.
+        allocated_bytes: the most bytes that the tensor has in `shape`, for which memory is allocated at
+            first.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +55,10 @@ class ExpectedResult:
         return self.allocated_bytes * max(1, self.max_heads)
 
     def select_heads(self) -> "ExpectedResult":
-        """Return the expectation for parameters of each head; self where the result does not depend on that."""
+        """Return the result expected of a layer that has separate parameters for each head.
+
+        That is this object itself if the shape does not depend on the layer's parameters.
+        """
         if not self.max_heads:
             return self
         return replace(self, shape=(self.max_heads, *self.shape), max_heads=0)
@@ -91,7 +95,7 @@ class ExpectedResults:
         return header + sum(output.max_bytes for output in self.by_name.values())
 
     def check(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Compare the tensors of a response with the expected ones.
+        """Raise UnexpectedAnswerError unless the tensors of a response are the expected ones.
 
         Raises:
             UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
@@ -119,7 +123,7 @@ _CACHE_SIZE = 256
 
 
 def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
-    """Return the expected results of a forward pass.
+    """Return the names, shapes and dtypes that the tensors in the response to a forward request must have.
 
     Args:
         op: the operation's name in the API.
@@ -135,7 +139,13 @@ def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[s
 
 
 def expect_backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
-    """Return the expected results of a backward pass; args as `expect_forward`."""
+    """Return the names, shapes and dtypes that the tensors in the response to a backward request must have.
+
+    Args:
+        op: the operation's name in the API.
+        tensors: the tensors of the request.
+        params: the request's query.
+    """
     described, query = _make_tensor_specs(tensors), tuple(params.items())
     return (
         _expect_numbered(_expect_backward, op, described, query)
@@ -158,6 +168,12 @@ class _TensorSpec:
 
 @functools.lru_cache(_CACHE_SIZE)
 def _expect_forward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
+    """Return the expected results of a forward request with one x, from a cache for repeated requests.
+
+    Args:
+        described: the name, dtype and shape of each tensor of the request.
+        query: the request's parameters.
+    """
     tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"y": ExpectedResult(x.shape, _find_dtype(params.get("out_dtype"), x.dtype))}
@@ -174,6 +190,12 @@ def _expect_forward(op: str, described: "_Described", query: "_Query") -> Expect
 
 @functools.lru_cache(_CACHE_SIZE)
 def _expect_backward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
+    """Return the expected results of a backward request with one x, from a cache for repeated requests.
+
+    Args:
+        described: the name, dtype and shape of each tensor of the request.
+        query: the request's parameters.
+    """
     tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"dx": ExpectedResult(x.shape, x.dtype)}
@@ -199,7 +221,16 @@ def _expect_numbered(
     described: "_Described",
     query: "_Query",
 ) -> ExpectedResults:
-    """Return the expected results for several x with shared parameters: numbered results, and sums over all x."""
+    """Return the expected results of a request with a list of tensors x.0, x.1, ...
+
+    Results with rows are numbered like x; gradients of weight and bias are summed over all x, and not
+    numbered.
+
+    Args:
+        of_one: `_expect_forward` or `_expect_backward`, for a request with one x.
+        described: the name, dtype and shape of each tensor of the request.
+        query: the request's parameters.
+    """
     shared = tuple([each for each in described if each[0].partition(".")[0] not in OF_ROWS])
     outputs: dict[str, ExpectedResult] = {}
     rows = 0
@@ -240,6 +271,10 @@ def _find_parameter_size(op: str, shape: tuple[int, ...], params: Mapping[str, s
 
 
 def _expect_statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> ExpectedResult:
+    """Return the expected shape of mean and rstd: a value for each row, or for each group of each sample.
+
+    Args: shape: x's.
+    """
     if op != "group_norm":
         return ExpectedResult(shape[:-1], DType.FLOAT32)
     if (groups := params.get("num_groups", "")).isdecimal():

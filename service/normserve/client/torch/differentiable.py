@@ -42,13 +42,21 @@ class ClientOperation:
         self.client, self.method_name, self.options, self.out_dtype = client, name, options, out_dtype
 
     def run_forward(self, inputs: Sequence[Tensor | None], stats: bool | None) -> ForwardResult[Tensor]:
-        """Args: inputs: tensors in the order of `_INPUTS`."""
+        """Run the forward pass on the server.
+
+        Args:
+            inputs: tensors in the order of `_INPUTS`.
+            stats: whether the result contains mean and rstd.
+        """
         run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.method_name)
         named = dict(zip(_INPUTS[self.method_name], inputs, strict=True))
         return run(**named, **self.options, out_dtype=self.out_dtype, stats=stats)
 
     def run_backward(self, dy: Tensor, saved: Sequence[Tensor | None]) -> BackwardResult[Tensor]:
-        """Args: saved: tensors in the order of `_INPUTS`, then mean and rstd."""
+        """Compute the gradients on the server.
+
+        Args: saved: tensors in the order of `_INPUTS`, then mean and rstd.
+        """
         run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.method_name}_backward")
         named = dict(zip((*_INPUTS[self.method_name], *_STATISTICS), saved, strict=True))
         if self.method_name == "rms_norm":
@@ -57,10 +65,16 @@ class ClientOperation:
 
 
 class _ServiceNorm(torch.autograd.Function):
-    """An autograd function that computes y of an operation, and its gradients in backward."""
+    """An autograd function whose forward and backward passes are calls of the server."""
 
     @staticmethod
     def forward(ctx: Any, operation: ClientOperation, *inputs: Tensor | None) -> Tensor:
+        """Compute y on the server, and save the tensors that backward needs, among them mean and rstd.
+
+        For a small CUDA x mean and rstd are not saved, since the server computes them again more quickly.
+
+        Args: inputs: tensors in the order of `_INPUTS`.
+        """
         result = operation.run_forward(inputs, stats=_has_kept_statistics(inputs[0]) or None)
         ctx.operation = operation
         statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
@@ -72,6 +86,10 @@ class _ServiceNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Compute the gradients on the server; return None for the operation and for inputs that need no gradient.
+
+        With grad mode on (create_graph=True), the gradients are such that a second derivative raises an error.
+        """
         if torch.is_grad_enabled():
             gradients = _BackwardWithoutDoubleBackward.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         else:
@@ -111,7 +129,10 @@ def _has_kept_statistics(x: Tensor | None) -> bool:
 
 
 def _copy_from_response(tensor: Tensor | None) -> Tensor | None:
-    """Copy a short host tensor, which may be part of a response's buffer, so that the buffer need not be kept."""
+    """Copy a short host tensor that may be a view of a response's buffer, so that the buffer can be freed.
+
+    A CUDA tensor is not copied; None stays None.
+    """
     if tensor is None:
         return None
     return _detach_view(tensor) if tensor.is_cuda else tensor.clone()
@@ -125,7 +146,7 @@ def _detach_view(result: Tensor) -> Tensor:
 def _select_backward_inputs(
     inputs: Sequence[Tensor | None], operation: ClientOperation, needs_grad: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """Return the inputs that backward needs: bias and shift only where a gradient depends on them."""
+    """Return the inputs that backward needs, with None for a bias or shift on which no needed gradient depends."""
     if operation.options["activation"] != "none" or len(inputs) < len(_OF_ROWS):
         return inputs
     x, weight, bias, *of_samples = inputs
@@ -139,6 +160,11 @@ def _select_backward_inputs(
 
 
 def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Tensor:
+    """Compute y through the autograd function if the call needs that, otherwise by the forward pass alone.
+
+    Raises:
+        RuntimeError: `torch.jit.trace` is recording, which cannot record a call of the server.
+    """
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError("torch.jit.trace cannot record a call of the service: use the module as it is")
     if _needs_autograd(inputs):
@@ -148,7 +174,11 @@ def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Ten
 
 
 def _needs_autograd(inputs: Sequence[Tensor | None]) -> bool:
-    """Return whether autograd must handle the call, if only to refuse it."""
+    """Return whether the call must pass through the autograd function.
+
+    That is so if a gradient is needed, or if forward-mode AD or a functorch transform is active, which the
+    autograd function then refuses.
+    """
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor is not None and tensor.requires_grad:
@@ -160,13 +190,15 @@ _untraced: Callable[..., Tensor] | None = None
 
 
 def normalise(client: Client, name: str, options: Mapping[str, object], *inputs: Tensor | None) -> Tensor:
-    """Compute y of a client's operation, differentiable in all tensors; a graph break for `torch.compile`.
+    """Compute y of an operation on the server, differentiable with respect to all tensors.
+
+    `torch.compile` breaks its graph at this call.
 
     Args:
-        name, options: the client's method, and the arguments of both of its passes beside tensors; `activation` is
-            among them.
-        inputs: x and the operation's parameters, None where there is none: for LayerNorm weight and bias, for
-            RMSNorm weight, for GroupNorm weight, bias, scale and shift.
+        name, options: the client's method, and the arguments of both of its passes beside tensors;
+            `activation` is among them.
+        inputs: x and the operation's parameters, None where there is none: for LayerNorm weight and bias,
+            for RMSNorm weight, for GroupNorm weight, bias, scale and shift.
     """
     global _untraced
     out_dtype = _get_autocast_dtype(name, inputs[0]) if torch.is_autocast_enabled(_AUTOCASTING) else None

@@ -12,7 +12,7 @@ from normserve.codec.api_names import ACTIVATIONS, ActivationName
 
 
 class _ClientHolder:
-    """The holder of a module's client; copies of the module share it, and pickles omit the client."""
+    """A holder of the client of a module, so that copies of the module share the client and pickles omit it."""
 
     def __init__(self, client: Client | None = None) -> None:
         self.client = client
@@ -25,7 +25,10 @@ class _ClientHolder:
 
 
 class _ServiceModule(nn.Module):
-    """A base class in front of each torch module, which adds a client and an activation after the norm."""
+    """A base class that adds a client, and an activation after the norm, to a torch norm module.
+
+    It precedes torch's class among the bases.
+    """
 
     #: Added to the weight; used only by modules that normalise over the last axes.
     weight_offset: float = 0.0
@@ -40,7 +43,7 @@ class _ServiceModule(nn.Module):
 
     @property
     def client(self) -> Client:
-        """The client that carries the module's calls.
+        """The client that sends the module's calls to the server.
 
         Raises:
             RuntimeError: there is no client, because the module was unpickled.
@@ -74,7 +77,7 @@ class _ServiceModule(nn.Module):
 
 
 class _ServiceRowModule(_ServiceModule):
-    """A base class of modules that normalise over the last axes."""
+    """The base class of `LayerNorm` and `RMSNorm`, which normalise over the last axes."""
 
     normalized_shape: tuple[int, ...]
 
@@ -85,14 +88,17 @@ class _ServiceRowModule(_ServiceModule):
         _check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """Reset the parameters so that, as in torch, x_hat is multiplied by one.
-
-        The weight becomes 1 - weight_offset, and the bias 0.
-        """
+        """Set the weight to 1 - weight_offset and the bias to 0, with the same effect as torch's initial values."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
     def _normalise_rows(self, operation: str, x: Tensor, eps: float, **parameters: Tensor | None) -> Tensor:
+        """Compute a norm over the last axes, which are flattened to one axis for the server.
+
+        Args:
+            operation: the name of the client's method.
+            parameters: weight and, for LayerNorm, bias.
+        """
         shape, options = self.normalized_shape, self._make_options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
@@ -366,6 +372,11 @@ class GroupNorm(_ServiceModule, nn.GroupNorm):
 
 
 def _flatten_rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """Flatten the last axes of x, those to normalise over, to one axis.
+
+    Raises:
+        ValueError: the last axes of x are not normalized_shape.
+    """
     axes = len(normalized_shape)
     if not axes or x.shape[-axes:] != normalized_shape:
         raise ValueError(
@@ -375,6 +386,11 @@ def _flatten_rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
 
 
 def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """Flatten a parameter to one axis; return None for None.
+
+    Raises:
+        ValueError: the parameter's shape is not normalized_shape.
+    """
     if parameter is None:
         return None
     if parameter.shape != normalized_shape:
@@ -383,6 +399,7 @@ def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tu
 
 
 def _check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
+    """Raise ValueError unless the offset is 0 or 1, and 0 for a module without a weight."""
     if weight_offset not in (0.0, 1.0):
         raise ValueError(f"weight_offset must be 0 or 1, got {weight_offset}")
     if weight_offset and weight is None:

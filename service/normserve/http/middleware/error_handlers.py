@@ -37,7 +37,7 @@ _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
 
 
 class ProblemResponse(Response):
-    """A response that the edge's `send_problem` sends for an error."""
+    """A response that sends the problem document of an error through the middleware's `send_problem`."""
 
     def __init__(self, error: NormserveError, exchange: HttpExchange) -> None:
         super().__init__(status_code=500)
@@ -48,7 +48,10 @@ class ProblemResponse(Response):
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Answer an error of the framework: an unknown path, a wrong method, or an invalid request."""
+    """Answer an error of the framework: an unknown path, a wrong method, or an invalid request.
+
+    An OPTIONS request is answered with the methods that its path allows.
+    """
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return await handle_normserve_error(request, NotFoundError(_describe_missing_path(request)))
@@ -65,7 +68,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def handle_validation_error(request: Request, error: Exception) -> Response:
-    """Answer an error in parameters that a handler declares, without the values that were sent."""
+    """Answer invalid route parameters with FastAPI's first message, without the values that were sent."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -78,16 +81,16 @@ async def handle_unexpected_error(request: Request, error: Exception) -> Respons
 
 
 async def handle_normserve_error(request: Request, error: Exception) -> Response:
-    """Answer an error of a route before FastAPI's own layers see it.
+    """Return the response with the problem document of an error that a FastAPI route raised.
 
-    Errors of direct routes reach the edge unchanged.
+    An error of a direct route does not pass through FastAPI: the middleware answers it.
     """
     assert isinstance(error, NormserveError)
     return ProblemResponse(error, request.state.exchange)
 
 
 def _describe_missing_path(request: Request) -> str:
-    """Format the message for a path without a route, with the closest path that has one."""
+    """Format the message for a path without a route; it names the most similar path that has one."""
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
         requested_path, existing_path = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
@@ -98,7 +101,10 @@ def _describe_missing_path(request: Request) -> str:
 
 
 def _strip_path_parameters(path: str, template: str) -> tuple[str, str]:
-    """Return a request's path and a route's, both without the segments in which the route has a parameter."""
+    """Return a request's path and a route's template, with the route's parameter segments empty in both.
+
+    Thus the values of parameters do not change how similar the two are.
+    """
     template_segments = template.split("/")
     is_parameter = [segment.startswith("{") for segment in template_segments]
     path_segments = itertools.zip_longest(path.split("/"), is_parameter)
@@ -111,6 +117,7 @@ def _strip_path_parameters(path: str, template: str) -> tuple[str, str]:
 
 
 def _find_allowed_methods(request: Request) -> list[str]:
+    """Return the sorted methods of all routes that match the request's path, and OPTIONS."""
     methods = {"OPTIONS"}
     for route in request.app.state.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

@@ -38,7 +38,7 @@ _MAX_ACCEPTED_HOSTS = 1024
 
 
 class OriginPolicy:
-    """Decides about the `Host` and the `Origin` of every request."""
+    """The rules for the `Host` that a request names, and for the `Origin` of the web page that sends it."""
 
     def __init__(self, hosts: Iterable[str] | None, cors_origins: Iterable[str] = ()) -> None:
         """Args:
@@ -69,7 +69,10 @@ class OriginPolicy:
         }
 
     def check_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
-        """Check a request's host and origin; return the response's CORS headers, and for a preflight the response.
+        """Check a request's host and origin; return the response's CORS headers, and the response to a
+        preflight.
+
+        The second value is None unless the request is a CORS preflight, which no route handles.
 
         Raises:
             MisdirectedRequestError: the request names a host that is not the server's.
@@ -87,6 +90,13 @@ class OriginPolicy:
         return self._same_origin_result if origin is None else self._check_origin(origin, scope, headers)
 
     def _require_known_host(self, host: bytes, path: str) -> None:
+        """Refuse a `Host` that is not the server's, except for health probes.
+
+        A valid value is remembered, so that it is parsed only once.
+
+        Raises:
+            MisdirectedRequestError: the host is not the server's.
+        """
         assert self._known_hosts is not None
         found = _parse_authority(host.decode("latin-1"))
         if found is not None and found[0] in self._known_hosts:
@@ -101,6 +111,11 @@ class OriginPolicy:
     def _check_origin(
         self, origin: bytes, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> tuple[Headers, Response | None]:
+        """Check the origin of a request; return the CORS headers, and for a preflight the response.
+
+        Raises:
+            ForbiddenOriginError: the origin is neither the server's own nor an allowed one.
+        """
         shared = self._cors_headers.get(origin)
         if shared is None:
             if not _is_own_origin(origin, scope["scheme"], headers.get(b"host", b"")):
@@ -120,12 +135,12 @@ class OriginPolicy:
 
 
 def list_allowed_hosts(host: str, allowed: str) -> list[str] | None:
-    """List the hosts of a server, in the form that `OriginPolicy` takes.
+    """List the hosts that requests may name; return None if they may name any host.
 
     Args:
-        host: the address that it listens on.
-        allowed: the setting; if it is empty, a server on a loopback address accepts only that, since only this
-            machine can reach it.
+        host: the address that the server listens on.
+        allowed: the setting; if it is empty, a server on a loopback address accepts only that, since
+            only this machine can reach it.
     """
     if allowed == "*":
         return None
@@ -146,9 +161,9 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
-    """Return whether an origin is this server, under the host name of the request.
+    """Return whether a page's origin has the host and port that the request's `Host` names.
 
-    A server that uses plain HTTP may be behind a proxy that uses TLS.
+    If the server uses plain HTTP, the origin may be `https`: a proxy before the server may use TLS.
     """
     parsed_origin = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
     if parsed_origin is None or (scheme == "https" and parsed_origin[1] != scheme):
@@ -161,14 +176,20 @@ def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
 
 
 def _normalise_host(host: str) -> str | None:
-    """Return a name or an address of the settings in the form of `_parse_authority`; None if it is neither."""
+    """Return a host name or address from the settings, spelled as by `_parse_authority`; None if it is
+    neither.
+    """
     bare = host.count(":") > 1 and not host.startswith("[")
     found = _parse_authority(f"[{host}]" if bare else host)
     return None if found is None else found[0]
 
 
 def _parse_authority(text: str) -> tuple[str, int | None] | None:
-    """Parse name and port of `name[:port]`, in one form for all spellings; return None if it has another form."""
+    """Parse `name[:port]` into name and port; return None if the text has another form.
+
+    The name is in lower case, an IPv6 address in its shortest spelling.  Without a port, the port is
+    None.
+    """
     if len(text) > _LONGEST_AUTHORITY or (found := _AUTHORITY.fullmatch(text.lower())) is None:
         return None
     name, port = found[1], int(found[2]) if found[2] else None

@@ -38,7 +38,7 @@ _names = random.Random()
 
 
 class RequestMiddleware:
-    """The middleware that wraps the application."""
+    """The outermost ASGI application: checks hosts, origins and keys, sends errors, and records requests."""
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class RequestMiddleware:
             self._finish_exchange(exchange, outgoing)
 
     def _make_exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpExchange:
+        """Make the exchange of a request, with its id and a new record; the sender has no key yet."""
         client = scope["client"]
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
         record = RequestRecord(transport=transport, began_at=scope["state"]["reception"].began_at)
@@ -108,7 +109,11 @@ class RequestMiddleware:
         )
 
     def _authorise(self, exchange: HttpExchange) -> None:
-        """Refuse a request that its key does not allow."""
+        """Check that the request's API key allows its route, and record the key as the sender.
+
+        Raises:
+            NormserveError: the key is missing, unknown or not sufficient, or its rate limit is exceeded.
+        """
         if self._key_authorisation is None:
             return
         scope = exchange.scope
@@ -118,6 +123,7 @@ class RequestMiddleware:
             self._key_authorisation.authorise_request(exchange, token, needed, scope["method"], scope["path"])
 
     def _finish_exchange(self, exchange: HttpExchange, outgoing: "_ResponseRecorder") -> None:
+        """Complete the request's record and report it; for a layer change, also write an audit log entry."""
         record = exchange.record
         record.received_bytes = exchange.incoming_body.received_bytes
         if outgoing.has_started and "kernel" in record.stage_seconds:
@@ -132,7 +138,10 @@ class RequestMiddleware:
 
 
 def _audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
-    """Log a request to change a layer, once its result is known."""
+    """Write an audit log entry for a finished request that was to register or remove a layer.
+
+    Requests with other methods are ignored.
+    """
     results = _RESULTS.get(scope["method"])
     if results is None:
         return
@@ -148,7 +157,7 @@ def _audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
 
 
 async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send) -> None:
-    """Send an error's problem document as the response."""
+    """Send an error's problem document as the response, and note the error in the request's record."""
     exchange.record.error_code = error.code
     if isinstance(error, ClientLeftError):
         exchange.is_client_disconnected = True
@@ -158,7 +167,7 @@ async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send
 
 
 class _ResponseRecorder:
-    """Sends a response with the headers that every response has, and records it.
+    """Sends a response with the headers that all responses have, and records its status and size.
 
     Attributes:
         cors_headers: headers for the web page that sent the request, if a page did.
@@ -171,7 +180,7 @@ class _ResponseRecorder:
         self.cors_headers: Headers = ()
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a complete response to a request that has been received completely.
+        """Send a complete response to a request whose body has been received completely.
 
         Raises:
             MemoryError: there is no memory to send from; an error can still be sent.
@@ -198,6 +207,7 @@ class _ResponseRecorder:
         self._exchange.is_client_disconnected |= isinstance(error, ClientLeftError)
 
     async def forward_message(self, message: Message) -> None:
+        """Forward an ASGI message of a response, and count its body bytes."""
         if message["type"] == "http.response.start":
             await self._send_start(message)
             return
@@ -205,6 +215,10 @@ class _ResponseRecorder:
         await self._send(message)
 
     async def _send_start(self, message: Message) -> None:
+        """Forward the start of a response with the common headers, and record the status.
+
+        The request no longer counts as work that the server must finish.
+        """
         self.has_started = True
         self._exchange.end_processing()
         self._exchange.record.status = message["status"]

@@ -8,10 +8,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def parse_datatype(name: str, datatype: str) -> DType:
-    """Return the element type of the tensor `name`.
+    """Convert the protocol's name of a datatype, for example `FP16`, to an element type.
+
+    Args: name: the tensor's name, for the error's message.
 
     Raises:
-        UnsupportedDtypeError: the server does not support it.
+        UnsupportedDtypeError: the server does not support the datatype.
     """
     dtype = DTYPES.get(datatype)
     if dtype is None:

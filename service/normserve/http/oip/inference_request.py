@@ -60,7 +60,7 @@ _MARK = "\ufeff".encode()
 
 
 class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The location of an input's bytes, if they are not in the JSON."""
+    """The location of an input's bytes, unless its values are in the JSON."""
 
     binary_data_size: Size | None = None
     shared_memory_region: str | None = None
@@ -69,7 +69,7 @@ class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class InputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One input."""
+    """The JSON description of one input tensor, with its values if these are in the JSON, too."""
 
     name: str
     shape: tuple[Size, ...]
@@ -79,7 +79,7 @@ class InputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The requested location of an output's bytes."""
+    """The requested location of an output: the JSON, the binary data after it, or a shared memory region."""
 
     binary_data: bool | None = None
     classification: int = 0
@@ -89,17 +89,17 @@ class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OutputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One requested output."""
+    """The JSON description of one requested output tensor."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
 class InferenceHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A complete request without its binary data.
+    """The JSON header of an inference request: the complete request without its binary data.
 
     Attributes:
-        model_name, model_version: some clients repeat here the values of the path.
+        model_name, model_version: the values in the path, which some clients repeat here.
     """
 
     inputs: tuple[InputHeader, ...]
@@ -114,7 +114,9 @@ _DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
 def parse_json_length(header_value: bytes | None, announced: int | None) -> int | None:
-    """Parse the number of bytes of JSON in a body from its header; return None if the complete body is JSON.
+    """Parse the header field with the number of bytes of JSON in a body.
+
+    Return None if the field is absent: the complete body is JSON.
 
     Args:
         header_value: the value of the header field `LENGTH`, None if it is absent.
@@ -139,7 +141,11 @@ def parse_json_length(header_value: bytes | None, announced: int | None) -> int 
 
 
 def require_json_limit(nbytes: int) -> None:
-    """Raises: TooLargeError: the JSON is too long."""
+    """Require that a request's JSON of `nbytes` is not longer than `MAX_JSON_BYTES`.
+
+    Raises:
+        TooLargeError: the JSON is longer.
+    """
     if nbytes > MAX_JSON_BYTES:
         raise TooLargeError(
             f"a request's JSON must be at most {MAX_JSON_BYTES} bytes, got {nbytes}: send tensors as binary data"
@@ -147,10 +153,11 @@ def require_json_limit(nbytes: int) -> None:
 
 
 def parse_header(text: bytes | memoryview) -> InferenceHeader:
-    """Parse the JSON header.
+    """Parse the JSON header of an inference request, in which unknown fields are refused.
 
     Raises:
-        MalformedPayloadError: the JSON has another form or too many fields, or two tensors have the same name.
+        MalformedPayloadError: the JSON has another form or too many fields, or two tensors have the
+            same name.
         InvalidParameterError: a tensor has an unknown parameter.
         TooLargeError: there are too many tensors.
     """
@@ -175,7 +182,10 @@ def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:
 
 
 def _make_format_error(reason: str) -> MalformedPayloadError | InvalidParameterError:
-    """Make the error for JSON of another form; for an unknown field, its message has the closest known one."""
+    """Make the error for a header that the JSON decoder refused, from the decoder's message.
+
+    For an unknown field, the error names the most similar known field.
+    """
     _, unknown, rest = reason.partition("unknown field `")
     where = reason.rpartition(" - at `")[2].rstrip("`") if " - at `" in reason else "$"
     if not unknown:
@@ -191,6 +201,14 @@ def _make_format_error(reason: str) -> MalformedPayloadError | InvalidParameterE
 
 
 def _require_distinct_names(what: str, names: list[str]) -> None:
+    """Refuse more than `MAX_TENSORS` tensors, or two with the same name.
+
+    Args: what: "inputs" or "outputs", for the error's message.
+
+    Raises:
+        TooLargeError: there are too many tensors.
+        MalformedPayloadError: two have the same name.
+    """
     if len(names) > MAX_TENSORS:
         raise TooLargeError(f"a request must have at most {MAX_TENSORS} {what}, got {len(names)}")
     if len(set(names)) != len(names):
@@ -199,21 +217,29 @@ def _require_distinct_names(what: str, names: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JsonSource:
-    """A tensor in the JSON."""
+    """The source of an input tensor whose values are in the JSON header."""
 
     json: msgspec.Raw
 
 
 @dataclass(frozen=True, slots=True)
 class BinarySource:
-    """A tensor in the body, from byte `start` on, with the length that its shape requires."""
+    """The source of an input tensor whose bytes are in the body, from offset `start` on.
+
+    Their number follows from the tensor's shape and dtype.
+    """
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class RegionReference:
-    """A tensor that is read from or written to memory that the client registered."""
+    """A byte range of a registered memory region, which an input is read from or an output is written to.
+
+    Attributes:
+        name: the region's name.
+        offset: offset of the range in the region, in bytes.
+    """
 
     name: str
     offset: int
@@ -237,11 +263,11 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """One requested output tensor.
+    """One requested output tensor, and the form in which it is returned.
 
     Attributes:
-        is_binary: whether it is sent after the JSON instead of in it.
-        region: the region that it is written to instead of being sent.
+        is_binary: whether it is sent as binary data after the JSON, not in the JSON.
+        region: the memory region that it is written to; None if it is sent.
     """
 
     name: str
@@ -251,7 +277,7 @@ class RequestedOutput:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One request, without its tensors' memory.
+    """A checked inference request: its options and descriptions of its tensors, without their data.
 
     Attributes:
         layer: name of the layer whose parameters are used.
@@ -274,9 +300,9 @@ class InferenceRequest:
 def check_request(
     model: InferenceModel, header: InferenceHeader, json_bytes: int, body_bytes: int
 ) -> InferenceRequest:
-    """Check a header against its model.
+    """Check the fields of a parsed header against the model; return the request that they describe.
 
-    Args: body_bytes: length of the JSON and everything after it.
+    Args: body_bytes: length of the JSON and all binary data after it.
 
     Raises:
         NormserveError: the header is invalid.
@@ -307,9 +333,11 @@ def check_request(
 
 
 def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
-    """Make the request of a body that consists of x alone: float32, rows of the model's length or one row.
+    """Make the request for a body without JSON, whose bytes are the float32 values of x.
 
-    Args: row: the shape of a layer's row, [N], or [H, N] with heads; None: one row of any length.
+    For a layer, x has as many rows as fit; for an operation, x is a single row.
+
+    Args: row: the shape of one row of a layer's x, [N], or [H, N] with heads; None for an operation.
 
     Raises:
         NormserveError: the model needs more than x, or the bytes are not such an x.
@@ -357,6 +385,11 @@ def _make_spec(model: InferenceModel, values: dict[str, Any]) -> NormSpec:
 
 
 def _pop_flag(given: dict[str, Value], name: str) -> bool:
+    """Remove a flag from `given` and return it; return False if it is absent.
+
+    Raises:
+        InvalidParameterError: the value is neither true nor false.
+    """
     value = given.pop(name, False)
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be true or false")
@@ -364,7 +397,13 @@ def _pop_flag(given: dict[str, Value], name: str) -> bool:
 
 
 def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
-    """Remove the timeout from `given`; return it in milliseconds, or None for the server's default."""
+    """Remove `timeout`, in microseconds, from `given`; return it in milliseconds.
+
+    Return None for the server's default, if the timeout is absent or 0.
+
+    Raises:
+        InvalidParameterError: the value is not an integer from 0 to a day.
+    """
     value = given.pop("timeout", 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
         raise InvalidParameterError("timeout must be a whole number of microseconds, a day at most")
@@ -372,6 +411,12 @@ def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
 
 
 def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[str, Any]:
+    """Parse a request's parameters like the query parameters of `/v1`.
+
+    Raises:
+        MalformedPayloadError: a parameter's name is reserved.
+        InvalidParameterError: a parameter is unknown or has an invalid value.
+    """
     accepted = _list_parameters(model)
     for name in given:
         if name.startswith(_RESERVED):
@@ -383,6 +428,10 @@ def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[st
 
 
 def _list_parameters(model: InferenceModel) -> Parameters:
+    """List the parameters that requests to a model may have: those of its operation.
+
+    For a layer, the options that the layer fixes are left out.  The timeout is parsed separately.
+    """
     of_layer = {"layer", *[option.name for option in LAYER_OPTIONS]} if model.is_layer else set()
     # The protocol has no datatype of eight bits.
     changed = {"out_dtype": OUT_DTYPE_OF_FLOATS}
@@ -395,13 +444,22 @@ def _list_parameters(model: InferenceModel) -> Parameters:
 
 
 def _format_query_value(value: Value) -> str:
-    """Format a parameter as a value of a query."""
+    """Format a JSON parameter as text for the parser of query parameters."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
 
 
 def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool) -> RequestedOutput:
+    """Check one requested output against the model; return the form in which it is to be returned.
+
+    If x is sent as several tensors, an output's name may have a number, for example `y.0`.
+
+    Args: all_binary: whether an output is binary if it does not specify that.
+
+    Raises:
+        NormserveError: the name is not that of an output, or the parameters are invalid.
+    """
     output_names = list_output_names(model)
     base, _, number = header.name.partition(".")
     if header.name not in output_names and not (base in output_names and number.isdigit()):
@@ -418,7 +476,17 @@ def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool)
 
 
 def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[InputTensor, ...]:
-    """Check the inputs, in order; binary ones must follow the JSON one after another, up to the body's end."""
+    """Check the inputs in order; return them with the location of each one's data.
+
+    Binary inputs must follow the JSON one after another, up to the end of the body.
+
+    Args:
+        json_bytes: length of the JSON.
+        body_bytes: length of the complete body.
+
+    Raises:
+        NormserveError: an input is invalid, or the body has another length.
+    """
     inputs = []
     position = json_bytes
     for header in headers:
@@ -451,6 +519,11 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
 
 
 def _read_region(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
+    """Return the region range that a tensor's parameters name; None if they name no region.
+
+    Raises:
+        MalformedPayloadError: some of the parameters for a region are missing.
+    """
     if parameters.shared_memory_region is None:
         if parameters.shared_memory_byte_size is not None or parameters.shared_memory_offset is not None:
             raise MalformedPayloadError(f"{name[:64]!r} must name the shared_memory_region of its size and offset")

@@ -49,6 +49,8 @@ def build_response(
 ) -> tuple[Buffers, bytes, Headers]:
     """Build a response: the body in pieces, its media type, and the header with the length of the JSON.
 
+    There is no such header if the complete body is JSON.
+
     Raises:
         NotAcceptableError: JSON cannot represent a value of a result.
     """
@@ -81,7 +83,7 @@ def build_response(
 def _select_outputs(
     model: InferenceModel, request: InferenceRequest, results: Mapping[str, object]
 ) -> Sequence[RequestedOutput]:
-    """List the requested outputs that exist; all results if no outputs are named."""
+    """List the requested outputs that the results contain; list all results if the request names none."""
     if request.outputs is not None:
         return [each for each in request.outputs if each.name in results]
     order = {name: place for place, name in enumerate(list_output_names(model))}

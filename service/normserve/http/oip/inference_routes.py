@@ -46,7 +46,7 @@ _PREPARED_BYTES, _BYTES_PER_JSON_BYTE = 2**11, 10
 
 @dataclass(frozen=True, slots=True)
 class InferenceRoutes:
-    """Handles inference requests.
+    """The handlers of inference requests, `POST /v2/models/{model}/infer`.
 
     Attributes:
         prepared_calls: the cache of parsed and checked JSON headers.
@@ -60,7 +60,7 @@ class InferenceRoutes:
     prepared_calls: PreparedCallCache
 
     def make_router(self) -> APIRouter:
-        """Make the routes of the two paths, with a version and without."""
+        """Make the routes of inference, for paths with a model's version and without."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
             router.add_api_route(
@@ -85,6 +85,10 @@ class InferenceRoutes:
             raise
 
     async def _run_inference(self, exchange: HttpExchange, model: InferenceModel) -> BuffersResponse:
+        """Receive the request's body, compute its results on the device, and build the response.
+
+        Inputs may be in shared memory, and results may be written there.
+        """
         require_uncompressed(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
         of_json = parse_json_length(exchange.headers.get(LENGTH), exchange.incoming_body.content_length)
         # A layer that is removed while the body arrives stays valid for this request.
@@ -138,7 +142,18 @@ class InferenceRoutes:
     def _parse_request(
         self, model: InferenceModel, row: tuple[int, ...] | None, of_json: int | None, body: memoryview, tenant: str
     ) -> InferenceRequest:
-        """Return the request in a body, checked against the model."""
+        """Return the request that a body contains, checked against the model.
+
+        The request is taken from the cache if the same JSON was parsed before for this tenant, model and
+        body length.  JSON that is long or contains tensor values is not cached.
+
+        Args:
+            row: the shape of one row of a layer's x; None for an operation.
+            of_json: number of bytes of JSON at the beginning of the body; None if the complete body is JSON.
+
+        Raises:
+            NormserveError: the JSON is invalid.
+        """
         if of_json is not None and of_json > len(body):
             raise MalformedPayloadError(
                 f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}"
@@ -158,6 +173,13 @@ class InferenceRoutes:
 def _check_body(
     model: InferenceModel, row: tuple[int, ...] | None, json: memoryview, of_json: int | None, body_bytes: int
 ) -> InferenceRequest:
+    """Parse the JSON of a body and check it against the model; a body without JSON is x alone.
+
+    Args:
+        row, of_json: as for `_parse_request`; `of_json` is 0 for a body without JSON.
+        json: the JSON.
+        body_bytes: length of the complete body.
+    """
     if of_json == 0:
         return make_raw_request(model, row, body_bytes)
     require_json_limit(len(json))
@@ -167,9 +189,10 @@ def _check_body(
 def _build_tensors(
     inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
 ) -> Mapping[str, HostTensor]:
-    """Build the tensors by name; binary ones are views of the body.
+    """Build the input tensors, by name; those sent as binary data are views of the body.
 
-    Args: shared: the tensors in regions, by name: copies, or `DeviceMemoryView` of the regions themselves.
+    Args: shared: the bytes of tensors in shared memory, by name: copies, or a `DeviceMemoryView` of the
+        region.
 
     Raises:
         NormserveError: a tensor is invalid.
@@ -178,6 +201,7 @@ def _build_tensors(
 
 
 def _build_input_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
+    """Build one input tensor, from a range of the body, JSON values or shared memory."""
     match each.source:
         case BinarySource(start):
             return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])

@@ -17,12 +17,12 @@ _NEVER = ("cache_hit", "cache_miss")
 
 @dataclass(slots=True)
 class ModelStatistics:
-    """The statistics of one model.
+    """The number of a model's inferences, and the seconds that they spent in each stage.
 
     Attributes:
         launches: each of n requests that share a launch counts as 1/n.
-        last_ms: when the last one ended, in milliseconds since 1970; 0 before the first.
-        counts, seconds: by stage.
+        last_ms: when the last inference ended, in milliseconds since 1970; 0 before the first.
+        counts, seconds: number of inferences and their seconds, by stage.
     """
 
     launches: float = 0.0
@@ -31,7 +31,10 @@ class ModelStatistics:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))
 
     def add_counts(self, other: Mapping[str, Any]) -> None:
-        """Add the counts of another process."""
+        """Add the counts of the same model in another process.
+
+        Args: other: the counts, from `to_dict`.
+        """
         self.launches += other["launches"]
         self.last_ms = max(self.last_ms, other["last_ms"])
         for stage in _STAGES:
@@ -44,7 +47,7 @@ class ModelStatistics:
 
 
 class InferenceStatistics:
-    """Counts the inferences of one process."""
+    """The statistics of the inferences of each model in this process."""
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         """Args: models: the names of all models that exist."""
@@ -83,6 +86,10 @@ class InferenceStatistics:
         return {name: tally.to_dict() for name, tally in self._by_model.items()}
 
     def _find_statistics(self, model: str) -> ModelStatistics:
+        """Return the statistics of a model, which are created at its first inference.
+
+        If many are kept, the statistics of removed models are deleted first.
+        """
         tally = self._by_model.get(model)
         if tally is None:
             if len(self._by_model) >= self._max_models:
@@ -91,14 +98,14 @@ class InferenceStatistics:
         return tally
 
     def _remove_stale_models(self) -> None:
-        """Remove the statistics of models that do not exist any more."""
+        """Delete the statistics of models that no longer exist."""
         existing = set(self._list_model_names())
         self._by_model = {name: tally for name, tally in self._by_model.items() if name in existing}
         self._max_models = len(self._by_model) + _MOST_REMOVED
 
 
 def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make the statistics of models in the protocol's form.
+    """Add the counts of all processes, and format the statistics of these models in the protocol's form.
 
     Args: counted: the counts of each process, from `InferenceStatistics.to_dict`.
     """
@@ -111,6 +118,10 @@ def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -
 
 
 def _make_model_document(name: str, tallies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add the counts of one model in all processes, and format them in the protocol's form.
+
+    Args: tallies: the model's counts in each process, from `ModelStatistics.to_dict`.
+    """
     total = ModelStatistics()
     for tally in tallies:
         total.add_counts(tally)

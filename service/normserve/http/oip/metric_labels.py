@@ -8,7 +8,7 @@ TRANSPORT = "oip"
 
 
 def label_request(request: Request, route: str) -> HttpExchange:
-    """Set the request's metric labels to this route and protocol."""
+    """Set a request's metric labels to this route and to this protocol; return the request's exchange."""
     exchange: HttpExchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = route, TRANSPORT
     return exchange

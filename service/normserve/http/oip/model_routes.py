@@ -39,10 +39,10 @@ _QUESTION = "oip_statistics"
 
 @dataclass(frozen=True, slots=True)
 class ModelRoutes:
-    """The routes for metadata, health, configuration and statistics.
+    """The handlers of the routes for metadata, health, configuration and statistics of models.
 
     Attributes:
-        regions, device_regions: whether clients may register regions of shared memory and of CUDA memory.
+        regions, device_regions: determine whether clients may register system and CUDA shared memory.
     """
 
     engine: Engine
@@ -55,7 +55,7 @@ class ModelRoutes:
     device_regions: DeviceRegionOpener
 
     def make_router(self) -> APIRouter:
-        """Make the routes, all of which only read."""
+        """Make the routes for metadata, health, configuration and statistics, none of which changes anything."""
         router = APIRouter(tags=["open inference protocol"])
         router.add_api_route("/v2", self.show_server, methods=_READS)
         # As the protocol's own OpenAPI document writes the path.
@@ -72,7 +72,7 @@ class ModelRoutes:
         return router
 
     def register_sibling_handlers(self) -> None:
-        """Send this process's counts to the other processes of the fleet on request."""
+        """Register the handler that sends this process's statistics to other processes of the fleet."""
 
         async def counted(question: Question, at_end: AsyncExitStack) -> bytes:
             return json.dumps(self.statistics.to_dict()).encode()
@@ -137,7 +137,7 @@ class ModelRoutes:
         )
 
     async def _collect_counts(self) -> list[dict[str, object]]:
-        """Collect the counts of each process of the fleet that answers."""
+        """Collect the statistics of this process and of all other processes of the fleet that answer."""
         if self.sibling_processes.position is None:
             return [self.statistics.to_dict()]
         answers = await self.sibling_processes.request_all(_QUESTION)
@@ -153,9 +153,11 @@ class ModelRoutes:
 
 
 def _describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
-    """Make the metadata of a model.  An arbitrary size is -1; x may also have any other rank.
+    """Make the metadata of a model in the protocol's form: its version, inputs and outputs.
 
-    Args: layer: the registered layer, if the model is one.
+    In a shape, -1 is an arbitrary size.  The rank of x may differ, too.
+
+    Args: layer: the registered layer, if the model is one; else None.
     """
     return {
         "name": model.name,
@@ -167,7 +169,7 @@ def _describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dic
 
 
 def _describe_configuration(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
-    """Make the configuration of a model, as far as it applies to this server."""
+    """Make the configuration of a model in Triton's form, with the fields that this server has."""
     required = ("x", "dy")
 
     def describe_tensor(name: str) -> dict[str, Any]:
@@ -185,7 +187,10 @@ def _describe_configuration(model: InferenceModel, layer: RegisteredLayer | None
 
 
 def _describe_tensor(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> dict[str, Any]:
-    """Describe one tensor.  The server accepts other types as well; this is the most usual one."""
+    """Describe an input or output of a model: its name, datatype and shape.
+
+    The datatype is the most usual one: the server accepts others, too.
+    """
     dtype = DType.FLOAT32
     if layer is not None and model.direction is PassDirection.FORWARD and name not in STATISTICS:
         dtype = layer.dtype
@@ -193,6 +198,10 @@ def _describe_tensor(model: InferenceModel, layer: RegisteredLayer | None, name:
 
 
 def _describe_shape(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> list[int]:
+    """Return the shape of an input or output, in which -1 is an arbitrary size.
+
+    Args: layer: the registered layer, which determines sizes; None if the model is an operation.
+    """
     size = _ANY if layer is None else layer.size
     row = [size] if layer is None else list(layer.parameter_shape)
     name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name

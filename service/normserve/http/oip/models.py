@@ -33,7 +33,10 @@ OPERATIONS = {
 
 
 class ModelCatalogue:
-    """Finds models.  A layer with the name of an operation is hidden by the operation."""
+    """The models by name: all operations, and the registered layers.
+
+    A layer cannot be found if it has the name of an operation.
+    """
 
     def __init__(self, layers: LayerRegistry) -> None:
         self._layers = layers

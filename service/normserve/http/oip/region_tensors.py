@@ -33,12 +33,14 @@ _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx
 
 @dataclass(frozen=True, slots=True)
 class RegionTransfer:
-    """Copies between regions and the server's own memory; long copies run on other threads."""
+    """Copies between clients' system shared memory and the server's slabs, on other threads if they are
+    long.
+    """
 
     slab_pool: SlabPool
 
     async def read_ranges(self, spans: Sequence[RegionRange]) -> list[memoryview]:
-        """Copy ranges of regions into a slab; return a view of the slab for each range.
+        """Copy ranges of clients' regions into one slab; return a view of the slab for each range.
 
         Nothing else writes to the views.  The caller's permit covers their bytes.
 
@@ -77,6 +79,11 @@ class RegionTransfer:
             await asyncio.to_thread(_write_results, results)
 
     async def _borrow_slab(self, nbytes: int) -> memoryview:
+        """Borrow a slab; a long one is allocated on another thread if that is slow.
+
+        Raises:
+            OverloadedError: there is no memory.
+        """
         try:
             if not self.slab_pool.source.is_slow or nbytes < _LONG_BYTES:
                 return self.slab_pool.borrow(nbytes)
@@ -93,7 +100,9 @@ def _write_results(results: Sequence[tuple[RegionRange, memoryview]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RegionBindings:
-    """The regions of a request's tensors, by name; they stay open even if they are unregistered.
+    """The memory regions that a request names for its tensors, by tensor name.
+
+    They stay open during the request even if they are unregistered.
 
     Attributes:
         is_on_device: whether all inputs and all result buffers are in regions of CUDA memory.
@@ -110,17 +119,20 @@ NONE = RegionBindings({}, {})
 
 @dataclass(frozen=True, slots=True)
 class RegionTensorAccess:
-    """Finds regions for requests, and copies from and to regions that are not on the device."""
+    """Access to tensors that a request has in registered memory regions instead of its body.
+
+    Tensors in system shared memory are copied; tensors in CUDA memory are used where they are.
+    """
 
     regions: RegionRegistry
     transfer: RegionTransfer
     device_regions: DeviceRegionOpener
 
     def bind_regions(self, caller: ClientIdentity, request: InferenceRequest) -> RegionBindings:
-        """Find the regions that a request names.
+        """Find the regions that a request names, and check that its tensors may use them.
 
         Raises:
-            UnusableRegionError: a region is missing or has no such part, two outputs overlap, or only some of the
+            UnusableRegionError: a region is missing or too short, two outputs overlap, or only some of the
                 tensors are in CUDA memory.
             ForbiddenError: this client may not use CUDA memory.
         """
@@ -151,10 +163,10 @@ class RegionTensorAccess:
         return RegionBindings(inputs, outputs, is_on_device=True)
 
     async def read_inputs(self, found: RegionBindings) -> dict[str, memoryview]:
-        """Return the inputs by name: copies, or for CUDA memory views of the regions.
+        """Return the inputs in regions, by name: copies from system shared memory, views of CUDA memory.
 
         Raises:
-            UnusableRegionError: a region has become shorter.
+            UnusableRegionError: a region's file has become shorter.
             OverloadedError: there is no memory.
         """
         if found.is_on_device:
@@ -162,10 +174,12 @@ class RegionTensorAccess:
         return dict(zip(found.inputs, await self.transfer.read_ranges([*found.inputs.values()]), strict=True))
 
     async def write_outputs(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
-        """Copy results into their regions, unless these are on the device and have the results.
+        """Copy results into the regions that the request names for them.
+
+        Nothing is copied to regions of CUDA memory: the kernel has written its results there.
 
         Raises:
-            UnusableRegionError: a region has become shorter.
+            UnusableRegionError: a region's file has become shorter.
             StorageError: there is no memory for a region.
         """
         if not found.is_on_device:
@@ -178,13 +192,15 @@ class RegionTensorAccess:
 
 
 def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
-    """Return the job, with result buffers in its regions if these are on the device.
+    """Check that the results fit into their regions; return the job with its result buffers.
 
-    This happens before the computation, so that none is wasted on a result that cannot be written.
+    The buffers are in regions of CUDA memory, to which the kernel writes directly.  A job for other
+    regions is returned unchanged, and its results are copied later.  The check precedes the
+    computation, so that nothing is computed in vain.
 
     Raises:
-        UnusableRegionError: a region is too small for a result; or, on the device, a result has no region or would
-            overwrite a tensor that is still read.
+        UnusableRegionError: a region is too small for a result; or, in CUDA memory, a result has no
+            region or would overwrite a tensor that is still read.
     """
     results = _count_result_bytes(job)
     for name, nbytes in results.items():
@@ -212,7 +228,7 @@ def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
 
 
 def _count_result_bytes(job: NormJob) -> dict[str, int]:
-    """Count the bytes of each result."""
+    """Return the number of bytes of each result of a job, by name."""
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
     return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}

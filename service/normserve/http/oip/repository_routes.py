@@ -22,14 +22,14 @@ _JSON = msgspec.json.Decoder(dict[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class RepositoryRoutes:
-    """The routes for the list of models and for layers."""
+    """The handlers of `/v2/repository`, which list models and load or unload one."""
 
     model_catalogue: ModelCatalogue
     layer_changes: LayerChanges
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """Make the route of the index, and those that load and unload models."""
+        """Make the routes that list models, and that load or unload one."""
         router = APIRouter(prefix="/v2/repository", tags=["open inference protocol"])
         router.add_api_route("/index", self.list_models, methods=["POST"])
         router.add_api_route("/models/{name}/load", self.load_model, methods=["POST"])
@@ -72,7 +72,7 @@ class RepositoryRoutes:
         return JSONResponse({})
 
     async def _read_json(self, exchange: HttpExchange) -> dict[str, Any]:
-        """Read the body's JSON object; return an empty one for no body.
+        """Receive the body and parse its JSON object; return an empty object if there is no body.
 
         Raises:
             NormserveError: the body is not a JSON object, or too long.
@@ -88,6 +88,12 @@ class RepositoryRoutes:
 
 
 def _get_parameters(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the `parameters` of a request's JSON, empty if they are absent.
+
+    Raises:
+        InvalidParameterError: the JSON has another field.
+        MalformedPayloadError: `parameters` is not an object.
+    """
     _require_known_fields(document, ("parameters",))
     parameters = document.get("parameters", {})
     if not isinstance(parameters, dict):

@@ -31,7 +31,12 @@ _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _SystemRegistration(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The body that registers system shared memory."""
+    """The JSON body of a request that registers a region of system shared memory.
+
+    Attributes:
+        key: the name of the shared memory file.
+        offset: offset of the region in the file, in bytes.
+    """
 
     key: str
     byte_size: _Size
@@ -39,11 +44,13 @@ class _SystemRegistration(msgspec.Struct, forbid_unknown_fields=True, frozen=Tru
 
 
 class _IpcHandle(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The IPC handle of a CUDA allocation, in base64."""
+
     b64: str
 
 
 class _CudaRegistration(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The body that registers CUDA shared memory."""
+    """The JSON body of a request that registers CUDA shared memory."""
 
     raw_handle: _IpcHandle
     device_id: _Size
@@ -57,14 +64,14 @@ _SYSTEM, _CUDA = msgspec.json.Decoder(_SystemRegistration), msgspec.json.Decoder
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryRoutes:
-    """The handlers of these routes."""
+    """The handlers that register, unregister and list regions of system and CUDA shared memory."""
 
     regions: RegionRegistry
     device_regions: DeviceRegionOpener
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """Make the routes for both kinds of shared memory, with a region's name and without."""
+        """Make the routes to register, list and unregister regions, for both kinds of shared memory."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for kind, register, status, unregister in (
             ("system", self.register_system, self.list_system, self.unregister_system),
@@ -130,6 +137,12 @@ class SharedMemoryRoutes:
         return Response()
 
     async def _read_registration(self, exchange: HttpExchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        """Receive the body of a registration and decode its JSON.
+
+        Raises:
+            TooLargeError: the body is too long.
+            MalformedPayloadError: the JSON is invalid.
+        """
         _require_body_limit(exchange.incoming_body.content_length or 0)
         body = await self.body_reader.receive_body(exchange)
         exchange.begin_processing()
@@ -142,7 +155,10 @@ class SharedMemoryRoutes:
 
 
 def _label_request(request: Request, transport: str) -> tuple[HttpExchange, str | None]:
-    """Set the request's metric labels; return its exchange, and the region that its path names."""
+    """Set the request's metric labels; return its exchange and the region's name in the path.
+
+    The name is None if the path has none, for a request about all regions.
+    """
     exchange: HttpExchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = _OP, transport
     return exchange, request.path_params.get("region")
@@ -154,6 +170,11 @@ def _require_body_limit(nbytes: int) -> None:
 
 
 def _decode_handle(b64: str) -> bytes:
+    """Decode a CUDA IPC handle from base64.
+
+    Raises:
+        MalformedPayloadError: the text is not base64, or has another length.
+    """
     try:
         handle = base64.b64decode(b64, validate=True)
     except (binascii.Error, ValueError):

@@ -36,7 +36,9 @@ _QUIET_S = 3.0
 
 
 class RelayApplication:
-    """Relays requests, in turn to each process that owns a device and accepts work.
+    """The ASGI application of a front end: relays requests in turn to owners, the processes with a device.
+
+    Only owners that accept work get requests, if there are any.
 
     Attributes:
         on_link_lost: called when a link that was in use has ended, though its process may still run.
@@ -65,7 +67,7 @@ class RelayApplication:
         return any(owner.is_busy for owner in self._owners)
 
     def connect_owner(self, connected: socket.socket) -> None:
-        """Begin to relay to a process that owns a device."""
+        """Begin to relay requests to an owner, over a connected socket."""
         owner = _OwnerSession(connected, self._busy_poller)
         owner.on_lost = functools.partial(self._remove_owner, owner)
         owner.link.send_message(relay_messages.FrontEndHello(self._index, os.getpid()))
@@ -74,6 +76,7 @@ class RelayApplication:
         self._report_counts()
 
     def _remove_owner(self, owner: "_OwnerSession") -> None:
+        """Remove an owner whose link has ended, and send the counts to another owner from then on."""
         self._owners.remove(owner)
         # From now on, the counts go to another owner.
         self._report_counts()
@@ -97,7 +100,7 @@ class RelayApplication:
         self._report_counts()
 
     async def _refuse_request(self, scope: Scope, send: Send) -> None:
-        """Answer a request while there is no process to relay to.
+        """Answer a request with an error, because no owner is connected or its owner has ended.
 
         The response is the same for all requests, and needs no check of host or key.  The next owner counts it.
         """
@@ -110,7 +113,10 @@ class RelayApplication:
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _report_counts(self) -> None:
-        """Send the counts to the first owner; if its link is backlogged, they are sent after the backlog."""
+        """Send the counts of connections, refusals and late disconnects to the first owner, for its metrics.
+
+        If messages to that owner are still unsent, the counts are sent after them.
+        """
         if not self._owners or self._owners[0].link.is_backlogged:
             return
         owner = self._owners[0]
@@ -125,7 +131,10 @@ class RelayApplication:
         self._unreported_disconnects = 0
 
     def _choose_owner(self) -> "_OwnerSession | None":
-        """Return the next of the owners that accept work; without any, one that refuses requests with a reason."""
+        """Return the next owner in turn among those that accept work; None if no owner is connected.
+
+        If none accepts work, return one that does not: it refuses the request with a reason.
+        """
         owners = self._owners
         if len(owners) > 1:
             owners = [each for each in owners if each.is_ready] or owners
@@ -169,7 +178,7 @@ class _OwnerSession:
         return self._is_reported_ready and time.monotonic() - self._last_message_at < _QUIET_S
 
     async def relay_request(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Relay a request; return False if the other process ended before it began a response."""
+        """Relay a request; return False if the owner ended before it began a response."""
         number = next(self._request_numbers)
         relayed = self._requests[number] = _ForwardedRequest(self, number, scope, receive, send)
         try:
@@ -183,12 +192,13 @@ class _OwnerSession:
         return bool(self._requests)
 
     def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
-        """Report the number of received bytes of a body regularly, if it is slow."""
+        """Begin to report a body's number of received bytes to the owner, every 20 ms until it is complete."""
         self.receiving_bodies[number] = reception
         if self._progress_timer is None:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
 
     def _report_progress(self) -> None:
+        """Report the received bytes of each body for which the number has changed; schedule the next report."""
         self._progress_timer = None
         received = {number: each.received_bytes for number, each in self.receiving_bodies.items()}
         news = {number: nbytes for number, nbytes in received.items() if self._reported_bytes.get(number) != nbytes}
@@ -199,6 +209,7 @@ class _OwnerSession:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
 
     def _on_message(self, message: Any) -> None:
+        """Handle a message of the owner: its readiness, a change of shared slabs, or about a request."""
         match message:
             case relay_messages.OwnerReadiness():
                 self._is_reported_ready, self._last_message_at = message.is_ready, time.monotonic()
@@ -227,7 +238,7 @@ class _OwnerSession:
 
 
 class _ForwardedRequest:
-    """One request and its response, in the process that has the client's connection."""
+    """One client's request that the front end relays to an owner, and the owner's response."""
 
     def __init__(self, owner: _OwnerSession, number: int, scope: Scope, receive: Receive, send: Send) -> None:
         self._owner = owner
@@ -246,7 +257,11 @@ class _ForwardedRequest:
         self._message_arrival: asyncio.Future[None] | None = None
 
     async def relay(self) -> bool:
-        """Relay the request; return False if the other process ended before it began a response."""
+        """Relay the request to the owner, and send the owner's response to the client.
+
+        Return False if the owner ended before it began a response, so that the caller must answer.  Return
+        True in all other cases, also if the client has disconnected.
+        """
         link, sending = self._owner.link, self._response_sender
         if link.is_backlogged and not await self._wait_link_writable():
             return True
@@ -268,7 +283,10 @@ class _ForwardedRequest:
         return self._has_response_started
 
     async def _wait_link_writable(self) -> bool:
-        """Wait until the kernel has taken earlier messages; return False if the client disconnected first."""
+        """Wait until the kernel has taken earlier messages to the owner.
+
+        Return False if the client disconnected first.
+        """
         if self._response_sender.is_delivered is not None:
             return False
         disconnected = asyncio.get_running_loop().create_future()
@@ -282,7 +300,11 @@ class _ForwardedRequest:
         return not disconnected.done()
 
     def on_message(self, message: Any) -> None:
-        """Handle a message of the other process about this request; None means that the process has ended."""
+        """Queue the owner's message about this request, which `relay` handles.
+
+        None means that the owner has ended.  A request to stop the reception of the body takes effect at
+        once, and is not queued.
+        """
         if message is None or type(message) is relay_messages.BodyStopRequest:
             self._cancel_body()
         if type(message) is not relay_messages.BodyStopRequest:
@@ -291,6 +313,7 @@ class _ForwardedRequest:
                 self._message_arrival.set_result(None)
 
     async def _make_request(self) -> relay_messages.RequestStarted:
+        """Make the message that relays the request; it includes a body that has been received completely."""
         scope, reception = self._scope, self._incoming_body
         head = relay_messages.RequestHead(
             method=scope["method"],
@@ -318,12 +341,14 @@ class _ForwardedRequest:
         )
 
     async def _wait_message(self) -> Any:
+        """Wait for the owner's next message; return None if the owner has ended."""
         if not self._messages:
             self._message_arrival = asyncio.get_running_loop().create_future()
             await self._message_arrival
         return self._messages.popleft()
 
     async def _handle_message(self, message: Any) -> None:
+        """Send the response or the piece in the owner's message, or receive the body as it requests."""
         match message:
             case relay_messages.OperationResponse():
                 await self._send_response(message.make_response(self._request_id))
@@ -340,6 +365,9 @@ class _ForwardedRequest:
                 await self._response_sender.abort_connection()
 
     async def _send_response(self, message: relay_messages.CompleteResponse) -> None:
+        """Send the complete response in a message and in shared slabs to the client, and report that to the
+        owner.
+        """
         self._has_response_started = True
         memory = self._owner.mapped_memory
         body = [
@@ -352,6 +380,7 @@ class _ForwardedRequest:
         self._report_sent(is_last=True)
 
     async def _send_part(self, message: relay_messages.ResponsePart) -> None:
+        """Send a piece of a response to the client, and report that to the owner."""
         self._has_response_started = True
         if message.status:
             start = {"type": "http.response.start", "status": message.status, "headers": message.headers}
@@ -360,6 +389,10 @@ class _ForwardedRequest:
         self._report_sent(is_last=not message.more)
 
     async def _receive_body(self, message: relay_messages.BodyIntoSlabRequest) -> None:
+        """Receive the body into the range of a shared slab that the owner has chosen.
+
+        Then report to the owner that the body is complete, or that its reception was aborted.
+        """
         room = self._owner.mapped_memory[message.memory][message.offset : message.offset + message.nbytes]
         reception, link = self._incoming_body, self._owner.link
         was_complete = reception.is_complete
@@ -386,6 +419,11 @@ class _ForwardedRequest:
         )
 
     async def _receive_parts(self, *, all_of_it: bool) -> None:
+        """Receive the body in pieces, and send each one to the owner.
+
+        Stop after one piece, or if `all_of_it` at the end of the body.  Stop earlier if the owner requests
+        that or the client disconnects.
+        """
         self._is_body_cancelled = False
         more = True
         while more and not self._is_body_cancelled:
@@ -408,7 +446,7 @@ class _ForwardedRequest:
             more = more and all_of_it
 
     def _cancel_body(self) -> None:
-        """Stop the reception of the body."""
+        """Stop the reception of the body, which the owner no longer needs."""
         self._is_body_cancelled = True
         if self._is_body_receiving:
             self._incoming_body.abort(NotReadyError("no more of the body is wanted"))
@@ -416,6 +454,10 @@ class _ForwardedRequest:
             self._part_task.cancel()
 
     def _report_sent(self, *, is_last: bool) -> None:
+        """Report to the owner that the kernel has taken the complete response, or a piece if not `is_last`.
+
+        The report states whether the client was connected until the end of the response.
+        """
         self._is_response_complete = is_last
         is_delivered = is_last and bool(self._response_sender.is_delivered)
         self._owner.link.send_message(
@@ -431,7 +473,10 @@ def _refuse_allocation(nbytes: int) -> memoryview:
 
 
 def _decline_message(link: RelayLink, message: Any) -> None:
-    """Answer messages about a request that no longer has a handler."""
+    """Answer the owner's message about a request that has ended here, so that the owner does not wait.
+
+    A response is reported as not delivered, and the reception of a body as aborted.
+    """
     match message:
         case relay_messages.OperationResponse() | relay_messages.CompleteResponse() | relay_messages.ResponsePart():
             link.send_message(relay_messages.ResponseSent(message.number, 0.0, is_delivered=False))

@@ -24,15 +24,15 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 class RelayLink:
-    """A connected Unix socket that carries messages in both directions.
+    """One end of the Unix socket between a front end and an owner, which carries messages both ways.
 
-    The messages of one iteration of the event loop are sent together at its end, as one frame: a list that is
-    encoded and decoded at once.  In the process that owns the device, one frame for each message would take as long
-    as a quarter of the work for its request.
+    The messages of one iteration of the event loop are sent together at its end, as one frame: a list
+    that is encoded and decoded at once.  In the process that owns the device, one frame for each
+    message would take as long as a quarter of the work for its request.
 
     Attributes:
-        is_backlogged: the kernel has not taken all messages; meanwhile, senders of unsolicited messages wait or
-            gather them.
+        is_backlogged: the kernel has not taken all messages; meanwhile, senders of unsolicited messages
+            wait or gather them.
         on_flushed: called when the kernel has taken all messages after a backlog.
     """
 
@@ -77,7 +77,9 @@ class RelayLink:
         add_reader(self._loop, connected, self._receive_messages)
 
     def send_message(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Send a message at the end of this iteration of the event loop; do nothing once the link has ended.
+        """Queue a message, which is sent at the end of this iteration of the event loop.
+
+        The message is dropped if the link has ended.
 
         Args: descriptor: a file descriptor to send with the message; the caller still owns and closes it.
         """
@@ -103,7 +105,7 @@ class RelayLink:
         return self._frame_reader.descriptors.popleft()
 
     def close(self) -> None:
-        """End the link from this side."""
+        """Close the socket, discard unsent messages and call `on_end`; do nothing if the link has ended."""
         if not self.is_open:
             return
         self.is_open = False
@@ -121,7 +123,11 @@ class RelayLink:
         self._resolve_flushed()
 
     def _end_after_fault(self) -> None:
-        """End the link after a fault of this side."""
+        """End the link after an error in this process.
+
+        If the other process writes to memory of this one, only the sending side is closed now: the memory
+        must stay shared until the other process closes its side.
+        """
         if not self._shares_memory:
             self.close()
             return
@@ -132,6 +138,10 @@ class RelayLink:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _receive_messages(self) -> None:
+        """Read once from the socket, and call `on_message` with each complete message.
+
+        The event loop calls this when the socket is readable.
+        """
         try:
             nbytes, ancillary, flags, _ = self._socket.recvmsg_into(
                 [self._read_buffer], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -166,7 +176,7 @@ class RelayLink:
             raise
 
     def _flush(self) -> None:
-        """Send as many of the unsent bytes as the kernel takes."""
+        """Send all queued messages; if the kernel takes no more, continue when the socket is writable."""
         if not self.is_open or self._is_ending:
             return
         try:
@@ -195,7 +205,10 @@ class RelayLink:
             self.on_flushed()
 
     def _queue_frame(self, descriptors: tuple[int, ...] = ()) -> None:
-        """Encode all pending messages as one frame, with the descriptors of the last message."""
+        """Encode all pending messages as one frame and add it to the send queue.
+
+        The descriptors are sent with the frame; they are those of its last message.
+        """
         frame = bytearray(PREFIX.size)
         encode_into(self._pending_messages, frame, PREFIX.size)
         PREFIX.pack_into(frame, 0, len(frame) - PREFIX.size, 0)

@@ -13,7 +13,10 @@ from normserve.http.responses import make_response_headers
 
 
 class RequestHead(msgspec.Struct, array_like=True, gc=False):
-    """A request's header, without the data of its connection, so that many requests have equal heads."""
+    """The head of an HTTP request, without data of its connection, so that many requests have equal heads.
+
+    The owner parses equal heads only once.
+    """
 
     method: str
     path: str
@@ -26,13 +29,13 @@ class RequestHead(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """A request whose header is complete.
+    """A front end's announcement of a request whose header is complete.
 
     Attributes:
         number: the request's number among all requests of this front end.
         head: a `RequestHead` in MessagePack.
         client: address and port; None on a Unix socket.
-        announced: the length of its body in bytes; None if the body is chunked.
+        announced: the length of the body in bytes; None if the body is chunked.
         body: the body, if it was received completely with the header.
         began: when the header was complete, by `time.perf_counter`.
         request_id: the id that the response to an operation has in its `x-request-id` header.
@@ -48,7 +51,12 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
 
 
 class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """A body that has been received completely into its slab, at the time `ended` of `time.perf_counter`."""
+    """A front end's report that it has received a complete body into the slab for it.
+
+    Attributes:
+        nbytes: the body's length.
+        ended: when the last byte was received, by `time.perf_counter`.
+    """
 
     number: int
     nbytes: int
@@ -56,13 +64,21 @@ class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class BodyProgress(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """The bytes received so far of slow bodies, by request number."""
+    """A front end's report of how many bytes of incomplete bodies it has received so far.
+
+    Attributes:
+        received: the number of bytes, by request number.
+    """
 
     received: dict[int, int]
 
 
 class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The next piece of a body that is not received into a slab, as in an ASGI message."""
+    """The next piece of a body that the front end sends in messages, and does not write to a slab.
+
+    Attributes:
+        more: whether more pieces follow.
+    """
 
     number: int
     data: bytes
@@ -70,7 +86,9 @@ class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """The end of an incomplete reception: the front end no longer writes to the body's slab.
+    """A front end's report that it has stopped receiving an incomplete body.
+
+    From now on it does not write to the body's slab.
 
     Attributes: is_client_disconnected: whether the client has disconnected.
     """
@@ -80,13 +98,15 @@ class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
 
 
 class ClientDisconnected(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """A client that disconnected before its response was complete."""
+    """A front end's report that a client disconnected before its response was complete."""
 
     number: int
 
 
 class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """The end of sending a response or a part: the kernel has taken all its bytes, or never will.
+    """A front end's report that the kernel has taken all bytes of a response or a piece.
+
+    It is also sent if the client has disconnected, so that the kernel will never take them.
 
     Attributes:
         seconds: since the response's first byte.
@@ -99,7 +119,10 @@ class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The number of times that a front end answered with this error without relaying a request."""
+    """A front end's number of error responses of one kind since its last report.
+
+    These are responses to requests and invalid input that it did not relay.
+    """
 
     status: int
     code: str
@@ -107,13 +130,16 @@ class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class LateDisconnectCount(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """The number of clients that disconnected without reading a response that the kernel had taken."""
+    """The number of clients that disconnected without reading a response, since the last report.
+
+    The kernel had taken these responses, so they count as delivered.
+    """
 
     count: int
 
 
 class ConnectionCount(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """The number of clients that are connected now."""
+    """The number of clients that are now connected to the front end."""
 
     count: int
 
@@ -141,25 +167,35 @@ FromFrontEnd = (
 
 
 class OwnerReadiness(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """The readiness of the owner: whether it accepts work."""
+    """An owner's report whether it accepts work, which is repeated regularly as a heartbeat."""
 
     is_ready: bool
 
 
 class SharedSlabAdded(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """A slab to map, with the number that later messages use; its file descriptor is sent with the message."""
+    """A slab that the front end must map; its file descriptor is sent with the message.
+
+    Attributes:
+        number: the slab's number in later messages.
+    """
 
     number: int
 
 
 class SharedSlabRemoved(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """Slabs that no later message refers to, by number."""
+    """The numbers of slabs that the front end must unmap, as no later message refers to them."""
 
     numbers: list[int]
 
 
 class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """A request to receive a body of announced length into this range of a shared slab."""
+    """An owner's instruction to receive a body of announced length into a range of a shared slab.
+
+    Attributes:
+        number: the request's number.
+        memory: the slab's number.
+        offset, nbytes: the range in the slab, in bytes.
+    """
 
     number: int
     memory: int
@@ -168,23 +204,29 @@ class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class BodyPartRequest(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A request to receive a body in pieces: the next one, or all."""
+    """An owner's instruction to send a body in pieces: only the next one, or all."""
 
     number: int
     all: bool
 
 
 class BodyStopRequest(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """A request to stop the reception of a body.
+    """An owner's instruction to stop the reception of a body.
 
-    If the body is received into a slab, `BodyAborted` answers, or `BodyReceived` was sent before.
+    If the body is received into a slab, the front end then sends `BodyAborted`, unless it has sent
+    `BodyReceived` before.
     """
 
     number: int
 
 
 class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
-    """A range of bytes in a shared slab."""
+    """A range of bytes in a shared slab.
+
+    Attributes:
+        memory: the slab's number.
+        offset, nbytes: the range in the slab, in bytes.
+    """
 
     memory: int
     offset: int
@@ -192,7 +234,11 @@ class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
 
 
 class CompleteResponse(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """A complete response; its body is in pieces, of which short ones are part of the message."""
+    """A complete response, whose body is in pieces: short ones as bytes, long ones as ranges of slabs.
+
+    Attributes:
+        nbytes: the length of the body in bytes.
+    """
 
     number: int
     status: int
@@ -202,7 +248,13 @@ class CompleteResponse(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """A piece of a response, as in an ASGI message; the first has status and headers, others the status 0."""
+    """A piece of a response that the application sends in several ASGI messages.
+
+    The first piece has the status and the headers; later ones have the status 0.
+
+    Attributes:
+        more: whether more pieces follow.
+    """
 
     number: int
     status: int
@@ -212,17 +264,18 @@ class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class ResponseAborted(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A response that stays incomplete, because the application has ended without completing it."""
+    """An owner's report that a response stays incomplete, because the application ended before its end."""
 
     number: int
 
 
 class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """A complete response with the result of an operation; the front end makes its header.
+    """A complete response with the result of an operation, for which the front end makes the headers.
 
     Attributes:
+        measured: measurements for the headers.
         shared: CORS headers for the web page that sent the request.
-        body: as in `CompleteResponse`.
+        body: the body in pieces, as in `CompleteResponse`.
     """
 
     number: int
@@ -232,7 +285,7 @@ class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
     body: list[bytes | SharedSlabRange]
 
     def make_response(self, request_id: str) -> CompleteResponse:
-        """Return the response with its header, for the request with this id."""
+        """Make the headers, and return the response to the request with this id."""
         nbytes = sum([each.nbytes if isinstance(each, SharedSlabRange) else len(each) for each in self.body])
         headers = [
             *make_response_headers(nbytes, self.media_type.encode(), self.measured.make_headers()),

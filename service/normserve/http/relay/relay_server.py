@@ -52,7 +52,10 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class RelayServer:
-    """Serves the front ends of this process.  Belongs to the event loop's thread."""
+    """The owner's end of the relay: answers the requests that front ends relay to this process.
+
+    Only the event loop's thread may use it.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class RelayServer:
         self._heartbeat_timer: asyncio.TimerHandle | None = None
 
     def set_application(self, entrance: ASGIApp, direct: OperationDispatcher | None) -> None:
-        """Set the application that answers requests, before the first request.
+        """Set the application that answers requests; called before the first request.
 
         Args:
             entrance: the application.
-            direct: answers plain requests; None if the application answers all.
+            direct: answers operations without the application; None if the application answers all requests.
         """
         self._asgi_app, self._dispatcher = entrance, direct
 
@@ -130,6 +133,7 @@ class RelayServer:
             self._heartbeat_timer.cancel()
 
     def _send_heartbeats(self) -> None:
+        """Report the readiness and the freed slabs to all front ends, at once and then every half second."""
         numbers = self._shared_slabs.take_ended_numbers()
         for each in self._front_ends:
             each.remove_memory(numbers)
@@ -137,7 +141,10 @@ class RelayServer:
         self._heartbeat_timer = asyncio.get_running_loop().call_later(_BEAT_S, self._send_heartbeats)
 
     def _admit_front_end(self, front_end: "_FrontEndSession") -> None:
-        """Answer a front end's hello with the readiness; close a second link to the same process."""
+        """Answer the first message of a front end with the readiness of this process.
+
+        If the same front end is already connected, its second link is closed.
+        """
         if any(each.hello == front_end.hello for each in self._front_ends if each is not front_end):
             front_end.close()
         else:
@@ -146,6 +153,7 @@ class RelayServer:
     def _begin_request(
         self, front_end: "_FrontEndSession", request: relay_messages.RequestStarted
     ) -> RelayedOperation | RelayedRequest:
+        """Begin to answer a relayed request: directly if it is a plain operation, else by the application."""
         head = self._prepare_scope(request)
         if head.header is not None and self._dispatcher is not None:
             if request.body is not None:
@@ -165,7 +173,11 @@ class RelayServer:
         scope: Scope,
         prepared: PreparedHeader,
     ) -> RelayedOperation | None:
-        """Begin a request whose body is not received yet; return None if the application must handle it."""
+        """Begin an operation whose body the front end has still to receive, into a slab of this process.
+
+        Return None if the application must handle the request.  If the reception of the body is aborted
+        later, the application sends the error.
+        """
         caller = direct.find_client_identity(request, prepared) if request.announced else None
         if caller is None:
             return None
@@ -181,9 +193,10 @@ class RelayServer:
         return operation if operation.start_receiving(request.announced) else None
 
     def _prepare_scope(self, request: relay_messages.RequestStarted) -> "_PreparedScope":
-        """Return the scope of a header; requests from one address with identical headers share the object.
+        """Return the ASGI scope of a request's header, together with the prepared header of an operation.
 
-        Only headers with a valid key are kept, where keys are required.
+        Requests from one address with identical headers share the cached object.  Where keys are required,
+        only headers with a valid key are cached.
         """
         # The address is None for a Unix socket; the key includes that, too.
         key = request.head, None if request.client is None else request.client[0]
@@ -215,7 +228,12 @@ class RelayServer:
 
 
 class _PreparedScope(NamedTuple):
-    """A header as an ASGI scope without its connection's state, with the prepared header of a plain request."""
+    """A request's header as an ASGI scope, together with the prepared header if it is of an operation.
+
+    Attributes:
+        scope: the scope without data of the connection.
+        header: None if the application must handle requests with this header.
+    """
 
     scope: Scope
     header: PreparedHeader | None
@@ -276,6 +294,10 @@ class _FrontEndSession:
         self._link.close()
 
     def locate_slab(self, view: memoryview) -> SlabLocation | None:
+        """Return the slab and the offset of bytes in shared memory; None for other memory.
+
+        If the front end has not mapped the slab, send it the slab's file descriptor first.
+        """
         located = self._shared_slabs.locate(view)
         if located is not None and located.slab.number not in self._mapped_numbers:
             self._mapped_numbers.add(located.slab.number)
@@ -283,7 +305,7 @@ class _FrontEndSession:
         return located
 
     def remove_memory(self, numbers: list[int]) -> None:
-        """Report to the front end which of these slabs it can unmap."""
+        """Have the front end unmap these slabs, if it has mapped them: they no longer exist here."""
         mapped = self._mapped_numbers.intersection(numbers)
         if mapped:
             self._mapped_numbers -= mapped
@@ -298,6 +320,7 @@ class _FrontEndSession:
         self._requests.pop(number, None)
 
     def _on_message(self, message: Any) -> None:
+        """Handle a message of the front end: about a request, its identity, or its counts."""
         kind = type(message)
         if kind in _OF_A_REQUEST:
             if (request := self._requests.get(message.number)) is not None:
@@ -325,7 +348,7 @@ class _FrontEndSession:
                     request.on_progress(nbytes)
 
     def _refuse_request(self, request: relay_messages.RequestStarted, error: Exception) -> None:
-        """Answer a request that could not begin because of an error of the server."""
+        """Answer a request with an error, because an unexpected exception occurred when it began."""
         log.error("unexpected error in a relayed request", exc_info=error)
         reported_error = convert_unexpected_error(error)
         status, headers, body = make_problem_response(reported_error, request.request_id)
@@ -333,6 +356,7 @@ class _FrontEndSession:
         self.send_message(relay_messages.ResponsePart(request.number, status, headers, body, more=False))
 
     def _on_link_end(self) -> None:
+        """Cancel all requests of the front end, because the link to it has ended."""
         for request in tuple(self._requests.values()):
             request.on_front_end_lost()
         self._requests.clear()

@@ -48,7 +48,7 @@ _INFER = frozenset([KeyScope.INFER])
 
 @dataclass(frozen=True, slots=True)
 class PreparedHeader:
-    """The results of parsing a header, shared by all requests with an identical header.
+    """The header of an operation request, parsed and checked once for all requests that repeat it.
 
     Attributes:
         scope: the header as an ASGI scope, without the data of its connection.
@@ -67,7 +67,12 @@ class PreparedHeader:
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """The objects that all directly answered requests use."""
+    """The objects that all relayed operations share.
+
+    Attributes:
+        operations: the endpoint of each operation, by path.
+        key_authorisation: None if no keys are required.
+    """
 
     operations: Mapping[str, OperationEndpoint]
     origin_policy: OriginPolicy
@@ -76,7 +81,10 @@ class OperationServices:
 
 
 class RelayedOperation(CallbackRequest):
-    """One request in progress, until its response has been sent."""
+    """A relayed request for an operation, which is answered without the ASGI application.
+
+    It ends when the front end has sent the response.
+    """
 
     _response_format: ResponseFormat
     # Memory that the front end reads until it has sent the response.
@@ -105,7 +113,7 @@ class RelayedOperation(CallbackRequest):
         self._body_reader = prepared.operation.body_reader
 
     def begin_operation(self, body: memoryview) -> None:
-        """Submit the request's computation; answer an invalid or refused request at once."""
+        """Admit the request and submit its job; if that fails, send the error at once."""
         try:
             layer = self.admit_body(len(body))
         except Exception as error:
@@ -114,7 +122,9 @@ class RelayedOperation(CallbackRequest):
         self.compute_body(body, layer, 0.0)
 
     def admit_body(self, nbytes: int) -> RegisteredLayer | None:
-        """Take a permit for a body of `nbytes`; return the registered layer that the request names, if any.
+        """Acquire a permit for a body of `nbytes`; return the registered layer that the request names.
+
+        Return None if the request names no layer.
 
         Raises:
             NormserveError: no permit or no such layer is available, or the engine is not ready.
@@ -125,7 +135,9 @@ class RelayedOperation(CallbackRequest):
         return layer
 
     def compute_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
-        """Compute a received body and send its response.
+        """Submit the job of a received body; its response is sent when the job ends.
+
+        An invalid body is answered with an error at once.
 
         Args: received_s: seconds from the end of the header to the end of the body.
         """
@@ -139,7 +151,7 @@ class RelayedOperation(CallbackRequest):
             self.respond_error(error)
 
     def on_message(self, message: Any) -> None:
-        """Handle a message of the front end about this request."""
+        """Handle the front end's report that the response was sent, or that the client disconnected."""
         match message:
             case relay_messages.ResponseSent():
                 self._finish_sent(message)
@@ -150,7 +162,7 @@ class RelayedOperation(CallbackRequest):
         """Do nothing: the body was received with the header."""
 
     def on_front_end_lost(self) -> None:
-        """Cancel the request: its front end, and with it the client's connection, has ended."""
+        """Cancel the request: its front end has ended, and with it the client's connection."""
         self._is_front_end_lost = True
         if self.job is None:
             self._finish_unsent()
@@ -162,7 +174,7 @@ class RelayedOperation(CallbackRequest):
         self._finish_sent(relay_messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
     def _finish_sent(self, sent: relay_messages.ResponseSent) -> None:
-        """Finish a request whose response has been sent, or never will be."""
+        """Finish the request, whose response has been sent or never will be."""
         if "kernel" in self.record.stage_seconds:
             self.record.stage_seconds["send"] = sent.seconds
         self._retained = ()
@@ -170,12 +182,18 @@ class RelayedOperation(CallbackRequest):
         self._front_end.end_request(self._number)
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Send the result or the error of the job; if the front end has ended, only finish the request."""
         if self._is_front_end_lost:
             self._finish_unsent()
         else:
             super().conclude_job(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Build the response to a result and send it to the front end.
+
+        A short body is sent in the message, a long one as ranges of shared slabs.  Tensors in other memory
+        are copied to shared slabs first, long ones on another thread.
+        """
         buffers, measured = build_response(self.record, self._response_format, result)
         nbytes = sum(map(len, buffers))
         self.record.status, self.record.sent_bytes = 200, nbytes
@@ -189,6 +207,10 @@ class RelayedOperation(CallbackRequest):
             self._send_ranges(measured, [part for part in shared_parts if part is not None])
 
     async def _copy_and_send(self, measured: LaunchMeasurements, buffers: Buffers) -> None:
+        """Copy a response's buffers into shared slabs without blocking the event loop, then send the response.
+
+        An error is sent in its place.
+        """
         try:
             self._send_ranges(measured, [await share_response_bytes(self._front_end, buffer) for buffer in buffers])
         except Exception as error:
@@ -199,18 +221,24 @@ class RelayedOperation(CallbackRequest):
         measured: LaunchMeasurements,
         shared_parts: Sequence[tuple[bytes | relay_messages.SharedSlabRange, object]],
     ) -> None:
+        """Send a response in shared slabs, and keep its memory until the front end has sent it.
+
+        Args: shared_parts: the pieces of the body, each with the object that must live until then.
+        """
         self._retained = [held for _, held in shared_parts]
         self._send_response(measured, [part for part, _ in shared_parts])
 
     def _send_response(
         self, measured: LaunchMeasurements, body: list[bytes | relay_messages.SharedSlabRange]
     ) -> None:
+        """Send the response's message to the front end."""
         media_type, shared = self._response_format.media_type, self._header.cors_headers
         self._front_end.send_message(
             relay_messages.OperationResponse(self._number, media_type, measured, shared, body)
         )
 
     def send_problem(self, error: NormserveError) -> None:
+        """Send an error response as a message to the front end."""
         status, headers, body = make_problem_response(error, self.request_id)
         self.record.sent_bytes = len(body)
         named = [*headers, *self._header.cors_headers, (b"x-request-id", self.request_id.encode())]
@@ -229,7 +257,7 @@ HandOver = Callable[[NormserveError, int], None]
 
 
 class SharedBodyOperation(RelayedOperation):
-    """One request in progress, from the first byte of its body on.
+    """A relayed operation whose body the front end receives into a slab of this process.
 
     Attributes:
         received_bytes: the bytes of the body that have been received.
@@ -258,9 +286,10 @@ class SharedBodyOperation(RelayedOperation):
         self.is_complete = False
 
     def start_receiving(self, announced: int) -> bool:
-        """Start to receive the body; return False, with nothing begun, if the application must handle the request.
+        """Allocate the body's slab and have the front end receive the body into it.
 
-        The application handles requests that must be refused, and bodies whose memory takes long to allocate.
+        Return False if the application must handle the request, for which nothing has begun.  This is the
+        case if the request must be refused, or if allocating the slab would take long.
         """
         bodies = self._body_reader
         try:
@@ -290,7 +319,10 @@ class SharedBodyOperation(RelayedOperation):
         self.received_bytes = nbytes
 
     def on_message(self, message: Any) -> None:
-        """Handle a message of the front end about this request."""
+        """Handle a message of the front end: the body is complete or aborted, or the response was sent.
+
+        An aborted request is passed to the application, which sends the error.
+        """
         match message:
             case relay_messages.BodyReceived() if self._failure is None:
                 self._complete_body(message)
@@ -307,7 +339,10 @@ class SharedBodyOperation(RelayedOperation):
                 super().on_message(message)
 
     def on_front_end_lost(self) -> None:
-        """Cancel the request: its front end, and with it the client's connection, has ended."""
+        """Cancel the request: its front end has ended, and with it the client's connection.
+
+        If the body is incomplete, record the number of bytes that were received.
+        """
         self._stop_monitor()
         if not self.is_complete:
             self.record.error_code = ClientLeftError.code
@@ -315,7 +350,11 @@ class SharedBodyOperation(RelayedOperation):
         super().on_front_end_lost()
 
     def abort(self, error: NormserveError) -> None:
-        """Stop the reception; the application answers with `error` once the front end has stopped writing."""
+        """Release the permit and have the front end stop receiving the body.
+
+        When the front end has stopped, the application answers the request with `error`.  A second call
+        does nothing.
+        """
         if self._failure is not None:
             return
         self._failure = error
@@ -326,7 +365,7 @@ class SharedBodyOperation(RelayedOperation):
             self._front_end.send_message(relay_messages.BodyStopRequest(self._number))
 
     def _complete_body(self, message: relay_messages.BodyReceived) -> None:
-        """Compute the complete body; its permit can no longer be revoked."""
+        """Submit the job of the complete body; from now on its permit cannot be revoked."""
         assert self.permit is not None
         assert self._shared_memory is not None
         self._stop_monitor()
@@ -344,7 +383,7 @@ class SharedBodyOperation(RelayedOperation):
 
 
 def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
-    """Return memory for a body; None if none is available at once."""
+    """Return a slab for a body; return None if none can be allocated without delay."""
     if slabs.source.is_slow:
         return slabs.borrow_idle(nbytes)
     try:
@@ -354,7 +393,7 @@ def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
 
 
 class OperationDispatcher:
-    """Decides which requests are answered without the application, and begins them.
+    """Decides which relayed requests are answered without the ASGI application, and begins them.
 
     Attributes:
         services: the objects that these requests use.
@@ -372,7 +411,10 @@ class OperationDispatcher:
         return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
 
     def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
-        """Parse and check a header; return None if the application must handle its requests.
+        """Parse and check a request header, once for all requests that repeat it.
+
+        Return None if the application must handle these requests: they are invalid, or not for an
+        operation.
 
         Args: tenant: the sender of the request.
         """
@@ -393,7 +435,11 @@ class OperationDispatcher:
     def begin_operation(
         self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> RelayedOperation | None:
-        """Begin a request that has its body; return None if the application must refuse the request."""
+        """Begin a request whose body was sent together with its header.
+
+        Return None if the application must handle the request, because its key is refused or over its rate
+        limit.
+        """
         grant, caller = self._find_client_identity(request, prepared)
         if caller is None:
             return None
@@ -410,10 +456,10 @@ class OperationDispatcher:
     def find_client_identity(
         self, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> ClientIdentity | None:
-        """Return the sender of a request; None if the application must handle the request.
+        """Return the sender of a request; return None if the application must handle the request.
 
-        The application refuses keys that do not allow the request.  It also handles keys with a rate limit, which
-        would count a request twice if the request were passed on to the application later.
+        The application refuses keys that do not allow operations.  It also handles keys with a rate limit,
+        since a request that is passed on to the application later would be counted twice.
         """
         grant, caller = self._find_client_identity(request, prepared)
         return caller if grant is None or grant.token_bucket is None else None
@@ -421,6 +467,10 @@ class OperationDispatcher:
     def _find_client_identity(
         self, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
+        """Return the entry of the request's key, and the sender; the sender is None if the key is refused.
+
+        The entry is None if no keys are required, or if the key is unknown.
+        """
         address = _get_client_address(request)
         authorisation = self.services.key_authorisation
         if authorisation is None:

@@ -27,7 +27,7 @@ _COPIED_HERE_BYTES = 256 * 1024
 
 
 class FrontEndConnection(Protocol):
-    """The connection to the front end that relays a request.
+    """The owner's connection to the front end that has the client's connection.
 
     Attributes:
         slab_pool: memory that can be shared with the front end.
@@ -46,7 +46,7 @@ class FrontEndConnection(Protocol):
 
 
 class RelayedRequest:
-    """A relayed request that the application answers like any other request."""
+    """A relayed request that the ASGI application answers like any other request."""
 
     def __init__(
         self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, scope: Scope, entrance: ASGIApp
@@ -63,7 +63,10 @@ class RelayedRequest:
         self._task = asyncio.get_running_loop().create_task(self._run_application(full_scope))
 
     def abort_body(self, error: NormserveError, received: int) -> None:
-        """Abort the body after `received` bytes, before the application begins."""
+        """Abort the body, of which `received` bytes have been received, with an error.
+
+        This happens before the application begins, which then answers with that error.
+        """
         self._incoming_body.received_bytes = received
         if isinstance(error, ClientLeftError):
             self._response_sender.handle_disconnect()
@@ -95,6 +98,7 @@ class RelayedRequest:
         self._response_sender.on_front_end_lost()
 
     async def _run_application(self, scope: Scope) -> None:
+        """Have the application answer the request; report a response that it leaves incomplete."""
         try:
             await self._asgi_app(scope, self._incoming_body.receive_message, self._response_sender.send_message)
         finally:
@@ -110,7 +114,7 @@ class RelayedRequest:
 
 
 class RelayedIncomingBody(IncomingBody):
-    """A request's body, which a front end receives."""
+    """The body of a relayed request, which the front end receives into a slab or sends in pieces."""
 
     def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
         super().__init__(request.announced, self._start_receiving)
@@ -132,6 +136,11 @@ class RelayedIncomingBody(IncomingBody):
         return self._shared_memory is not None
 
     async def receive_into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
+        """Receive the body like `IncomingBody`; have the front end write it to the allocated memory.
+
+        A chunked body is sent in pieces instead.
+        """
+
         def make(nbytes: int) -> memoryview:
             room = make_room(nbytes)
             if self.content_length is not None:
@@ -141,7 +150,11 @@ class RelayedIncomingBody(IncomingBody):
         return await super().receive_into(make, **limits)
 
     async def receive_message(self) -> Message:
-        """Return the next ASGI message."""
+        """Request the body's next piece from the front end; return it as an ASGI message.
+
+        For handlers that do not call `receive_into`.  A body that was received with the header is returned
+        at once.
+        """
         if self.is_complete and self._initial_bytes:
             body, self._initial_bytes = bytes(self._initial_bytes), bytearray()
             return {"type": "http.request", "body": body, "more_body": False}
@@ -163,6 +176,7 @@ class RelayedIncomingBody(IncomingBody):
         return {"type": "http.request", "body": piece.data, "more_body": piece.more}
 
     def abort(self, error: NormserveError) -> None:
+        """Abort the reception with an error, and have the front end stop receiving."""
         super().abort(error)
         if self._is_requested:
             self._is_requested = False
@@ -174,7 +188,7 @@ class RelayedIncomingBody(IncomingBody):
             self.received_bytes = nbytes
 
     def on_body_received(self, message: relay_messages.BodyReceived) -> None:
-        """Complete the body, which is now in its slab."""
+        """Complete the body, which the front end has received into its slab."""
         self._is_requested, self._shared_memory = False, None
         if self.is_receiving:
             self.received_bytes = message.nbytes
@@ -182,7 +196,7 @@ class RelayedIncomingBody(IncomingBody):
             self._ended_at = message.ended
 
     def on_body_part(self, piece: relay_messages.BodyPart) -> None:
-        """Accept the next piece of a body that is not received into a slab."""
+        """Append the next piece to the body, or return it from the waiting `receive_message`."""
         if self._next_part is not None:
             if not self._next_part.done():
                 self._next_part.set_result(piece)
@@ -194,13 +208,16 @@ class RelayedIncomingBody(IncomingBody):
                 self.mark_complete()
 
     def on_body_aborted(self, *, is_client_disconnected: bool) -> None:
-        """End the reception: the front end no longer writes to the body's slab."""
+        """Record that the front end has stopped, and no longer writes to the body's slab.
+
+        If the client has disconnected, the body is aborted.
+        """
         self._is_requested, self._shared_memory = False, None
         if is_client_disconnected:
             self.handle_disconnect()
 
     def handle_disconnect(self) -> None:
-        """Abort an incomplete body, whose client has disconnected."""
+        """Record that the client has disconnected; abort the body if it is incomplete."""
         self._is_client_disconnected = True
         if self._next_part is not None and not self._next_part.done():
             self._next_part.set_exception(ClientLeftError("the client left"))
@@ -208,7 +225,10 @@ class RelayedIncomingBody(IncomingBody):
             self.abort(ClientLeftError("the client left while its body was received"))
 
     def _start_receiving(self) -> bytearray:
-        """Start to receive the body for a route; return the bytes that were received with the header."""
+        """Return the bytes that were received with the header; request the pieces of a chunked body.
+
+        A body of announced length is requested later, when its memory is allocated.
+        """
         if not self.is_complete and self.content_length is None:
             self._is_requested = True
             self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
@@ -216,7 +236,10 @@ class RelayedIncomingBody(IncomingBody):
         return early
 
     def _share_memory(self, room: memoryview) -> None:
-        """Have the body received into `room`, or in pieces if that memory cannot be shared."""
+        """Have the front end receive the body into `room`.
+
+        If that memory is not shared with the front end, have it send the body in pieces.
+        """
         assert self.content_length is not None
         self._is_requested = True
         located = self._front_end.locate_slab(room)
@@ -229,10 +252,10 @@ class RelayedIncomingBody(IncomingBody):
 
 
 class RelayedResponseSender(ResponseSender):
-    """A response, which a front end sends.
+    """The sender of a relayed request's response, which passes the response to the front end.
 
     Attributes:
-        is_response_complete: the front end has been given the complete response.
+        is_response_complete: whether the complete response has been passed to the front end.
     """
 
     def __init__(self, front_end: FrontEndConnection, number: int) -> None:
@@ -249,6 +272,11 @@ class RelayedResponseSender(ResponseSender):
         return self._send_s
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """Pass a complete response to the front end; return when its kernel has taken the last byte.
+
+        Long buffers are passed in shared slabs, into which others are copied.  Nothing is sent to a client
+        that has disconnected.
+        """
         if self.is_delivered is not None:
             return
         # Buffers that are not shared are copied; the copies and the buffers live until they are sent.
@@ -262,7 +290,11 @@ class RelayedResponseSender(ResponseSender):
         self._record_sent(await self._send_and_wait(response))
 
     async def send_message(self, message: Message) -> None:
-        """Send the next ASGI message of the application."""
+        """Pass an ASGI message of the application to the front end; return when its kernel has taken the
+        bytes.
+
+        The start of the response is kept until its first piece.
+        """
         if message["type"] == "http.response.start":
             self._start_message = message
             return
@@ -282,7 +314,7 @@ class RelayedResponseSender(ResponseSender):
             self._response_sent.set_result(sent)
 
     def handle_disconnect(self) -> None:
-        """Mark the response as not delivered, because its client has disconnected."""
+        """Mark the response as not delivered and call `on_disconnect`: the client has disconnected."""
         if self.is_delivered is None:
             self.is_delivered = False
             if self.on_disconnect is not None:
@@ -294,6 +326,7 @@ class RelayedResponseSender(ResponseSender):
         self.on_response_sent(relay_messages.ResponseSent(self._number, self._send_s, is_delivered=False))
 
     async def _send_and_wait(self, message: msgspec.Struct) -> relay_messages.ResponseSent:
+        """Send a message to the front end, and wait for its report that the bytes were sent."""
         self._began_at = self._began_at or time.perf_counter()
         self._response_sent = asyncio.get_running_loop().create_future()
         self._front_end.send_message(message)
@@ -311,7 +344,11 @@ class RelayedResponseSender(ResponseSender):
 async def share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object]:
-    """Return a response piece in the form of a message, and the object that must live until it has been sent."""
+    """Return a buffer as bytes, or as a range of a shared slab, for a message to the front end.
+
+    A long buffer outside shared memory is copied to a slab, on another thread.  The second value must
+    live until the response has been sent.
+    """
     shared = try_share_response_bytes(front_end, buffer)
     if shared is not None:
         return shared
@@ -324,7 +361,11 @@ async def share_response_bytes(
 def try_share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object] | None:
-    """Do as `share_response_bytes`, without a long copy; return None if one would be needed."""
+    """Return a buffer as bytes, or as a range of a shared slab, for a message to the front end.
+
+    Return None if that needs a long copy, which would block the event loop.  The second value must live
+    until the response has been sent.
+    """
     if len(buffer) <= INLINE_BYTES:
         return bytes(buffer), None
     view = memoryview(buffer)

@@ -58,11 +58,11 @@ EXAMPLE_PARAMETERS: Mapping[str, str | int] = {
 
 @dataclass(frozen=True, slots=True)
 class RouteExample:
-    """A request and its response.
+    """An example of a request to a route and of its response, for the OpenAPI description.
 
     Attributes:
-        response_body: the response with status 200, or 201 for a new resource; None: it has no body.  Bytes are not
-            shown.
+        response_body: the response with status 200, or 201 for a new resource; None: it has no body.
+            Bytes are not shown.
         media_type: of the response.
         request_body: the request's JSON; None if it has none.
     """
@@ -204,7 +204,9 @@ def find_example(method: str, path: str) -> RouteExample | None:
 
 
 def make_command_line(op: Op, direction: PassDirection) -> str:
-    """Make a command to try an operation: curl, or Python if the operation needs more than the sample."""
+    """Make an example command for an operation, with curl if the sample array is sufficient, else in
+    Python.
+    """
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is PassDirection.FORWARD:

@@ -53,7 +53,7 @@ def detect_format(body: memoryview) -> str:
 
 
 def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
-    """Add hints from a body's first bytes to an error about the cause that it cannot be read.
+    """Return an error about an unreadable body, with hints at the cause from the body's first bytes.
 
     Args:
         declared: the format of Content-Type; None if it has none.
@@ -98,6 +98,7 @@ class AcceptHeader:
         return best
 
     def _find_weight(self, media_type: str) -> float:
+        """Return the weight of a media type, by the most specific range that matches; 0 if none does."""
         for candidate in (media_type, "application/*", "*/*"):
             if candidate in self._weights:
                 return self._weights[candidate]
@@ -105,7 +106,10 @@ class AcceptHeader:
 
 
 def is_preferred(accept: str, media_type: str, default: str) -> bool:
-    """Return whether a client names `media_type`, with at least the weight of `default`."""
+    """Return whether an Accept or Accept-Encoding header prefers `media_type` to `default`.
+
+    The header must name it, with at least the weight of `default`.
+    """
     weights = {media_type: 0.0, default: 0.0}
     for item in accept.split(","):
         named, *arguments = (part.strip().lower() for part in item.split(";"))
@@ -116,6 +120,7 @@ def is_preferred(accept: str, media_type: str, default: str) -> bool:
 
 
 def _parse_weight(arguments: list[str]) -> float:
+    """Return the weight `q` among a media range's parameters: 1 without one, 0 for an invalid one."""
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name.strip() == "q":

@@ -20,7 +20,7 @@ from normserve.requests.request_parameters import LAYER_PARAMETERS, make_openapi
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes:
-    """The handlers of these routes."""
+    """The handlers of `/v1/layers`, which list, show, register and remove layers."""
 
     engine: Engine
     layers: LayerRegistry
@@ -28,7 +28,7 @@ class LayerRoutes:
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """Make the routes of the collection and of its members."""
+        """Make the routes of all layers, `/v1/layers`, and of one layer, `/v1/layers/{name}`."""
         router = APIRouter(prefix="/v1/layers", tags=["layers"])
         router.add_api_route("", self.list_layers, methods=["GET", "HEAD"], name="layers")
         router.add_api_route("/{name}", self.show_layer, methods=["GET", "HEAD"], name="layer")
@@ -81,6 +81,12 @@ class LayerRoutes:
         return JSONResponse(describe_layer(layer), status_code=200 if replaced else 201)
 
     def _charge_body(self, request: Request, body_format: str, nbytes: int) -> None:
+        """Require that the body is safetensors, and charge the permit for the layer's copy of the body.
+
+        Raises:
+            UnsupportedMediaTypeError: the body has another format.
+            TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
+        """
         if body_format != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}, got {body_format}")
         _get_exchange(request).charge_copy(nbytes)

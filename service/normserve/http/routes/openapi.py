@@ -39,7 +39,7 @@ _REQUEST_ID = "2688c9a37667b02a0161b9894444878d"
 
 
 def make_openapi_getter(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
-    """Make a function that creates the application's description once.
+    """Make the function that returns the application's OpenAPI description, created at its first call.
 
     Args:
         scopes: which routes require an API key; None if no keys are required.
@@ -55,6 +55,7 @@ def make_openapi_getter(app: FastAPI, scopes: RouteScopes | None) -> Callable[[]
 
 
 def _make_description(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
+    """Create FastAPI's description, and add this server's parameters, errors, examples and key."""
     description = get_openapi(
         title=app.title,
         version=app.version,
@@ -82,7 +83,7 @@ def make_operation_id(method: str, path: str) -> str:
 
 
 def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
-    """List the routes, without HEAD, which every GET route also accepts."""
+    """List the documented routes as copies without HEAD, which every GET route also accepts."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             alone = copy.copy(route)
@@ -91,7 +92,10 @@ def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
 
 
 def _describe_parameters(operation: dict[str, Any], path: str) -> None:
-    """Set path parameters and examples; drop FastAPI's parameters for handlers' arguments, which have a title."""
+    """Set an operation's path parameters and examples; drop those that FastAPI derives from handlers.
+
+    Derived parameters are recognised by their title.
+    """
     of_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PARAMETER.findall(path)
@@ -104,6 +108,7 @@ def _describe_parameters(operation: dict[str, Any], path: str) -> None:
 
 
 def _describe_responses(operation: dict[str, Any], method: str, path: str) -> None:
+    """Set the examples, the successful responses and the error response of an operation."""
     answers = operation["responses"]
     answers.pop("422", None)
     example = find_example(method.upper(), path)
@@ -117,6 +122,10 @@ def _describe_responses(operation: dict[str, Any], method: str, path: str) -> No
 
 
 def _describe_tensor_bodies(operation: dict[str, Any], *, is_forward: bool) -> None:
+    """Describe the tensors in an operation's request and response, and the headers of the result.
+
+    A backward pass cannot be requested with npy, which contains a single array.
+    """
     sent, answer = operation["requestBody"]["content"], operation["responses"]["200"]
     if is_forward:
         sent[NPY] = sent[NPY] | {"examples": _SAMPLE}
@@ -131,6 +140,7 @@ def _describe_tensor_bodies(operation: dict[str, Any], *, is_forward: bool) -> N
 
 
 def _add_example(operation: dict[str, Any], example: RouteExample) -> None:
+    """Set the example request and response of an operation without tensors."""
     if example.request_body is not None:
         content = {"application/json": {"schema": {"type": "object"}, "example": example.request_body}}
         operation["requestBody"] = {"required": bool(example.request_body), "content": content}
@@ -153,7 +163,7 @@ def _infer_schema(value: object) -> dict[str, Any]:
 
 
 def _describe_problems() -> dict[str, Any]:
-    """Describe the error responses of all paths but those below `/v2`."""
+    """Describe the error response of all paths except those below `/v2`."""
     shown = {
         error.code: {
             "summary": f"{STATUSES[type(error)]} {error.code}",
@@ -170,6 +180,7 @@ def _describe_problems() -> dict[str, Any]:
 
 
 def _describe_inference_errors() -> dict[str, Any]:
+    """Describe the error response of the paths below `/v2`."""
     schema = {"$ref": "#/components/schemas/Error"}
     return {
         "description": "Any error, as the protocol has them.",

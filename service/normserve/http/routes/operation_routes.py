@@ -52,14 +52,14 @@ _PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 
 
 class PayloadTensor(Protocol):
-    """One tensor in the payload's header, with a validated byte range."""
+    """A tensor that the header of a body describes, with a checked range of bytes in the body."""
 
     def view_tensor(self, body: memoryview) -> HostTensor:
         """Return the tensor as a view of the body."""
 
 
 class ResponseFormat(NamedTuple):
-    """The form of a response.
+    """The media type of a response, and how results are split into several tensors.
 
     Attributes:
         media_type: the media type of the response.
@@ -71,7 +71,7 @@ class ResponseFormat(NamedTuple):
 
 
 class PreparedPayload(NamedTuple):
-    """The results of checking a request's head, its payload's header and length, and its layer."""
+    """The cached results of checking a request, for requests that differ only in their tensors' data."""
 
     tensors: Mapping[str, PayloadTensor]
     spec: NormSpec
@@ -81,14 +81,14 @@ class PreparedPayload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OperationRoutes:
-    """Creates the operations' handlers."""
+    """The factory of the handlers and routes of all operations."""
 
     body_reader: BodyReader
     layers: LayerRegistry
     prepared_calls: PreparedCallCache
 
     def make_router(self) -> APIRouter:
-        """Make the routes of every operation in each direction."""
+        """Make the routes of all operations: one for each pass, forward or backward."""
         router = APIRouter(tags=["operations"], route_class=DirectRoute)
         for path, operation in self.make_endpoints().items():
             op, direction = operation.op, operation.direction
@@ -106,7 +106,7 @@ class OperationRoutes:
         return router
 
     def make_endpoints(self) -> "dict[str, OperationEndpoint]":
-        """Make the endpoints of every operation in each direction, by path."""
+        """Make the handlers of all operations: one for each pass, forward or backward, by path."""
         return {
             _make_path(op, direction): OperationEndpoint(
                 self.body_reader, self.layers, self.prepared_calls, op, direction
@@ -122,7 +122,7 @@ def _make_path(op: Op, direction: PassDirection) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperationEndpoint:
-    """One operation in one direction.
+    """The handler of requests for the forward or backward pass of one operation.
 
     Attributes:
         prepared_calls: the cache of prepared heads and payloads.
@@ -149,7 +149,7 @@ class OperationEndpoint:
         return BuffersResponse(buffers, response_format.media_type.encode(), measured.make_headers())
 
     def find_layer(self, head: "OperationHead") -> RegisteredLayer | None:
-        """Return the registered layer that a request names, if any.
+        """Return the registered layer that a request's head names; None if it names none.
 
         Raises:
             UnknownLayerError: there is no layer of that name.
@@ -157,7 +157,9 @@ class OperationEndpoint:
         return None if head.layer is None else self.layers.resolve(self.op, head.layer)
 
     def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "OperationHead":
-        """Parse a request's head, or return the cached object of an identical head of this tenant.
+        """Parse a request's query and headers, or return the cached result for identical ones.
+
+        Each tenant has its own cached results.
 
         Raises:
             NormserveError: the head is invalid.
@@ -174,7 +176,7 @@ class OperationEndpoint:
     def begin_operation(
         self, request: RequestLifecycle, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None
     ) -> ResponseFormat:
-        """Submit the job of a received body; return the form of the response.
+        """Make and submit the job of a received body; return the format of the response.
 
         Raises:
             NormserveError: the body is invalid, takes too much memory, or its deadline has passed.
@@ -187,7 +189,9 @@ class OperationEndpoint:
     def make_job(
         self, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None, request: RequestLifecycle
     ) -> tuple[NormJob, MemoryCost, ResponseFormat]:
-        """Make the job of a request's body; return it with its memory cost and the form of the response.
+        """Make the job of a received body; return it with its memory cost and the format of the response.
+
+        The results of parsing and checking are cached for requests that differ only in their tensors' data.
 
         Raises:
             NormserveError: the body is invalid, does not fit head and layer, or needs a copy that is refused.
@@ -216,9 +220,14 @@ class OperationEndpoint:
     def _parse_body(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
     ) -> tuple[Mapping[str, PayloadTensor], str]:
-        """Parse a body; return its tensors, cached for requests with other heads, and the response's media type.
+        """Return the tensors that a body's header describes, and the media type of the response.
 
-        Args: header: the payload's header; empty if the parsed tensors are not cached.
+        The tensors are cached by body format, header and length.
+
+        Args: header: the payload's header; empty if the tensors are not to be cached.
+
+        Raises:
+            NormserveError: the body is invalid, or the client accepts no format of the response.
         """
         key = tenant, head.body_format, header, len(body)
         entries: Mapping[str, PayloadTensor] | None = self.prepared_calls.find(key) if header else None
@@ -237,7 +246,7 @@ class OperationEndpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperationHead:
-    """A request's head, checked as far as possible without the body; identical requests share the object.
+    """The parsed and checked query and headers of a request; identical requests share the object.
 
     Heads are compared by identity, which is fast: they are keys of prepared payloads.
 
@@ -259,6 +268,11 @@ class OperationHead:
 def _parse_head(
     op: Op, direction: PassDirection, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
 ) -> OperationHead:
+    """Parse and check the query and the headers that define a request.
+
+    Raises:
+        NormserveError: one of them is invalid.
+    """
     values = parse_query(query, list_operation_parameters(op, direction))
     return OperationHead(
         spec=make_spec(op, direction, values),
@@ -271,7 +285,7 @@ def _parse_head(
 
 
 def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
-    """Parse the header of a body; return the tensors by name.
+    """Parse the header of a body in npy or safetensors; return the tensors that it describes, by name.
 
     Raises:
         MalformedPayloadError, TooLargeError: as the formats' readers do.
@@ -282,7 +296,11 @@ def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTen
 
 
 def get_payload_header(body: memoryview) -> bytes:
-    """Return the bytes of a body before its tensors' data; empty if they are too many or need more parsing."""
+    """Return the bytes of a body before its tensors' data, for use in a cache's key.
+
+    Return empty bytes if the body is not to be cached: its header is too long, or it is in an unusual
+    version of npy.
+    """
     start = bytes(body[:_NPY_LENGTH_END])
     if start.startswith(_NPY_START):
         end = _NPY_LENGTH_END + int.from_bytes(start[_SAFETENSORS_LENGTH_END:], "little")
@@ -293,7 +311,11 @@ def get_payload_header(body: memoryview) -> bytes:
 
 
 def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
-    """Refuse a job whose result the response's format cannot represent, before the computation."""
+    """Before the computation, refuse a job whose result the response's format cannot represent.
+
+    Raises:
+        NotAcceptableError: npy cannot represent several tensors or this dtype.
+    """
     if response_format.media_type != NPY:
         return
     if response_format.tensor_split is not None:
@@ -308,7 +330,11 @@ def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
 def build_response(
     record: RequestRecord, response_format: ResponseFormat, result: NormResult
 ) -> tuple[Buffers, LaunchMeasurements]:
-    """Build the response of a result: the body in pieces, and the measurements for the headers."""
+    """Encode a result as the pieces of the response's body; return them with the measurements for the
+    headers.
+
+    The times of the result are written into the request's record.
+    """
     began = time.perf_counter()
     if response_format.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
@@ -325,6 +351,7 @@ def _make_code_samples(op: Op, direction: PassDirection) -> list[dict[str, str]]
 
 
 def _describe_operation(op: Op, direction: PassDirection) -> dict[str, Any]:
+    """Make the OpenAPI description of an operation's parameters, request body and response."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {SAFETENSORS: binary, NPY: binary}
     return {

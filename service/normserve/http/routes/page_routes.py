@@ -42,11 +42,11 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageRoutes:
-    """The handlers of the pages.
+    """The handlers of the live page, the page of API documentation, and the files that they load.
 
     Attributes:
-        is_key_required: whether the operations require an API key.  The page itself does not; if /metrics does, the
-            page asks its user for one.
+        is_key_required: whether the operations require an API key.  The page itself does not; if
+            /metrics does, the page asks its user for one.
         is_certificate_required: whether TLS requires client certificates.
     """
 
@@ -100,6 +100,13 @@ def list_example_commands(url: str, *, with_key: bool, with_certificate: bool = 
 
 
 def _make_response(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
+    """Make the response with a page's file; make a 304 if the client already has this content.
+
+    Args:
+        kind: the file's extension.
+        tag: the entity tag of the content.
+        policy: the Content-Security-Policy.
+    """
     headers = {**_HEADERS, "content-security-policy": policy, "etag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
@@ -116,7 +123,7 @@ def _label_request(request: Request, route: str) -> None:
 
 
 def _read_files() -> dict[str, tuple[bytes, str]]:
-    """Read each file, and compute its entity tag."""
+    """Return the content and the entity tag of each file of the pages, by name."""
     folder = files("normserve.http") / "page"
     own = {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
     swagger = {name: (swagger_ui_path / name).read_bytes() for name in _SWAGGER}

@@ -26,7 +26,7 @@ _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 
 def _list_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
-    """List the methods, the path template and the accepted scopes of each route."""
+    """List the methods, the path template and the accepted key scopes of each route."""
     for op in Op:
         for direction in op.passes:
             yield ("POST",), f"/v1/{op.value}" + ("" if direction is PassDirection.FORWARD else "/backward"), _INFER
@@ -41,6 +41,7 @@ def _list_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
 
 
 def _list_inference_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
+    """List the methods, the path template and the accepted key scopes of each route below `/v2`."""
     for server in ("/v2", "/v2/"):
         yield _READS, server, ANY_KEY
     yield _READS, "/v2/models/stats", _INFER | _METRICS
@@ -65,10 +66,10 @@ DECLARED: Mapping[tuple[str, str], Needed] = {
 
 
 class RouteScopes:
-    """The scopes that each request needs, by the route that will handle it.
+    """The key scopes that each request needs, looked up by the route that will handle the request.
 
-    The routes themselves match the request, so that a spelling of a path cannot be interpreted differently here and
-    by the router.
+    The routes themselves match the request, so that a spelling of a path cannot be interpreted
+    differently here and by the router.
     """
 
     def __init__(self, routes: Sequence[BaseRoute], *, metrics_are_public: bool) -> None:
@@ -87,7 +88,9 @@ class RouteScopes:
         return self._scopes_by_template.get((method, template)) != PUBLIC
 
     def find_required_scopes(self, scope: Scope) -> Needed | None:
-        """Return the scopes that a request needs; None if no key is sufficient, as the route declares no scope.
+        """Return the scopes of which a request's key must have one; empty if the request needs no key.
+
+        Return None if no key is sufficient, because the route declares no scopes.
 
         A request that no route handles needs any key: clients without one cannot find out which paths exist.
         """
@@ -108,14 +111,17 @@ class RouteScopes:
         return needed if exact is None or exact == needed else None
 
     def find_route_template(self, scope: Scope) -> str:
-        """Return the path of a request's route, with its parameters' names in place of their values."""
+        """Return the path template of a request's route, for example `/v1/layers/{name}`.
+
+        Return `UNMATCHED` if no route handles the request.
+        """
         if not scope.get("root_path") and (scope["method"], scope["path"]) in self._scopes_by_path:
             path: str = scope["path"]
             return path
         return getattr(self._find_route(scope), "path", NO_ROUTE)
 
     def _find_route(self, scope: Scope) -> BaseRoute | None:
-        """Return the route that handles a request; None if there is none for this path and method."""
+        """Return the first route that matches a request's path and method; None if there is none."""
         for route in self._routes:
             if route.matches(scope)[0] is Match.FULL:
                 return route

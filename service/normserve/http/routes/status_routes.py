@@ -40,13 +40,14 @@ _SAMPLE_SHAPE = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
-    """The handlers of these routes.
+    """The handlers of the probes, the metrics, the server's information and the sample tensor.
 
     Attributes:
-        stall_detector: whether operations still finish.
+        stall_detector: detects that the engine no longer finishes operations.
         limits: the limits in `/v1/info`.
-        local_options: the values in `/v1/info` for clients on the same host; None if they cannot share memory.
-        describe_front_ends: the HTTP processes in front of this one.
+        local_options: the values in `/v1/info` for clients on the same host; None if they cannot share
+            memory.
+        describe_front_ends: returns the index and process id of each connected front end.
     """
 
     engine: Engine
@@ -59,7 +60,7 @@ class StatusRoutes:
     describe_front_ends: Callable[[], list[dict[str, int]]] = list
 
     def make_router(self) -> APIRouter:
-        """Make the routes of probes, metrics and information."""
+        """Make the routes of the probes, the metrics, the server's information and the sample tensor."""
         router = APIRouter(tags=["status"])
         router.add_api_route("/livez", self.show_liveness, methods=_READS)
         router.add_api_route("/readyz", self.show_readiness, methods=_READS)
@@ -69,7 +70,7 @@ class StatusRoutes:
         return router
 
     def register_sibling_handlers(self) -> None:
-        """Send this process's metrics and information to the other processes of the fleet on request."""
+        """Register handlers that send this process's metrics and information to other processes of the fleet."""
 
         async def metrics(question: Question, at_end: AsyncExitStack) -> bytes:
             return self.metrics.render()
@@ -112,7 +113,7 @@ class StatusRoutes:
         return JSONResponse(await self.describe_server())
 
     async def describe_server(self) -> dict[str, Any]:
-        """Describe the server, as in `/v1/info`, for all transports."""
+        """Describe the server and its processes, as in `/v1/info`; other transports send the same."""
         device = self.engine.device_description
         processes = await self._describe_processes()
         return {
@@ -133,7 +134,10 @@ class StatusRoutes:
         }
 
     def _describe_local(self) -> dict[str, Any] | None:
-        """Describe the memory sharing with clients on this host, with the device's UUID if one is available."""
+        """Describe the shared memory for clients on this host; return None if there is none.
+
+        The device's UUID is included if clients may share device memory.
+        """
         if self.local_options is None:
             return None
         engine = self.engine
@@ -145,7 +149,10 @@ class StatusRoutes:
         return {**self.local_options, "device": None if memory is None else memory.uuid}
 
     async def _describe_processes(self) -> list[dict[str, Any]] | None:
-        """Describe every process of the fleet, by its index; return None if there is no fleet."""
+        """Describe every process of the fleet, by its index; return None if there is no fleet to show.
+
+        A process that does not answer is described as gone.
+        """
         place = self.sibling_processes.position
         if place is None or not place.is_shown:
             return None
@@ -156,7 +163,7 @@ class StatusRoutes:
         return [descriptions.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 
     def _describe_process(self) -> dict[str, Any]:
-        """Describe this process of the fleet."""
+        """Describe this process of the fleet: its index, device, process id, restarts and state."""
         place = self.sibling_processes.position
         assert place is not None
         return {

@@ -15,7 +15,10 @@ from normserve.http.transport.response_sender import Buffers, Headers, ResponseS
 
 
 class AsgiAdapter:
-    """Wraps the application's entrance for a server that calls it with a plain scope."""
+    """Adapts the application to ASGI servers that cannot receive bodies directly into slabs.
+
+    It adds the objects to the request's scope that receive the body and send the response.
+    """
 
     def __init__(self, entrance: ASGIApp) -> None:
         self._asgi_app = entrance
@@ -37,7 +40,10 @@ class AsgiAdapter:
 
 
 class _AsgiBody:
-    """One request's body, passed to an `IncomingBody` once a route requests it there, else as ASGI messages."""
+    """One request's body, which an ASGI server receives.
+
+    A handler reads it either with `IncomingBody.receive_into`, or as ASGI messages.
+    """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
@@ -47,7 +53,11 @@ class _AsgiBody:
             self.incoming_body.mark_complete()
 
     async def receive_message(self) -> Message:
-        """Return the next ASGI message."""
+        """Return the server's next ASGI message to a handler that reads the body itself.
+
+        First stop passing the body to the `IncomingBody`.  The body's last message marks the `IncomingBody`
+        as complete.
+        """
         self.stop_receiving()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
@@ -55,7 +65,7 @@ class _AsgiBody:
         return message
 
     def stop_receiving(self) -> None:
-        """Stop to read the body."""
+        """Stop passing the body to the `IncomingBody`."""
         if self._receive_task is not None:
             self._receive_task.cancel()
 
@@ -65,6 +75,7 @@ class _AsgiBody:
         return bytearray()
 
     async def _receive_all(self) -> None:
+        """Pass all pieces of the body to the `IncomingBody`; abort it if the client disconnects."""
         reception = self.incoming_body
         while reception.is_receiving and not reception.is_complete:
             message = await self._receive()
@@ -89,13 +100,17 @@ class AsgiResponseSender(ResponseSender):
         self._send = send
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        """Send a complete response as ASGI messages, one for each buffer."""
         await self.forward_message({"type": "http.response.start", "status": status, "headers": list(headers)})
         for buffer in buffers:
             await self.forward_message({"type": "http.response.body", "body": buffer, "more_body": True})
         await self.forward_message({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def forward_message(self, message: Message) -> None:
-        """Forward a message, with its body as `bytes`, which ASGI requires: a server may pickle it."""
+        """Forward an ASGI message of the response, and record when the response begins and ends.
+
+        A body is converted to `bytes`, which ASGI requires: a server may pickle the message.
+        """
         if message["type"] == "http.response.start":
             self._began_at = time.perf_counter()
         if isinstance(message.get("body"), memoryview):

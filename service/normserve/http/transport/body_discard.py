@@ -29,10 +29,10 @@ _STRANGERS_SHARE = 4
 
 
 class DiscardLimits:
-    """Limits of all drains of a process together.
+    """The limits for discarding the bodies of refused requests, shared by all connections of a process.
 
     Attributes:
-        max_bytes: limit of one drain.
+        max_bytes: limit of the discarded bytes of one body.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -41,7 +41,11 @@ class DiscardLimits:
         self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
     def acquire_slot(self, status: int) -> Callable[[], None] | None:
-        """Take a slot for a long drain, after a response with this status.
+        """Take one of the slots that allow a long time for discarding a body.
+
+        Requests that are refused by their key or host have separate, fewer slots.
+
+        Args: status: the status of the response.
 
         Returns: a function that releases the slot; None if all slots are taken.
         """
@@ -57,7 +61,7 @@ class DiscardLimits:
 
 
 class BodyDiscard:
-    """The discarding of one body's remaining bytes, until it is complete, too slow or too long."""
+    """The discarding of a refused body's remaining bytes, until it is complete, too slow or too long."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limits: DiscardLimits, on_fault: Callable[[], None]
@@ -72,7 +76,10 @@ class BodyDiscard:
         self._completion: asyncio.Future[None] | None = None
 
     async def wait_small_body(self) -> None:
-        """Wait until the body is complete, or has taken too long for a small one."""
+        """Wait until a small body is complete, but at most two seconds.
+
+        The response is sent afterwards, since many clients read only after they have sent their request.
+        """
         self._completion = self._loop.create_future()
         timer = self._loop.call_later(_SHORT_S, self._resolve_wait)
         try:
@@ -81,7 +88,9 @@ class BodyDiscard:
             timer.cancel()
 
     def start_time_limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
-        """Limit the time for the remaining bytes; return whether it is likely to be enough.
+        """Limit the time for the remaining bytes; return whether a long time is allowed.
+
+        If not, the time is two seconds: too many bytes remain, or no slot is free.
 
         Args:
             status: the status of the response.
@@ -103,13 +112,13 @@ class BodyDiscard:
         return is_long
 
     def count_bytes(self, nbytes: int) -> None:
-        """Count received bytes."""
+        """Count discarded bytes; call `on_fault` if the body is longer than the limit."""
         self._discarded_bytes += nbytes
         if self._discarded_bytes > self._limits.max_bytes:
             self._on_fault()
 
     def stop(self) -> None:
-        """End the drain: the body is complete, or the connection ends."""
+        """Stop the timers and release the slot: the body is complete, or the connection ends."""
         if self._monitor is not None:
             self._monitor.stop()
         if self._release_slot is not None:

@@ -64,7 +64,14 @@ class ChunkedBodyDecoder:
         return b"".join(pieces), at
 
     def _consume_line(self, received: bytes, at: int) -> int:
-        """Process a line, or the received part of a line; return the position after it."""
+        """Process the size line or trailer line at this position; return the position after it.
+
+        An incomplete line is kept until its remaining bytes are received.
+
+        Raises:
+            MalformedHttpError: the line is invalid or too long.
+            HeadersTooLargeError: the trailer section is too long.
+        """
         limit = min(len(received), at + _MAX_LINE_BYTES - len(self._line))
         found = received.find(b"\n", at, limit)
         end = found + 1 if found >= 0 else limit
@@ -84,6 +91,11 @@ class ChunkedBodyDecoder:
         return end
 
     def _parse_size_line(self, line: bytes) -> None:
+        """Begin a chunk of the size in this line; a size of 0 begins the trailer section.
+
+        Raises:
+            MalformedHttpError: the line is invalid, or the framing takes too many bytes for the data.
+        """
         size = _SIZE_LINE.fullmatch(line)
         if size is None:
             raise MalformedHttpError("a chunk must begin with its size in hexadecimal digits and CR LF")
@@ -99,7 +111,7 @@ class ChunkedBodyDecoder:
             self._in_trailers = True
 
     def _consume_trailer_line(self, line: bytes) -> None:
-        """Check and count a line of the trailer section; the empty one completes the body."""
+        """Check a line of the trailer section and count its bytes; an empty line completes the body."""
         self._trailer_bytes += len(line)
         if line == b"\r\n":
             self.is_complete = True

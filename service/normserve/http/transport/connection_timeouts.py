@@ -11,13 +11,13 @@ from normserve.http.transport.transfer_progress import SlowTransferMonitor, Tran
 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
-    """The limits, in seconds and bytes.
+    """The limits of a connection's times and transfer rates.
 
     Attributes:
         header_s: time for a complete header, from its first byte or from the connection's start.
         send_s: time for which a client may read nothing of its response.
-        transfer_s: time for a response that the kernel could not take at once, even if it is read steadily, and for
-            the remaining bytes of a discarded body.
+        transfer_s: time for a response that the kernel could not take at once, even if it is read
+            steadily, and for the remaining bytes of a discarded body.
         min_bytes_per_s: minimum mean rate of such a response or body from then on; 0 for none.
         grace_s: time after which that rate applies.
     """
@@ -30,7 +30,7 @@ class ConnectionTimeouts:
 
 
 class HeaderTimer:
-    """Calls a function when a header is late."""
+    """A timer that calls a function if a request's header is not complete in time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, patience: ConnectionTimeouts, on_late: Callable[[], None]
@@ -55,7 +55,7 @@ class HeaderTimer:
 
 
 class SlowReaderMonitor:
-    """Aborts a transport whose client reads too slowly."""
+    """Aborts a connection whose client reads its response too slowly."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class SlowReaderMonitor:
             self._monitor = None
 
     def _make_progress(self) -> TransferProgress:
+        """Make the speed limits for reading a response, which apply from now on."""
         limits = self._timeouts
         return TransferProgress(
             time.perf_counter(),

@@ -44,14 +44,15 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ConnectionPolicy:
-    """Limits and callbacks that all connections share.
+    """The limits and callbacks that all connections share.
 
     Attributes:
         discard_limits: limits of discarded bodies.
-        render_refusal: counts invalid input that is not a request, and renders the response; the second argument is
-            the request target, as far as it was received.
+        render_refusal: counts invalid input that is not a request, and renders the response; the second
+            argument is the received part of the request target.
         idle_connections: the connections that wait for a request.
-        on_late_disconnect: called when a client disconnected without reading a response that the kernel had taken.
+        on_late_disconnect: called when a client disconnected without reading a response that the kernel
+            had taken.
     """
 
     timeouts: ConnectionTimeouts
@@ -62,7 +63,9 @@ class ConnectionPolicy:
 
 
 class ExchangeProtocol(HttpToolsProtocol):
-    """Receives bodies and sends responses, in order, and disconnects clients that are late or slow.
+    """A connection from the end of each header on: receives bodies and sends responses, in order.
+
+    Clients that are late or slow are disconnected.  A subclass parses the headers.
 
     Attributes:
         remaining_body_bytes: bytes that are still to be received of a body of announced length.
@@ -100,7 +103,15 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.chunked_decoder: ChunkedBodyDecoder | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
-        """Do as `HttpConnection.admit`."""
+        """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
+
+        If it exceeds a limit, the oldest idle connection is closed in its place.  If none is idle, this one
+        may send only one probe.
+
+        Args:
+            address: the client's address, in the form that the limits of connections use.
+            beyond: the limit that the connection exceeds; None within all limits.
+        """
         self.address = address
         patience, idle = self._policy.timeouts, self._policy.idle_connections
         if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
@@ -116,6 +127,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         return reception if self.remaining_body_bytes and reception is not None and reception.is_receiving else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the header's timer and mark the connection as idle, in addition to uvicorn's setup.
+
+        Writing pauses as soon as the kernel does not take all bytes, which starts the monitor of slow
+        readers.
+        """
         connected = transport.get_extra_info("socket")
         if connected.family == socket.AF_UNIX:
             # TCP grows its buffers by itself, up to about this.
@@ -135,6 +151,11 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._policy.idle_connections.add_connection(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers, and abort the bodies and responses in progress.
+
+        A disconnect is reported as late if the client may not have read a response that the kernel had
+        taken.
+        """
         super().connection_lost(exc)
         self._policy.idle_connections.discard_connection(self)
         self._header_timer.stop()
@@ -161,7 +182,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._incoming_body = self._response_sender = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handle the end of the client's data; return whether it may still read responses to complete requests."""
+        """Handle the end of the client's data; return whether the connection stays open for responses.
+
+        It does if a complete request is unanswered, except with TLS.  From then on, a monitor checks
+        whether the client has disconnected.
+        """
         # A client that disconnects in the middle of a response sends FIN first; a reset is visible by itself.
         self._has_unread_response = count_unacknowledged_bytes(self.transport) > 0
         complete_cycles = [cycle for cycle, _ in self._open_exchanges.values() if not cycle.more_body]
@@ -177,13 +202,13 @@ class ExchangeProtocol(HttpToolsProtocol):
 
     @property
     def _is_accepting_requests(self) -> bool:
-        """Whether the next bytes can still become a request."""
+        """Whether further received bytes are parsed as a request, and not ignored."""
         if self._refusal_error is not None or self.transport.is_closing():
             return False
         return self.cycle is None or self.cycle.keep_alive
 
     def count_direct_bytes(self, nbytes: int) -> None:
-        """Count bytes that were received into the memory of `direct_body`."""
+        """Count bytes that the connection has received into the memory of `direct_body`."""
         assert self._incoming_body is not None
         self.remaining_body_bytes -= nbytes
         self._incoming_body.count_received(nbytes)
@@ -191,6 +216,10 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._complete_body()
 
     def on_body(self, body: bytes) -> None:
+        """Append bytes to the body that a handler receives, or else pass them to uvicorn.
+
+        The bytes of a discarded body are ignored.
+        """
         if self.transport.is_closing() or self._body_discard is not None:
             return
         if self._incoming_body is not None and self._incoming_body.is_receiving:
@@ -199,7 +228,10 @@ class ExchangeProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def _complete_body(self) -> None:
-        """Mark the request as complete; end the discarding of its body."""
+        """Mark the request's body as complete; if it was discarded, end that.
+
+        If the response is complete, too, the connection waits for the next request.
+        """
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -214,6 +246,10 @@ class ExchangeProtocol(HttpToolsProtocol):
                 self._wait_next_request(cycle)
 
     def pause_writing(self) -> None:
+        """Pause the application's writes, and start to monitor how fast the client reads.
+
+        asyncio calls this when the kernel takes no more bytes.
+        """
         super().pause_writing()
         assert self._slow_reader_monitor is not None
         # The first unanswered one: earlier responses are sent, and later ones wait for it.
@@ -225,6 +261,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._slow_reader_monitor.stop()
 
     def shutdown(self) -> None:
+        """Close the connection if it is idle, else after its current response.
+
+        A body that is being discarded is completed first.  Called when the server stops, or needs the
+        connection for another client.
+        """
         if self._body_discard is not None:
             # The server waits for connections for a moment before it ends.
             self.cycle.keep_alive = False
@@ -239,6 +280,10 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has been idle for too long.
+
+        It is aborted if the client has not read its last response, because closing would wait for that.
+        """
         # A client that has not read these bytes in all this time never will: closing would wait for it forever.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -274,7 +319,10 @@ class ExchangeProtocol(HttpToolsProtocol):
             cycle.send = functools.partial(self._send_message, cycle, reception, cycle.send)  # type: ignore[method-assign]
 
     def _start_receiving(self, cycle: RequestResponseCycle) -> bytearray:
-        """Start to receive a body; return the bytes that were already received."""
+        """Start to receive a body for its handler; return the bytes that were already received.
+
+        Reading continues, and a client that waits for `100 Continue` gets it.
+        """
         early, cycle.body = cycle.body, bytearray()
         if cycle.more_body:
             if cycle.waiting_for_100_continue:
@@ -286,7 +334,10 @@ class ExchangeProtocol(HttpToolsProtocol):
     async def _send_message(
         self, cycle: RequestResponseCycle, reception: IncomingBody, send: ASGISendCallable, message: ASGISendEvent
     ) -> None:
-        """Send a message of a response; before the first one, begin to discard an unfinished request body."""
+        """Send an ASGI message of a response.
+
+        If a response starts while its request's body is incomplete, begin to discard the body first.
+        """
         is_connected = not (cycle.disconnected or self.transport.is_closing())
         if message["type"] == "http.response.start" and cycle.more_body and is_connected:
             if cycle.waiting_for_100_continue and not cycle.body:
@@ -297,7 +348,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         await send(message)
 
     async def _discard_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
-        """Discard the remaining bytes of a body from now on.
+        """Begin to discard the remaining bytes of a body, before its response; wait for a small body's end.
 
         The connection is kept for the next request if the body is completed in time.
         """
@@ -320,12 +371,19 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._body_discard = None
 
     def _close_after_discard(self) -> None:
-        """Close the connection, unless a body is still being discarded after a complete response."""
+        """Close the connection after its last response.
+
+        If the body of that request is still being discarded, the connection is closed at the end of the
+        body instead.
+        """
         if self._body_discard is None or not self.cycle.response_complete:
             self.transport.close()
 
     def _wait_next_request(self, cycle: RequestResponseCycle) -> None:
-        """Wait for the next request or close, after a complete response and request body."""
+        """Mark the connection as idle; if it is not kept alive, close it instead.
+
+        Called when the last request has been received and answered completely.
+        """
         if not cycle.keep_alive:
             self.transport.close()
         else:
@@ -335,12 +393,16 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._policy.idle_connections.add_connection(self)
 
     def _mark_busy(self) -> None:
-        """Mark the connection as busy, because a request has begun."""
+        """Mark the connection as no longer idle, because the client has begun a request."""
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
         self._policy.idle_connections.discard_connection(self)
 
     def _finish_response(self, sending: SocketResponseSender) -> None:
+        """Handle the end of a response: begin the next pipelined request, or mark the connection as idle.
+
+        Invalid input that followed the request is now answered.
+        """
         sending.finish_response()
         self._open_exchanges.pop(sending, None)
         self.on_response_complete()
@@ -355,13 +417,18 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._refuse_input(self._refusal_error)
 
     def _on_header_timeout(self) -> None:
+        """Refuse an incomplete header with an error; close a connection that has sent none."""
         if self._is_header_open:
             self._refuse_input(RequestTimeoutError("the header was not complete in time"))
         else:
             self.transport.close()
 
     def _refuse_input(self, error: NormserveError) -> None:
-        """Answer invalid input with an error, after the responses to earlier requests, and close."""
+        """Answer invalid input with an error and close the connection.
+
+        Earlier requests are answered first.  If the response to the request has already begun, only close
+        the connection.
+        """
         if self.transport.is_closing():
             return
         self._is_header_open = False
@@ -389,7 +456,12 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_client(self) -> None:
-        """Close the connection after its client, or soon: data received after a close would reset the response."""
+        """End the sending side now, and close the connection when the client has, at the latest after a
+        second.
+
+        If the client sent data after a close, the connection would be reset, and the client might not read
+        the response.  A connection with TLS is closed at once, because the end of TLS waits for the client.
+        """
         if self._is_encrypted or self.transport.is_closing():
             # The TLS shutdown waits for that of the client.
             self.transport.close()
@@ -399,7 +471,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._close_timer = self.loop.call_later(linger_s, self.transport.close)
 
     def _ignore_bytes(self, nbytes: int) -> None:
-        """Discard bytes that follow invalid input, up to a limit."""
+        """Count ignored bytes that follow invalid input; close the connection when they are too many."""
         self._ignored_bytes += nbytes
         if self._ignored_bytes > _LINGER_BYTES:
             self.transport.close()

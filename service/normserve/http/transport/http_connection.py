@@ -15,10 +15,10 @@ _TINY_CHUNKS_BYTES = 32 * 1024
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """Receives into the memory of a request's body, else into scratch memory that the parser reads.
+    """A connection that receives bodies directly into their slabs, and other bytes into scratch memory.
 
-    An idle connection owns no memory: between `get_buffer` and `buffer_updated` the event loop does nothing else,
-    so all connections of a loop share the scratch memory.
+    An idle connection owns no memory: between `get_buffer` and `buffer_updated` the event loop does
+    nothing else, so all connections of a loop share the scratch memory.
 
     uvicorn's protocol is an attribute and not a base class, because an event loop passes `bytes` to every
     `asyncio.Protocol`.
@@ -34,16 +34,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.on_connection_lost: Callable[[], None] | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
-        """Admit the connection, before it is made; return the time for its handshake.
+        """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
 
         Args:
             address: the client's address, in the form that the limits of connections use.
-            beyond: the limit that the connection exceeds, None within all; an idle connection is then closed, or
-                this one is restricted to one probe.
+            beyond: the limit that the connection exceeds; None within all limits.  An idle connection is
+                then closed in its place, or this one may send only one probe.
         """
         return self._protocol.admit(address, beyond)
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory for the next received bytes: that of the body, or scratch memory."""
         http = self._protocol
         self._direct_body = http.direct_body
         if self._direct_body is not None:
@@ -55,6 +56,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._scratch[:HEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Count bytes that were received into the body's memory, or process those in scratch memory."""
         if self._direct_body is not None:
             self._direct_body = None
             self._protocol.count_direct_bytes(nbytes)

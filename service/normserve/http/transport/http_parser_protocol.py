@@ -35,7 +35,7 @@ _find_end = re.compile(rb"\r\n\r\n").search
 
 
 class HttpParserProtocol(ExchangeProtocol):
-    """Parses headers; bodies bypass the parser."""
+    """A connection that splits the received bytes into headers, which httptools parses, and bodies."""
 
     def __init__(self, policy: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(policy, **of_uvicorn)
@@ -76,6 +76,7 @@ class HttpParserProtocol(ExchangeProtocol):
             self._header_timer.start()
 
     def _consume_sized_body(self, data: memoryview) -> memoryview:
+        """Process the bytes of `data` that belong to a body of announced length; return the bytes after it."""
         length = min(len(data), self.remaining_body_bytes)
         self.remaining_body_bytes -= length
         if self._body_discard is None:
@@ -87,6 +88,10 @@ class HttpParserProtocol(ExchangeProtocol):
         return data[length:]
 
     def _consume_chunked_body(self, chunks: ChunkedBodyDecoder, data: memoryview) -> memoryview:
+        """Decode the bytes of `data` that belong to a chunked body; return the bytes after it.
+
+        Invalid bytes are refused with an error, and none remain.
+        """
         try:
             piece, length = chunks.decode(bytes(data))
         except NormserveError as error:
@@ -103,7 +108,10 @@ class HttpParserProtocol(ExchangeProtocol):
         return data[length:]
 
     def _consume_header(self, data: memoryview) -> memoryview:
-        """Parse bytes up to the end of a header, or of empty lines before it; return the remaining bytes."""
+        """Parse the bytes of `data` up to the end of a header; return the bytes after it.
+
+        If the header is incomplete, all bytes are parsed.  Invalid bytes are refused with an error.
+        """
         end = self._find_header_end(data)
         # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
         piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
@@ -147,7 +155,7 @@ class HttpParserProtocol(ExchangeProtocol):
         return data[len(piece) :]
 
     def _begin_identical_request(self) -> None:
-        """Begin a request whose header is identical to the last one: the parser is still at its end."""
+        """Begin a request whose header has the same bytes as the last one, without parsing them again."""
         headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
         super().on_message_begin()
         self.headers += headers
@@ -169,6 +177,11 @@ class HttpParserProtocol(ExchangeProtocol):
         self._unrepeatable_fields, self._repeated_field = {}, None
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Collect a header field, and note `Expect: 100-continue`.
+
+        A repeated field is noted if it must not be repeated; `on_headers_complete` then refuses the
+        request.
+        """
         name = name.lower()
         if name in _SINGULAR:
             if name in self._unrepeatable_fields:
@@ -179,6 +192,7 @@ class HttpParserProtocol(ExchangeProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        """Begin the request; refuse it if the header is invalid or the connection is beyond a limit."""
         self._header_timer.stop()
         version = self.parser.get_http_version()
         if self._repeated_field is not None:
@@ -200,7 +214,10 @@ class HttpParserProtocol(ExchangeProtocol):
         self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
 
     def _find_limit_fault(self) -> NormserveError | None:
-        """Return the error of a connection beyond a limit, unless the request is a probe."""
+        """Return the error for a request on a connection beyond a limit.
+
+        Return None within all limits, and for a probe.
+        """
         if self.exceeded_limit is None:
             return None
         is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
@@ -222,7 +239,7 @@ class HttpParserProtocol(ExchangeProtocol):
 
 
 def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
-    """Return the error of a request that the parser accepts but the server refuses; None if it is valid.
+    """Return the error of a header that the parser accepts but the server refuses; None if it is valid.
 
     Args:
         version: the HTTP version, as in "1.1".

@@ -8,7 +8,7 @@ _LEAST_IDLE_S = 1.0
 
 
 class IdleConnection(Protocol):
-    """A connection without a request.
+    """A connection that waits for its next request.
 
     Attributes:
         address: the client's address, in the form that the limits of connections use.
@@ -35,7 +35,9 @@ class IdleConnectionQueue:
         self._idle_since.pop(connection, None)
 
     def close_oldest(self, address: str | None) -> bool:
-        """Close the connection that has been idle for longest; return whether there was one.
+        """Close the connection that has been idle for longest.
+
+        Return False if no connection has been idle for at least a second.
 
         Args: address: the address of its client; None for any client.
         """

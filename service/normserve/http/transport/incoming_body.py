@@ -10,16 +10,17 @@ from normserve.http.transport.transfer_progress import SlowTransferMonitor, Tran
 
 
 class IncomingBody:
-    """Moves a body from the connection, which has the bytes, to the route, which has memory for them.
+    """The reception of a request's body: the connection writes bytes to memory that the handler allocates.
 
-    A body that is not requested here stays with uvicorn, as ASGI applications expect.
+    A handler that does not call `receive_into` gets the body as ASGI messages.
 
     Attributes:
         content_length: the body's length in bytes; None when it is chunked, 0 when there is none.
         began_at: when the header was complete, by `time.perf_counter`.
-        received_bytes: number of bytes in the route's memory.
+        received_bytes: number of bytes in the handler's memory.
         is_complete: whether the last byte has been received.
-        is_receiving: whether received bytes belong to `get_free_buffer` and `append_part` here, not to uvicorn.
+        is_receiving: whether received bytes belong to `get_free_buffer` and `append_part` here, not to
+            uvicorn.
     """
 
     def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
@@ -60,14 +61,14 @@ class IncomingBody:
         min_bytes_per_s: float = 0.0,
         grace_s: float = 0.0,
     ) -> memoryview:
-        """Receive the body completely.
+        """Receive the complete body into memory that `make_room` allocates; return a view of its bytes.
 
         A body that was received in one piece with its header is returned without a copy and
         without a call of `make_room`.
 
         Args:
-            make_room: allocates memory of at least this many bytes; called again when a chunked body outgrows it.
-                It may raise any error.
+            make_room: allocates memory of at least this many bytes; called again when a chunked body
+                outgrows it.  It may raise any error.
             pause_s: longest pause of the client.
             total_s: longest time for the complete body.
             min_bytes_per_s: minimum mean rate, after `grace_s`; 0 for none.
@@ -103,21 +104,21 @@ class IncomingBody:
         self.received_bytes += nbytes
 
     def append_part(self, data: bytes) -> None:
-        """Add the next piece of a chunked body."""
+        """Append received bytes to the body; abort the reception if there is no memory for them."""
         try:
             self._store(data)
         except NormserveError as error:
             self.abort(error)
 
     def mark_complete(self) -> None:
-        """Mark the body as complete: its last byte has been received."""
+        """Mark the body as complete, and resume the handler that waits for it."""
         self.is_complete = True
         self._ended_at = time.perf_counter()
         if self._completion is not None and not self._completion.done():
             self._completion.set_result(None)
 
     def abort(self, error: NormserveError) -> None:
-        """Abort the reception with an error; later bytes of the body are passed to uvicorn again."""
+        """Abort the reception: the waiting handler gets `error`, and uvicorn gets later bytes of the body."""
         self.is_receiving = False
         # A copy that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)
@@ -128,6 +129,7 @@ class IncomingBody:
             self._completion.set_exception(error)
 
     def _store(self, data: bytes | bytearray) -> None:
+        """Append bytes to the body's memory, which is replaced by a larger one if it is too short."""
         if not data:
             return
         end = self.received_bytes + len(data)
@@ -140,6 +142,11 @@ class IncomingBody:
         self.received_bytes = end
 
     async def _wait_complete(self, pace: TransferProgress) -> None:
+        """Wait until the body is complete; abort the reception if the client is too slow.
+
+        Raises:
+            NormserveError: the error that the reception was aborted with.
+        """
         loop = asyncio.get_running_loop()
         self._completion = loop.create_future()
         watch = SlowTransferMonitor(loop, pace, lambda: self.received_bytes, self._abort_slow)
@@ -152,14 +159,17 @@ class IncomingBody:
         self.abort(RequestTimeoutError(fault))
 
     def _release_memory(self) -> None:
-        """Release the slab, which must not live as long as the connection."""
+        """Drop the reference to the body's slab, which must not live as long as the connection."""
         self.is_receiving = False
         self._memory = memoryview(b"")
         self._allocate = self._completion = None
 
 
 def parse_content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Parse a body's length in bytes from headers that are not contradictory; return None for a chunked body."""
+    """Return the length of a body in bytes from its headers; None if the body is chunked.
+
+    The length is 0 if no header announces a body.  The server below has refused contradictory headers.
+    """
     length = 0
     for name, value in headers:
         if name == b"content-length":

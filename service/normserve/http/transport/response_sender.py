@@ -73,7 +73,9 @@ class ResponseSender(ABC):
 
 
 class SocketResponseSender(ResponseSender):
-    """Replaces the transport in uvicorn's cycle and gathers writes, so that header and body are sent together.
+    """The sender of a response over a socket, which replaces the transport in uvicorn's request cycle.
+
+    Small writes are gathered, so that header and body are sent together.
 
     Attributes:
         progress: the response's speed, from the first time that the kernel could take no more bytes.
@@ -107,7 +109,11 @@ class SocketResponseSender(ResponseSender):
         self._buffered_bytes = 0
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Do in one step what uvicorn's cycle does for a response in several messages."""
+        """Send a complete response; return when the kernel has taken the last byte.
+
+        This does in one step as much as uvicorn's cycle does in several ASGI messages.  Nothing more is
+        sent once the client has disconnected.
+        """
         cycle = self._cycle
         if cycle is None or not await self._drain_writes(cycle):
             return
@@ -145,7 +151,10 @@ class SocketResponseSender(ResponseSender):
         return not cycle.disconnected
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send data, or buffer it until more follows, at most until the current step of the event loop ends."""
+        """Buffer data, so that all writes in one step of the event loop are sent together.
+
+        More than 16 KiB are sent at once.
+        """
         if not self._began_at:
             data = self._start_with(data)
         if not len(data):
@@ -158,7 +167,10 @@ class SocketResponseSender(ResponseSender):
             self._loop.call_soon(self.flush)
 
     def send_probe(self) -> None:
-        """Send the first bytes of a response that has not begun; the host of a disconnected client resets them."""
+        """Send the first bytes of a response that has not begun, to detect a disconnected client.
+
+        The host of a disconnected client answers them with a reset.
+        """
         if not self._began_at:
             self._has_sent_probe = True
             self._transport.write(_PROBE)
@@ -169,7 +181,7 @@ class SocketResponseSender(ResponseSender):
         return data[len(_PROBE) :] if self._has_sent_probe else data
 
     def flush(self) -> None:
-        """Send the buffered data."""
+        """Send the buffered data, joined if they are short."""
         held, nbytes = self._buffered_data, self._buffered_bytes
         if not nbytes:
             return
@@ -181,7 +193,10 @@ class SocketResponseSender(ResponseSender):
             self._transport.write(b"".join(held))
 
     def finish_response(self) -> None:
-        """Finish a complete response: send buffered data, after the kernel has taken all earlier data."""
+        """Send the buffered end of a response, and record whether it was delivered.
+
+        Called when the kernel has taken all earlier data.
+        """
         self.flush()
         if self.is_delivered is None:
             was_closing = self._was_closing_before if self._is_closed else self._transport.is_closing()
@@ -190,7 +205,10 @@ class SocketResponseSender(ResponseSender):
         self._cycle = None
 
     def handle_disconnect(self) -> None:
-        """Drop buffered data, and mark an unfinished response as not delivered: the client has disconnected."""
+        """Drop buffered data, because the client has disconnected.
+
+        An incomplete response is marked as not delivered, and `on_disconnect` is called.
+        """
         self._cycle = None
         self._buffered_data, self._buffered_bytes = [], 0
         if self.is_delivered is None:
@@ -206,14 +224,18 @@ class SocketResponseSender(ResponseSender):
         self._transport.abort()
 
     def close(self) -> None:
-        """Close the connection; uvicorn's cycle calls this just before its last response ends, or to cut it off."""
+        """Send buffered data, then close the connection.
+
+        uvicorn's cycle calls this just before the end of the connection's last response, or in place of an
+        incomplete one.
+        """
         self.flush()
         self._was_closing_before, self._is_closed = self._transport.is_closing(), True
         (self._close_connection or self._transport.close)()
 
 
 def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
-    """Split the buffers, in order, into lists of `portion_bytes` each."""
+    """Split the buffers, in order, into lists of views with `portion_bytes` each, or fewer in the last."""
     portion: list[bytes | memoryview] = []
     room = portion_bytes
     for buffer in buffers:
@@ -228,9 +250,10 @@ def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[by
 
 
 class HalfClosedMonitor:
-    """Aborts a transport once its client has disconnected.
+    """Aborts the connection of a client that has ended its sending side, once it has disconnected.
 
-    The end of the client's data does not show whether it still reads, and the event loop detects nothing else.
+    The end of the client's data does not show whether it still reads, and the event loop detects
+    nothing else.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -244,6 +267,7 @@ class HalfClosedMonitor:
         self._timer.cancel()
 
     def _check_hangup(self, pause_s: float) -> None:
+        """Abort the connection if the client has disconnected; else check again after a longer pause."""
         # With an empty event mask, only a hang-up or an error is reported.
         if self._poller.poll(0):
             self._transport.abort()

@@ -12,15 +12,16 @@ _SECOND_LOOK_S = 0.01
 
 @dataclass(slots=True)
 class TransferProgress:
-    """The speed limits of one body, of a request or a response, and its progress so far.
+    """The speed limits of one transferred body, of a request or a response, and its progress so far.
 
     Attributes:
-        began_at: when the wait for it began, by `time.perf_counter`.
+        began_at: when the wait for the body began, by `time.perf_counter`.
         max_pause_s: longest time without a byte.
         max_total_s: longest time for the complete body.
         min_bytes_per_s: minimum mean rate since the beginning; 0 for none.
         grace_s: time after which that rate applies.
-        uncounted_bytes: bytes that may have been transferred without being counted yet; the rate allows for them.
+        uncounted_bytes: bytes that may have been transferred without being counted yet; the rate allows
+            for them.
     """
 
     began_at: float
@@ -36,7 +37,10 @@ class TransferProgress:
         self._last_progress = self.began_at
 
     def find_fault(self, now: float, received: int) -> str | None:
-        """Describe the fault of a body of which `received` bytes have arrived; None if it is fast enough."""
+        """Record that `received` bytes have been transferred; describe the limit that the body violates.
+
+        Return None if the body is fast enough.
+        """
         if received != self._received_bytes:
             self._received_bytes, self._last_progress = received, now
         if now >= self.began_at + self.max_total_s:
@@ -53,14 +57,17 @@ class TransferProgress:
         return max(0.0, min(self.began_at + self.max_total_s, self._last_progress + self.max_pause_s, due) - now)
 
     def _compute_due_time(self, received: int) -> float:
-        """Return the time at which more than `received` bytes must have arrived."""
+        """Return the time by which more than `received` bytes must be transferred.
+
+        It follows from the minimum rate.
+        """
         if not self.min_bytes_per_s:
             return self.began_at + self.max_total_s
         return self.began_at + max(self.grace_s, (received + self.uncounted_bytes) / self.min_bytes_per_s)
 
 
 class SlowTransferMonitor:
-    """Calls a function once when a body is too slow."""
+    """A timer that calls a function once if a body is transferred too slowly."""
 
     def __init__(
         self,
@@ -87,6 +94,11 @@ class SlowTransferMonitor:
         self._timer = self._loop.call_later(wait_s, self._check_progress, self._schedule_second_check)
 
     def _check_progress(self, at_fault: Callable[[str], None]) -> None:
+        """Call `at_fault` if the body is too slow, else schedule the next check.
+
+        After the first fault, `at_fault` schedules a second check, since the server itself may have
+        stalled.
+        """
         now = time.perf_counter()
         fault = self._progress.find_fault(now, self._count_bytes())
         if fault is None:

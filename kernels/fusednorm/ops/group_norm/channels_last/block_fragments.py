@@ -25,14 +25,15 @@ from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_wi
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The elements that the threads of a program load at once from a block of adjacent channels.
+    """The elements of a block of adjacent channels that a program's threads load at once.
 
     Attributes:
         vec: channels of one access; each thread makes one access.
-        vectors: threads that load one position, a power of two: those after the block's last channel are idle.
+        vectors: threads that load one position, a power of two: those after the block's last channel are
+            idle.
         rows: positions that are loaded at once.
-        sums_per_thread: runs of equal length into which a thread's `vec` channels are divided, so that each run is
-            within one group and has sums of its own; 1 if every access is within one group.
+        sums_per_thread: runs of equal length into which a thread's `vec` channels are divided, so that each
+            run is within one group and has sums of its own; 1 if every access is within one group.
     """
 
     vec: int
@@ -42,7 +43,10 @@ class BlockTile:
 
 
 def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
-    """Choose the tile in which one access per thread covers the channels of a block of `block_groups` groups."""
+    """Choose the tile for blocks of `block_groups` groups: vector width, threads per position, and positions.
+
+    One access of each thread covers all channels of the block at one or more positions.
+    """
     columns = block_groups * sample.group_channels
     vec = compute_access_width(itemsize, sample.c, columns)
     vectors = next_power_of_2(columns // vec)
@@ -52,7 +56,7 @@ def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, item
 def make_block_options(
     sample: SampleShape, block_groups: int, num_warps: int, tile: BlockTile
 ) -> dict[str, object]:
-    """Make the constexprs of the kernels that process fragments of blocks, and their number of warps."""
+    """Make the launch options of kernels over blocks of `block_groups` groups: constexprs and number of warps."""
     columns = block_groups * sample.group_channels
     return {
         "VEC": tile.vec,
@@ -67,7 +71,10 @@ def make_block_options(
 
 @triton.jit
 def store_group_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
-    """Store mean + rest and rstd of groups, where `mask` is true, unless mean_ptr is None."""
+    """Store each group's mean, mean + rest, and its rstd where `mask` is true.
+
+    If mean_ptr is None, nothing is stored, because the statistics are not wanted.
+    """
     if mean_ptr is not None:
         tl.store(mean_ptr + at, mean + rest, mask=mask)
         tl.store(rstd_ptr + at, rstd, mask=mask)
@@ -83,10 +90,10 @@ def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
 def compute_lane_columns(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Compute each lane's columns in the sample, [LANES, VEC].
+    """Compute the indices in the sample of the columns that each lane loads, [LANES, VEC].
 
-    Also returns the mask of lanes whose vector exists, [LANES, 1]; if all do (EVEN), a constant that the compiler
-    removes.
+    Also returns the mask of lanes whose vector exists, [LANES, 1]; if all do (EVEN), a constant that the
+    compiler removes.
     """
     unit = tl.arange(0, ROWS * CV)[:, None] % CV
     column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]
@@ -102,10 +109,10 @@ def load_block_rows(
     ptr, base, at, stride, rows, column_mask,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load `rows` positions of a block as a tuple of CHUNKS chunks [LANES, VEC]; () if ptr is None.
+    """Load `rows` positions of a block of columns as CHUNKS chunks [LANES, VEC]; () if ptr is None.
 
-    The block starts at ptr + base, `at` [LANES, VEC] are the offsets of a chunk's elements, and `stride` is between
-    positions.  Masked elements are 0; the first FULL chunks have all ROWS positions.
+    The block starts at ptr + base, `at` [LANES, VEC] are the offsets of a chunk's elements, and `stride` is
+    between positions.  Masked elements are 0; the first FULL chunks have all ROWS positions.
     """
     row = compute_lane_rows(ROWS, at.shape[0] // ROWS)
     chunks = ()
@@ -124,12 +131,13 @@ def compute_group_moments(
     chunks, residuals, rows, channels, membership,
     FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squared deviations of each group, [GROUPS] each, over a fragment.
+    """Compute each group's mean, `rest` and sum of squared deviations over a fragment, [GROUPS] each.
 
-    The fragment has `rows` positions.  The group's mean is mean + rest.  A thread's sums are about a pivot, the
-    mean of its first values; with n positions per thread, the error from cancellation is at most n * 2^-24 of the
-    result.  All threads' sums are then merged as in `merge_moments`: first over the positions of a run, then over
-    the runs of a group.
+    The fragment is `rows` positions of a block of columns, held in registers.  The group's mean is mean +
+    rest.  A thread's sums are about a pivot, the mean of its first values; with n positions per thread, the
+    error from cancellation is at most n * 2^-24 of the result.  All threads' sums are then merged as in
+    `merge_moments`: first over the positions of a run, then over the runs of a group.  A run is adjacent
+    columns of a lane within one group.
 
     Args:
         membership: [CV * SUMS, GROUPS], whether a run of columns belongs to a group of `channels` columns.
@@ -175,7 +183,10 @@ def _reshape_by_position(value, ROWS: tl.constexpr):
 
 @triton.jit
 def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr):
-    """Expand a value for each group, [GROUPS], to each run of each lane, [LANES, SUMS]."""
+    """Give each run of columns of each lane, [LANES, SUMS], its group's value from [GROUPS].
+
+    A run is adjacent columns of a lane within one group.
+    """
     runs: tl.constexpr = membership.shape[0]
     value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
     return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // SUMS, SUMS))
@@ -183,10 +194,10 @@ def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.const
 
 @triton.jit
 def merge_member_moments(mean, rest, square, count, total):
-    """Merge the moments of all members, [SLOTS, GROUPS], into those of each group, [GROUPS].
+    """Merge the moments that several programs computed of the same groups, [SLOTS, GROUPS], into [GROUPS].
 
-    The moments are mean, `rest` and sum of squared deviations.  `count` [SLOTS, 1] is the number of values of each
-    member, 0 in unused slots; `total` is their sum.
+    The moments are mean, `rest` and sum of squared deviations.  `count` [SLOTS, 1] is the number of values
+    of each program (member), 0 in unused slots; `total` is their sum.
     """
     used = count > 0.0
     groups: tl.constexpr = mean.shape[1]
@@ -198,7 +209,7 @@ def merge_member_moments(mean, rest, square, count, total):
 
 @triton.jit
 def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr, VEC: tl.constexpr):
-    """Expand a value for each group, [GROUPS], to each column of each lane, [LANES, VEC]."""
+    """Give each column of each lane, [LANES, VEC], its group's value from [GROUPS]."""
     runs: tl.constexpr = membership.shape[0]
     value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
     wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // SUMS))
@@ -207,7 +218,7 @@ def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.con
 
 @triton.jit
 def load_optional_columns(ptr, column, column_mask):
-    """Load a value for each column as a tuple of one [LANES, VEC] tile; the tuple is empty if ptr is None."""
+    """Load one value per column as a tuple of one [LANES, VEC] tile.  If ptr is None, return an empty tuple."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + column, mask=column_mask, other=0.0),)
@@ -221,12 +232,14 @@ def store_normalised_rows(
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a fragment of a block, and store y and h.
+    """Normalise a fragment of a block, apply affine step, activation and dropout, and store y and h.
 
-    If SHARED, only the chunks i with i % writers == writer are stored.
+    A fragment is some positions of a block of columns, held in registers; h is x + residual.  If SHARED,
+    several programs write the same block, and this one stores only the chunks i with i % writers == writer.
 
     Args:
-        affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty tuple.
+        affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty
+            tuple.
         base, at, stride, rows, column_mask: as in `load_block_rows`.
         mean, rest, rstd: statistics of each column's group; its mean is mean + rest.
         first: the fragment's start in the sample, in elements.
@@ -250,10 +263,10 @@ def _store_normalised_chunk(
     i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Compute y = act((h - mean) * a + b) of chunk i, with dropout, and store y and h.
+    """Compute y = act((h - mean) * a + b) of chunk i, apply dropout, and store y and h.
 
-    h [LANES, VEC] is not stored if residual_out_ptr is None; the other arguments are those of
-    `store_normalised_rows`.
+    h [LANES, VEC] is x + residual, and is not stored if residual_out_ptr is None; the other arguments are
+    those of `store_normalised_rows`.
     """
     mask = column_mask
     if not IS_FULL:

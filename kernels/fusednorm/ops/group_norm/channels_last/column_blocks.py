@@ -20,7 +20,11 @@ ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
 def count_max_overlaps(size: int, window: int) -> int:
-    """Return the most consecutive intervals of `size` that a window, at a multiple of its own size, overlaps."""
+    """Return the most intervals that one window can overlap, such as groups in one vector of columns.
+
+    Consecutive intervals have `size` elements each; the window has `window` elements and starts at a
+    multiple of its size.
+    """
     if window % size == 0:
         return window // size
     return 1 if size % window == 0 else (window - 2) // size + 2
@@ -28,10 +32,10 @@ def count_max_overlaps(size: int, window: int) -> int:
 
 @triton.jit
 def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
-    """Make the mask of a block's vectors that exist; if all do (EVEN), a constant that the compiler removes.
+    """Make the mask of the vectors of a block that exist.  If all do (EVEN), it is a constant.
 
-    `vector` is a vector's index in the block of `block_units` vectors, `first_column` its first column in the
-    sample.
+    The compiler removes the constant.  `vector` is a vector's index in the block of `block_units` vectors,
+    `first_column` its first column in the sample.
     """
     if EVEN:
         return tl.full(vector.shape, True, tl.int1)
@@ -41,10 +45,10 @@ def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
 
 @triton.jit
 def select_for_columns(values, group_index):
-    """Select each column's value from the values of the groups that its vector touches.
+    """Select each column's value from the values of the few groups that the column's vector touches.
 
-    `values` is a tuple of one value or [LANES, 1] tile for each of these groups; `group_index` [LANES, GROUP] is
-    the index of a column's group in it.
+    `values` is a tuple of one value or [LANES, 1] tile for each of these groups; `group_index` [LANES,
+    GROUP] is the index of a column's group in the tuple.
     """
     value = values[0]
     for i in tl.static_range(1, len(values)):
@@ -54,11 +58,11 @@ def select_for_columns(values, group_index):
 
 @triton.jit
 def load_group_statistic(ptr, first_group, vector_group, last_group, group_index, LABELS: tl.constexpr):
-    """Load the float32 statistic of each column's group.
+    """Load mean or rstd of each column's group, in float32.
 
-    A vector touches at most LABELS groups from `vector_group` on; `group_index` is the index of a column's group
-    among them, as in `select_for_columns`.  `first_group` is the offset of group 0 in the tensor; no group after
-    `last_group` is read.
+    A vector touches at most LABELS groups from `vector_group` on; `group_index` is the index of a column's
+    group among them, as in `select_for_columns`.  `first_group` is the offset of group 0 in the tensor; no
+    group after `last_group` is read.
     """
     values = ()
     for i in tl.static_range(LABELS):
@@ -68,7 +72,7 @@ def load_group_statistic(ptr, first_group, vector_group, last_group, group_index
 
 @triton.jit
 def prefetch_addresses(ptrs, mask):
-    """Prefetch the cache lines at a tile of addresses, where `mask` is true, into L2."""
+    """Prefetch into L2 the cache line at each address of a tile where `mask` is true."""
     tl.inline_asm_elementwise(
         ASK, "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -82,7 +86,7 @@ def split_into_runs(value, RUNS: tl.constexpr):
 
 @triton.jit
 def sum_squares_of_runs(d):
-    """Sum the squares of each run, [LANES, RUNS], of values [LANES, RUNS, VEC // RUNS]."""
+    """Sum the squares of each run of adjacent columns: [LANES, RUNS] from [LANES, RUNS, VEC // RUNS]."""
     if d.shape[2] == 1:
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)

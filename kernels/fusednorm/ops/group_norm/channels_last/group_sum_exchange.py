@@ -22,9 +22,10 @@ from fusednorm.jit.reductions import sum_pair_to_scalars
 
 @triton.jit
 def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
-    """Compute the address of the slot of a group's total in the round `tag`.
+    """Compute the address of the slot to which a group's total is posted in the round `tag`.
 
-    The slots of its contributors' parts follow, PAIR_WORDS each.
+    The slots for the parts of its `contributors` follow, PAIR_WORDS each.  `team` is the index of the
+    programs that together process `team_groups` groups.
     """
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return (
@@ -36,9 +37,10 @@ def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors
 
 @triton.jit
 def sum_collected_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
-    """Wait for the parts in the slots after `total_ptr` and add them up to two scalars.
+    """Wait until all programs have posted their parts of a group's two sums, and add the parts up to scalars.
 
-    `present` [SLOTS] is the mask of slots that have a part; the first one has.
+    The parts are in the slots after `total_ptr`.  `present` [SLOTS] is the mask of slots that have a part;
+    the first one has.
     """
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
@@ -50,9 +52,10 @@ def post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of each group whose leader is `member`, and post the group's total.
+    """Wait for the parts of the groups that this program leads, and post each group's total.
 
-    These are every `members`th of `groups`.
+    The leader of a group is the program that adds up the group's parts.  A program leads every `members`th
+    of `groups`, from its own number `member` on.
 
     A group has parts from each block of `block_columns` columns that it overlaps, at most OVERLAP.
     """

@@ -32,7 +32,14 @@ Config = TypeVar("Config")
 
 
 class StreamConfig(Protocol):
-    """Fields that the configurations of both passes have; see `ForwardSampleStream`."""
+    """The fields that `ForwardSampleStream` and `BackwardSampleStream` have in common, as a type for both.
+
+    Attributes:
+        num_warps: warps of a program.
+        chunks: tiles that a program reads per step, when it computes sums or moments.
+        apply_chunks: tiles of a fragment, when a program writes y or dx.
+        splits: parts of a sample, each for one program, when it computes sums or moments.
+    """
 
     @property
     def num_warps(self) -> int: ...
@@ -45,7 +52,11 @@ class StreamConfig(Protocol):
 
 
 def find_stream_warps(sample: SampleShape, itemsize: int) -> int | None:
-    """Find the number of warps whose lanes hold all columns of one or more positions; None if too many."""
+    """Find the number of warps with which one access per thread covers all columns of one or more positions.
+
+    The number leaves few lanes idle.  The result is None if the columns need more warps than the largest
+    program has, or if a sample has 2^30 or more positions.
+    """
     units = sample.c // compute_access_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
     if not fitting or sample.hw >= 2**30:
@@ -66,7 +77,11 @@ def count_stream_splits(sample: SampleShape, itemsize: int) -> int:
 
 
 def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: SampleShape) -> Config | None:
-    """Find the first table entry for the sample's columns that covers its positions, but not many more."""
+    """Find the measured configuration for streams of this number of columns and about this number of positions.
+
+    The sample's positions must be at most an entry's limit, and above the limit / MEASURED_RANGE.  The
+    result is None if no entry covers the sample.
+    """
     return next(
         (
             config
@@ -79,10 +94,10 @@ def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sam
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    """The division of a streamed sample among programs of `lanes` lanes.
+    """The division of a streamed channels-last sample among programs of `lanes` lanes.
 
-    A position has `position_vectors` vectors of `vec` columns.  Remaining lanes, too few for another position, are
-    idle: see `has_idle_lanes`.
+    A position has `position_vectors` vectors of `vec` columns.  Remaining lanes, too few for another
+    position, are idle: see `has_idle_lanes`.
 
     Attributes:
         positions: the number of positions of a tile.
@@ -109,9 +124,10 @@ class StreamPartition:
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
     def make_moment_options(self, sample: SampleShape) -> dict[str, int]:
-        """Make the constexprs of kernels that compute moments: tile sizes for groups and runs of a group.
+        """Make the constexprs of the kernel for moments: sums per lane, and padded numbers of groups and of runs.
 
-        A lane has separate sums for runs of its columns, each within one group.
+        A run is adjacent columns of a lane within one group; each has a sum of its own.  RUNS counts those of a
+        group in a tile.
         """
         sums = self.vec // gcd(self.vec, sample.group_channels)
         runs = self.positions * sample.group_channels * sums // self.vec
@@ -122,11 +138,11 @@ class StreamPartition:
 def make_stream_partition(
     sample: SampleShape, itemsize: int, config: StreamConfig, samples: int, device: GpuModel
 ) -> StreamPartition:
-    """Make the partition of `samples` samples of elements of `itemsize` bytes.
+    """Choose how `samples` samples of elements of `itemsize` bytes are divided among programs.
 
-    Few samples are split into more parts until their programs have STREAM_LEAST_WARPS warps on each multiprocessor,
-    and no further, because parts have to be reduced.  If bits may not depend on `samples`, the partition is that of
-    one.
+    Few samples are split into more parts until their programs have STREAM_LEAST_WARPS warps on each
+    multiprocessor, and no further, because parts have to be reduced.  If bits may not depend on `samples`,
+    the partition is that of one.
     """
     if is_batch_invariant():
         samples = 1

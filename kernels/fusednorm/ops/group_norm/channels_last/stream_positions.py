@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Compute each lane's position in a tile, [LANES, 1], and its columns, [LANES, VEC].
+    """Compute each lane's position in a tile, [LANES, 1], and the columns that it loads, [LANES, VEC].
 
     Also returns the number of positions in a tile.  `units` is the number of lanes of one position.
     """
@@ -25,9 +25,9 @@ def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def count_split_steps(split, hw, splits, step):
-    """Count the steps of `step` positions in a sample's split, and the positions of the last of these steps.
+    """Count the steps of one split of a sample, and the positions in the last of these steps.
 
-    A split has every `splits`th step.
+    A step is `step` positions, and a split is every `splits`th step.
     """
     all_steps = tl.cdiv(hw, step)
     steps = tl.cdiv(all_steps - split, splits)
@@ -39,12 +39,14 @@ def load_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles [LANES, VEC] of positions of c columns from ptr + start on; () if ptr is None.
+    """Load CHUNKS tiles [LANES, VEC] of complete positions from ptr + start on; () if ptr is None.
 
-    They have the dtype of memory.  `position` and `column` are those of `locate_lanes`.
+    A position has c columns.  Tiles have the dtype of memory.  `position` and `column` are those of
+    `locate_lanes`.
 
-    Unless they are WHOLE, `left` positions exist, 1 or more, and the last one replaces those that do not exist.
-    Nothing is masked, because ptxas places a masked load after the arithmetic of the previous load.
+    Unless the tiles are WHOLE, `left` positions exist, 1 or more, and the last one replaces those that do
+    not exist.  Nothing is masked, because ptxas places a masked load after the arithmetic of the previous
+    load.
     """
     tiles = ()
     if ptr is not None:
@@ -59,7 +61,7 @@ def load_positions(
 
 @triton.jit
 def make_position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexpr):
-    """Make the mask of lanes whose position in tile i exists, [LANES, 1].
+    """Make the mask of lanes whose position exists in tile i of a fragment, [LANES, 1].
 
     If all exist (WHOLE), it is a constant that the compiler removes.
     """
@@ -71,7 +73,11 @@ def make_position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.con
 
 @triton.jit
 def make_store_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Make the mask of lanes that store tile i, [LANES, 1]: not idle, and their position exists."""
+    """Make the mask of lanes that store an element of tile i, [LANES, 1].
+
+    A lane stores if its position exists and the lane is not idle.  Idle lanes are those left over after the
+    last complete position.
+    """
     mask = make_position_mask(position, positions, left, i, WHOLE)
     if IDLE:
         mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)

@@ -11,19 +11,19 @@ from fusednorm.jit.prefetch import prefetch
 
 @triton.jit
 def compute_run_positions(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
-    """Compute each element's position in its channel's run, [LANES, GROUP].
+    """Compute the position of each element of a tile in its channel's run of positions, [LANES, GROUP].
 
-    A tile has UNITS lanes for each channel.
+    A tile has UNITS lanes for each channel, and a lane has GROUP elements.
     """
     return (tl.arange(0, LANES) % UNITS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
 def prefetch_channel_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Prefetch a run of RUN positions of each of CHANNELS channels into L2.
+    """Prefetch up to RUN positions of each of up to CHANNELS channels into L2.
 
-    If fewer exist, it is `left` positions or `channels_left` channels.  `channel_size` is the number of positions
-    of a channel.
+    Only `left` positions and `channels_left` channels exist from ptr on.  `channel_size` is the number of
+    positions of a channel.
     """
     count = tl.minimum(left, RUN)
     if CHANNELS == 1:

@@ -22,8 +22,9 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import divide_by_multiplic
 
 @triton.jit
 def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """Compute the offset of the frame of a group in x, and the number of elements in it `before` the group.
+    """Compute the offset in x of a group's frame, and the number of its elements `before` the group.
 
+    A frame starts at the last multiple of 16 bytes (GROUP elements) that is not after the group's start.
     `row` (int64) is the group's index among those of all samples, `length` its number of elements.
     """
     start = row * length
@@ -36,9 +37,9 @@ def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
 
 @triton.jit
 def make_group_mask(element, before, length, SKEWED: tl.constexpr):
-    """Make the mask of a fragment's elements that belong to its group.
+    """Make the mask of the elements of a fragment that belong to the group that is normalised.
 
-    These are before <= element < length (`before` only if SKEWED).
+    The group is before <= element < length; `before` is 0 unless SKEWED.
     """
     inside = element < length
     if SKEWED:
@@ -48,7 +49,10 @@ def make_group_mask(element, before, length, SKEWED: tl.constexpr):
 
 @triton.jit
 def count_group_elements(start, before, length, size, SKEWED: tl.constexpr):
-    """Count the elements, of `size` from `start` on in a fragment, that belong to its group."""
+    """Count how many of `size` elements, from `start` on in a fragment, belong to the group that is normalised.
+
+    The group is the elements from `before` (0 unless SKEWED) up to `length`.
+    """
     count = tl.minimum(tl.maximum(length - start, 0), size)
     if SKEWED:
         count -= tl.minimum(tl.maximum(before - start, 0), size)
@@ -63,7 +67,7 @@ def round_up_to_vectors(count, GROUP: tl.constexpr):
 
 @triton.jit
 def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr):
-    """Load a chunk, [lanes, GROUP], at ptr + element.
+    """Load a chunk, [lanes, GROUP], at ptr + element.  GROUP elements are one access of a thread.
 
     Elements are 0 from `length` on or, if SKEWED, from the end of the last element's 16 bytes on.
     """
@@ -81,7 +85,11 @@ def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
 def store_chunk(
     ptr, element, value, before, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr
 ):
-    """Store those elements of a chunk, [lanes, GROUP], that belong to its group, at ptr + element."""
+    """Store a chunk, [lanes, GROUP], at ptr + element, except elements outside of the normalised group.
+
+    The normalised group is the elements from `before` (0 unless SKEWED) up to `length`.  GROUP elements are
+    one access of a thread.
+    """
     value = value.to(ptr.dtype.element_ty)
     if IS_FULL:
         tl.store(ptr + element, value, eviction_policy=EVICT)
@@ -110,9 +118,10 @@ def load_group_fragment(
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a fragment as a tuple of CHUNKS chunks [lanes, GROUP], or () if ptr is None.
+    """Load a fragment of a group as a tuple of CHUNKS chunks [lanes, GROUP]; () if ptr is None.
 
-    The fragment starts at ptr + at; elements from `length` on are 0, as in `load_chunk`.
+    A fragment is adjacent elements held in registers.  A chunk is BLOCK elements, of which a thread loads
+    GROUP at once.  The fragment starts at ptr + at; elements from `length` on are 0, as in `load_chunk`.
     """
     element = make_chunk_offsets(BLOCK, GROUP)
     chunks = ()
@@ -129,10 +138,11 @@ def compute_group_lane_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1] each.
+    """Compute count, mean, shift and sum of squared deviations of each lane of a fragment, [lanes, 1] each.
 
-    A lane's mean is mean + shift.  The moments are computed in one pass about a pivot, the mean of the lane's first
-    vector: with n vectors per lane, the error from cancellation is at most n * 2^-24 of the result.
+    A lane is the elements that one thread loads.  A lane's mean is mean + shift.  The moments are computed
+    in one pass about a pivot, the mean of the lane's first vector: with n vectors per lane, the error from
+    cancellation is at most n * 2^-24 of the result.
     """
     lanes: tl.constexpr = BLOCK // GROUP
     element = make_chunk_offsets(BLOCK, GROUP)
@@ -166,13 +176,14 @@ def compute_group_lane_moments(
 
 @triton.jit
 def unify_mean(mean, rest, means, index, PARAMETERS: tl.constexpr):
-    """Replace mean and rest by a pair with the same sum whose mean is equal in all threads.
+    """Replace mean and rest by a pair with the same sum whose mean is the same number in all threads.
 
     That mean is the element of `means` whose `index` is 0.
 
-    After a reduction, the sum mean + rest is right in each thread, but the pairs of two threads may differ.  If
-    parameters are tiles, different threads may compute h - mean and the correction for rest, because each tile has
-    the layout in which it was loaded.
+    After a reduction, the sum mean + rest is right in each thread, but the pairs of two threads may differ.
+    If parameters are tiles, different threads may compute h - mean and the correction for rest, because each
+    tile has the layout in which it was loaded.  If a chunk or fragment has a single value of each parameter,
+    mean and rest are returned unchanged.
     """
     if PARAMETERS == "piece" or PARAMETERS == "chunk":
         return mean, rest
@@ -187,11 +198,11 @@ def _compute_channels(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the channel, in the group, of each unit of chunk i of a fragment that starts at `first` in the group.
+    """Compute the channel, counted in its group, of each unit of chunk i of a fragment.
 
-    The unit is PARAMETERS, see `load_chunk_affine`.
-
-    If PARAMETERS is "two", the channel of each vector's first element, and the next channel's offset in the vector.
+    The fragment starts `first` elements into the group.  The unit is PARAMETERS, see `load_chunk_affine`.
+    If PARAMETERS is "two", the result is the channel of each vector's first element, and the next channel's
+    offset in the vector.
     """
     next_channel = ()
     if PARAMETERS == "element" or PARAMETERS == "two":
@@ -217,15 +228,17 @@ def load_chunk_affine(
     parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Load weight, bias, scale and shift for chunk i of a fragment, for `compute_chunk_slope_and_offset`.
+    """Load the weight, bias, scale and shift that apply to chunk i of a fragment.
 
-    The fragment starts `first` elements into group `row`.
+    The result is for `compute_chunk_slope_and_offset`.  The fragment starts `first` elements into group
+    `row`.
 
     Args:
         indexing: groups of a sample, channels of a group, the division by a channel's length (in elements if
-            PARAMETERS is "element" or "two", else in vectors), and the stride of scale and shift between samples.
-        PARAMETERS: the unit with one channel: "piece", "chunk", "vector" or "element"; or "two" if a vector has at
-            most two channels.
+            PARAMETERS is "element" or "two", else in vectors), and the stride of scale and shift between
+            samples.
+        PARAMETERS: the unit with one channel: "piece" (the fragment), "chunk", "vector" or "element"; or
+            "two" if a vector has at most two channels.
     """
     channel, next_channel = _compute_channels(first, indexing, i, BLOCK, GROUP, PARAMETERS)
     sample = row.to(tl.int32) // indexing[0]
@@ -241,9 +254,9 @@ def load_chunk_affine(
 
 @triton.jit
 def compute_chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
-    """Compute slope and offset of a chunk's elements, as `compute_slope_and_offset` does.
+    """Compute a and b so that a chunk's normalisation and affine step together are (h - mean) * a + b.
 
-    `affine` is the result of `load_chunk_affine`.
+    `affine` is the result of `load_chunk_affine`.  The group's mean is mean + rest.
     """
     if PARAMETERS == "two":
         a, b = compute_slope_and_offset(affine[0], rstd, rest)
@@ -262,13 +275,16 @@ def store_normalised_group_fragment(
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise a fragment, and store y and h; if SHARED, only of the chunks i with i % writers == writer.
+    """Normalise a fragment of a group, apply affine step, activation and dropout, and store y and h.
+
+    A fragment is adjacent elements of a group, held in registers; h is x + residual.  If SHARED, several
+    programs write the same group, and this one stores only the chunks i with i % writers == writer.
 
     Args:
         affine: parameters of the first chunk; those of each later chunk are loaded one chunk ahead.
         base: the offset of the fragment in the outputs.
-        row, first: the group, and the fragment's start in the group, negative if the fragment starts `before` the
-            group.
+        row, first: the group, and the fragment's start in the group, negative if the fragment starts
+            `before` the group.
         mean, rest: the group's mean is mean + rest.
         dropout: seed, threshold and scale.
     """
@@ -302,9 +318,10 @@ def store_normalised_group_chunk(
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute y of one chunk, h [lanes, GROUP], and store y and h at offset `base` of the outputs.
+    """Compute y of one chunk, h [lanes, GROUP], and store y and h `base` elements into the outputs.
 
-    The chunk has `length` elements, and starts at element `first` of the group.
+    h is x + residual.  The chunk has `length` elements, and starts at element `first` of the group. h is
+    stored only if residual_out_ptr is not None.
     """
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)

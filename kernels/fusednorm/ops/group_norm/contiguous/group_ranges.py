@@ -23,7 +23,7 @@ from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 
 @triton.jit
 def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
-    """Compute i // divisor for 0 <= i < 2^31 by a multiplication and a shift; by a division if WIDE.
+    """Compute i // divisor for 0 <= i < 2^31 by a multiplication and a shift, or by a division if WIDE.
 
     magic = ceil(2^(31 + shift) / divisor), and 2^shift >= divisor.
     """
@@ -36,9 +36,10 @@ def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
-    """Load a tile [1, UNITS, VEC] and add it to each vector lane's sums, [1, UNITS, 1].
+    """Load a tile [1, UNITS, VEC] of h, and add it to the running sums of each vector lane, [1, UNITS, 1].
 
-    These are the sums of h - pivot and of (h - pivot)^2.  A thread computes its sum over VEC alone.
+    The sums are of h - pivot and of (h - pivot)^2, with h = x + residual.  A thread computes its sum over
+    VEC alone.
     """
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_last")
@@ -55,7 +56,7 @@ def compute_range_moments(
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Compute the mean, `rest` and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
+    """Compute mean, `rest` and sum of squared deviations of the vectors first <= unit < last, [1, 1, 1] each.
 
     The mean is mean + rest.
     """
@@ -167,7 +168,10 @@ def normalise_range(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of the vectors first <= unit < last of one group, last tile first: the end is still in the cache."""
+    """Write y of the vectors first <= unit < last of one group, last tile first.
+
+    The end of the range was read last and is still in the cache.
+    """
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)

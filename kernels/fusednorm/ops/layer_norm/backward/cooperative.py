@@ -27,10 +27,11 @@ from fusednorm.ops.layer_norm.gradient_steps import (
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardCooperative:
-    """Programs that share rows, a range of `block_n` columns each, and exchange the row's sums.
+    """A configuration in which several resident programs share a row and exchange its sums.
 
-    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a range again `lag` rows after it
-    posted the range's sums, and prefetches the ranges `ahead` rows later into L2.
+    Each program has a range of `block_n` columns.  `programs_per_sm` programs are resident on a
+    multiprocessor.  A program reads a range again `lag` rows after it posted the range's sums, and
+    prefetches the ranges `ahead` rows later into L2.
     """
 
     block_n: int
@@ -41,7 +42,10 @@ class LayerNormBackwardCooperative:
 
 
 def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
-    """Plan the launches of a pass with given mean and rstd; the first launch is cooperative."""
+    """Plan the cooperative launch for dx and partial sums, and the launch for parameter gradients.
+
+    The call must have mean and rstd.
+    """
     layout = call.make_row_layout()
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
@@ -90,7 +94,7 @@ def _compute_range_gradient(
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Compute d = h - mean and dz of a loaded range of one row.
+    """Compute d = h - mean, and dz, the gradient of the affine step's output, for a loaded range of a row.
 
     x, residual and dy are in the dtype of memory; x_hat is d * rstd.
     """
@@ -164,12 +168,13 @@ def layer_norm_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of rows, each shared by `members` programs with BLOCK_N columns each.
+    """Write dx of rows, and partial sums for the parameters.  `members` programs share each row.
 
-    Also writes partial sums for the parameters.  Mean and rstd are inputs.  A program reads every range twice:
-    first for the range's part of c1 and c2, which it posts, and LAG rows later, when the other members have posted
-    theirs, out of L1 or L2 for the gradients. Programs are persistent; the launch must be cooperative.
-    Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
+    A member has BLOCK_N columns of the row.  Mean and rstd are inputs.  A program reads every range twice:
+    first for the range's part of c1 and c2 (the row's means of g * x_hat and of g in the formula of dx),
+    which it posts, and LAG rows later, when the other members have posted theirs, out of L1 or L2 for the
+    gradients.  Programs are persistent; the launch must be cooperative.  Instructions limit its speed in 16
+    bits, so it uses d, not x_hat, where possible.
     """
     allow_next_launch(EARLY_REDUCE)
     cols = col_units * VEC

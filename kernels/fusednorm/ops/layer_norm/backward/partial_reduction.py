@@ -21,7 +21,7 @@ TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 
 @dataclass(frozen=True, slots=True)
 class PartialGradients:
-    """Memory for the sums of each program of a backward kernel, float32.
+    """The memory for each program's partial sums of dweight and dbias in a backward kernel, float32.
 
     Attributes:
         count: the number of sums for each element of a parameter.
@@ -36,9 +36,10 @@ class PartialGradients:
     def allocate(
         cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None
     ) -> "PartialGradients":
-        """Allocate the partials of `programs` programs, per head if x has heads.
+        """Allocate the memory for the partial sums of `programs` programs, per head if x has heads.
 
-        If `most` is set, there is memory for that many programs.  `own`: whether heads have separate parameters.
+        If `most` is set, there is memory for that many programs, so that its size is the same for any number of
+        rows.  `own`: whether heads have separate parameters.
         """
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
         room = cdiv(most or programs, 4) * 4
@@ -49,9 +50,10 @@ class PartialGradients:
 
 
 def choose_reduction_tile(most_partials: int) -> dict[str, int]:
-    """Choose tile and warps for up to `most_partials` partials.
+    """Choose the tile and the number of warps for the kernel that adds up at most `most_partials` partial sums.
 
-    The tile has all partials if possible, and columns as narrow as a sector.
+    The tile has all partial sums of a column, up to MAX_PARTIALS, and at least as many columns as a sector
+    of memory.
     """
     block_p = min(next_power_of_2(most_partials), MAX_PARTIALS)
     block_n = max(MIN_COLS, TILE_ELEMENTS // block_p)
@@ -65,10 +67,13 @@ def plan_partial_reduction(
     most_partials: int,
     by_rows: RowDependence | None = None,
 ) -> list[Launch]:
-    """Plan the launch that adds up partials, at most `most_partials` of them for any number of rows.
+    """Plan the launch that adds up the programs' partial sums to dweight and dbias.
+
+    The list is empty if neither gradient is wanted.
 
     Args:
         early: whether it may start before the previous kernel ends.
+        most_partials: the largest number of partial sums for any number of rows.
         by_rows: how the number of programs that write partials depends on the number of rows.
     """
     gradients = [gradient for gradient in (out.dweight, out.dbias) if gradient is not None]
@@ -86,7 +91,10 @@ def plan_partial_reduction(
 
 @triton.jit
 def _sum_partials(partial_ptr, total_ptr, partials, cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum [partials, cols] float32 over the partials, for a block of BLOCK_N columns, and store the cast sums."""
+    """Sum [partials, cols] over the partials, for this program's block of BLOCK_N columns, and store the sums.
+
+    The sums are computed in float32 and cast to the dtype of `total_ptr`.
+    """
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     lane = tl.arange(0, BLOCK_P)[:, None]
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -109,7 +117,7 @@ def layer_norm_backward_reduce_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce partial sums [partials, cols] to dweight and dbias in a fixed order, BLOCK_N columns per program.
+    """Add up partial sums [partials, cols] to dweight and dbias in a fixed order, BLOCK_N columns per program.
 
     The second axis of the grid counts the gradients that are not None: dweight first, then dbias.
     """

@@ -22,7 +22,12 @@ from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardSplit:
-    """A kernel for each row's constants, then ranges of `block_n` columns over tiles of `rows` rows."""
+    """A configuration in which no program waits: a kernel for the constants of each row, then a kernel for dx.
+
+    The constants are mean, rstd, c1 and c2, where c1 and c2 are the row's means of g * x_hat and of g in the
+    formula of dx.  In the second kernel, a program has `block_n` columns and processes tiles of `rows` rows;
+    `stages` - 1 later tiles are loaded ahead into shared memory.
+    """
 
     constants_block_n: int
     constants_num_warps: int
@@ -34,7 +39,11 @@ class LayerNormBackwardSplit:
 
 
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
-    """Plan the launches of a pass over rows of any length."""
+    """Plan the launches for the constants of each row, dx and partial sums, and parameter gradients.
+
+    Rows may have any length.  The constants are mean, rstd, c1 and c2, the row's means of g * x_hat and of g
+    in the formula of dx.
+    """
     layout = call.make_row_layout()
     ranges = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // ranges)
@@ -112,9 +121,10 @@ def layer_norm_backward_split_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write mean, rstd, c1 and c2 of one row per program to `constants_ptr`, [rows, 4] float32.
+    """Write the constants of one row per program, mean, rstd, c1 and c2, to `constants_ptr`, [rows, 4] float32.
 
-    Without saved statistics a first sweep computes them; the second sweep then finds x in the cache.
+    c1 and c2 are the row's means of g * x_hat and of g in the formula of dx.  If mean and rstd were not
+    saved, a first sweep over the row computes them; the second sweep then finds x in the cache.
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
@@ -218,10 +228,11 @@ def layer_norm_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of one range of BLOCK_N columns, and its partial sums for the parameters, per program.
+    """Write dx of a range of BLOCK_N columns of many rows per program, and partial sums for the parameters.
 
     A program processes every num_programs(1)-th tile of rows, last rows first.
-    `layer_norm_backward_split_sums_kernel` wrote `constants_ptr`, [rows, 4], and left the last rows in the cache.
+    `layer_norm_backward_split_sums_kernel` wrote `constants_ptr`, [rows, 4], and left the last rows in the
+    cache.
     """
     cols = col_units * VEC
     first_col = tl.program_id(0) * BLOCK_N

@@ -40,10 +40,11 @@ SHARED_BYTES_PER_SM = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardTile:
-    """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
+    """A configuration in which each persistent program processes many tiles of `rows` complete rows.
 
-    `holds_weight` keeps weight in registers for all tiles; otherwise each tile loads it again from L1.  A program
-    prefetches its tile `ahead` iterations later into L2.
+    A tile is held as `chunks` blocks of `block_n` columns; `stages` - 1 later tiles are loaded ahead into
+    shared memory.  `holds_weight` keeps weight in registers for all tiles; otherwise each tile loads it
+    again from L1.  A program prefetches its tile `ahead` iterations later into L2.
     """
 
     rows: int
@@ -56,9 +57,10 @@ class LayerNormBackwardTile:
     ahead: int = 0
 
     def compute_stages(self, column_bytes: int) -> int:
-        """Compute the number of stages that fit into shared memory, with `column_bytes` per column of a tile.
+        """Compute the number of pipeline stages that fit into shared memory, at most `stages`.
 
-        The tables assume that only x and dy use it; residuals and parameters not held in registers use it too.
+        A tile has `column_bytes` bytes per column of a row.  `stages` assumes that only x and dy use shared
+        memory; residuals and parameters not held in registers use it too.
         """
         if self.stages == 1:
             return 1
@@ -67,7 +69,7 @@ class LayerNormBackwardTile:
 
 
 def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTile) -> list[Launch]:
-    """Plan the launches of a pass over rows that fit a tile."""
+    """Plan the launch for dx and partial sums over tiles of complete rows, and the one for parameter gradients."""
     layout = call.make_head_layout()
     pipelined = list(call.strided_inputs)
     if not config.holds_weight:
@@ -156,9 +158,10 @@ def layer_norm_backward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of tiles of ROWS rows, held as CHUNKS blocks, and each program's partial sums for the parameters.
+    """Write dx of tiles of ROWS complete rows, and each program's partial sums for the parameters.
 
-    Programs are persistent.  Statistics that are not saved are computed.
+    A tile is held as CHUNKS blocks of BLOCK_N columns.  Programs are persistent.  Statistics that are not
+    saved are computed.
 
     With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """

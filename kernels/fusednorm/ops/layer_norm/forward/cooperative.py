@@ -25,10 +25,11 @@ from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardCooperative:
-    """Programs that share rows: each reads a range of `chunks` chunks, 8 columns per thread in a chunk, twice.
+    """A configuration in which several resident programs share a row and exchange its moments.
 
-    `programs_per_sm` programs are resident on a multiprocessor, and exchange the row's moments.  A program reads a
-    range again `lag` rows after it posted the range's moments, and prefetches the range `ahead` rows later into L2.
+    Each program has a range of `chunks` chunks, with 8 columns per thread in a chunk.  `programs_per_sm`
+    programs are resident on a multiprocessor.  A program reads a range again `lag` rows after it posted the
+    range's moments, and prefetches the range `ahead` rows later into L2.
     """
 
     chunks: int
@@ -49,7 +50,10 @@ class LayerNormForwardCooperative:
 
 
 def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwardCooperative) -> list[Launch]:
-    """Plan the cooperative launch of a pass over rows that fit the resident programs together."""
+    """Plan the one cooperative launch of a pass over rows that several programs share.
+
+    A row must fit the ranges of all programs that are resident on the device.
+    """
     layout = call.make_row_layout()
     members = cdiv(call.cols, config.range_cols)
     resident = call.multiprocessors * config.programs_per_sm
@@ -85,10 +89,11 @@ def _collect_row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_RANGES: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all members and merge them into mean, shift and rstd of the row, as scalars.
+    """Wait for the moments of all programs that share a row, and merge them into its mean, shift and rstd.
 
-    The row's mean is mean + shift.  `other` [slots] is the index of each member; `count` [slots] is its number of
-    columns, 0 after the last member.
+    The results are scalars.  The row's mean is mean + shift.  `other` [slots] is the index of each program
+    (member); `count` [slots] is its number of columns, 0 after the last member.  `group` is the index of
+    this set of programs.
     """
     present = other < members
     slot_ptrs = locate_slot(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
@@ -144,11 +149,12 @@ def layer_norm_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of rows, each shared by `members` programs with a range of CHUNKS * BLOCK_N columns each.
+    """Write y of rows.  `members` programs share each row, with a range of CHUNKS * BLOCK_N columns each.
 
     A program reads every range twice.  The first read is for the moments, which it posts, and the sum with a
-    residual, which it writes.  The second is LAG rows later, when the other members have posted their moments, out
-    of L1 or L2, for y.  Parameters stay in registers.  Programs are persistent; the launch must be cooperative.
+    residual, which it writes.  The second is LAG rows later, when the other members have posted their
+    moments, out of L1 or L2, for y.  Parameters stay in registers.  Programs are persistent; the launch must
+    be cooperative.
     """
     cols = col_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK_N

@@ -26,10 +26,11 @@ from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardResident:
-    """One row per program, held in the dtype of memory as `chunks` chunks, 8 columns per thread in a chunk.
+    """A configuration in which each program holds one row in registers, in the dtype of memory.
 
-    Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  A program prefetches
-    the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
+    The row is held as `chunks` chunks, with 8 columns per thread in a chunk.  Registers are limited so that
+    `programs_per_sm` programs are resident on a multiprocessor.  A program prefetches the row (number of
+    multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """
 
     chunks: int
@@ -44,7 +45,7 @@ class LayerNormForwardResident:
 
 
 def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardResident) -> list[Launch]:
-    """Plan the launch of a pass over rows that fit the registers of one program."""
+    """Plan the one launch of a pass over rows that fit the registers of one program."""
     layout, tensors = call.make_head_layout(), call.tensors
     access = call.make_access_options(layout.vec)
     merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
@@ -108,10 +109,11 @@ def layer_norm_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one row per program, held as CHUNKS chunks of BLOCK_N columns.
+    """Write y of one row per program.  The row is read once and held as CHUNKS chunks of BLOCK_N columns.
 
-    x is read once, the parameters after the reduction.  A program prefetches the row of the program `ahead`
-    programs later into L2; 0 for none.  ALONE is for one program per multiprocessor.
+    The parameters are read after the reduction.  A program prefetches the row of the program `ahead`
+    programs later into L2; 0 for none.  ALONE: whether a multiprocessor has only one program; the prefetch
+    then starts after the row's statistics.
     """
     cols = col_units * VEC
     program, _, head, heads = locate_program_in_head(HEADS)

@@ -46,10 +46,11 @@ MOMENTS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardSplit:
-    """A kernel for the moments of parts of rows, then a kernel for ranges of up to `rows` rows.
+    """A configuration in which no program waits: a kernel for moments of parts of rows, then a kernel for y.
 
-    A part has the fewest fragments of `chunks` chunks for which a row has at most MAX_PARTS parts; a range has
-    `apply_chunks` chunks.  A chunk is 8 columns per thread; each kernel has its own number of warps.
+    A part has the fewest fragments of `chunks` chunks for which a row has at most MAX_PARTS parts.  For y, a
+    program has a range of `apply_chunks` chunks of up to `rows` rows.  A chunk is 8 columns per thread; each
+    kernel has its own number of warps.
     """
 
     chunks: int
@@ -75,7 +76,10 @@ def count_parts_per_program(parts: int) -> int:
 
 
 def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit) -> list[Launch]:
-    """Plan the two launches of a pass over rows of any length, or only the first if just statistics are wanted."""
+    """Plan the launch for the moments of rows of any length, and the launch for y.
+
+    If only statistics are wanted, there is only the first launch.
+    """
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
     layout = call.make_row_layout()
@@ -140,7 +144,10 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
 
 @triton.jit
 def _store_moments(ptr, mean, shift, third):
-    """Store mean, shift and a third value, the sum of squares or rstd, as three adjacent float32 values."""
+    """Store mean, shift and a third value at `ptr` as three adjacent float32 values.
+
+    The third value is the sum of squared deviations of a part, or the rstd of a row.
+    """
     tl.store(ptr, mean)
     tl.store(ptr + 1, shift)
     tl.store(ptr + 2, third)
@@ -156,7 +163,7 @@ def layer_norm_forward_split_stats_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of parts of rows to `parts_ptr`, [rows, parts, 4], and statistics of complete rows.
+    """Write the moments of parts of rows to `parts_ptr`, [rows, parts, 4], and the statistics of complete rows.
 
     A part is processed in fragments of CHUNKS * BLOCK_N columns.
 
@@ -260,8 +267,8 @@ def layer_norm_forward_split_apply_kernel(
 ):  # fmt: skip
     """Write y of a range of CHUNKS * BLOCK_N columns of up to ROWS rows per program.
 
-    `moments_ptr`, [rows, 4], has mean, shift and rstd of each row.  The last ranges are processed first: L2 still
-    holds most of them.
+    `moments_ptr`, [rows, 4], has mean, shift and rstd of each row; the row's mean is mean + shift.  The last
+    ranges are processed first: L2 still holds most of them.
     """
     cols = col_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK_N

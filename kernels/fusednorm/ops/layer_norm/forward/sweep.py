@@ -24,12 +24,12 @@ from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardSweep:
-    """One row per program, read in chunks of `block_n` columns: twice, or three times for a float8 y.
+    """A configuration in which each program reads one row twice, or three times for a float8 y.
 
-    It is the only algorithm for heads whose rows do not fit one program: over 65536 columns in 16 bits and 32768 in
-    float32, with a residual over 32768 and 24576.  Its other uses are such rows without heads up to 524288 columns
-    where programs may not wait, and only the statistics of shorter rows, for a cooperative backward;
-    `LayerNormForwardSplit` would be slower there.
+    A row is read in chunks of `block_n` columns.  It is the only algorithm for heads whose rows do not fit
+    one program: over 65536 columns in 16 bits and 32768 in float32, with a residual over 32768 and 24576.
+    Its other uses are such rows without heads up to 524288 columns where programs may not wait, and only the
+    statistics of shorter rows, for a cooperative backward; `LayerNormForwardSplit` would be slower there.
 
     A program prefetches the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """
@@ -39,7 +39,11 @@ class LayerNormForwardSweep:
     prefetch_distance_per_sm: int = 0
 
     def make_options(self, cols: int, itemsize: int) -> dict[str, object]:
-        """Make the options of a kernel over rows of `cols` elements of `itemsize` bytes."""
+        """Make the constexprs for this configuration's chunks, and the number of warps.
+
+        The forward kernel and that of a chain of LayerNorms have them in common.  Rows have `cols` elements of
+        `itemsize` bytes.
+        """
         return {
             "BLOCK_N": self.block_n,
             "EVEN": cols % self.block_n == 0,
@@ -49,7 +53,7 @@ class LayerNormForwardSweep:
 
 
 def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
-    """Plan the launch of a pass over rows of any length."""
+    """Plan the one launch of a pass over rows of any length, which are read twice, or three times for float8."""
     layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
     options = {
         **config.make_options(call.cols, call.itemsize),
@@ -99,10 +103,11 @@ def layer_norm_forward_sweep_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one row per program in two sweeps; the second reads backwards, from L1 or L2.
+    """Write y of one row per program in two sweeps: a sweep for the moments, then a sweep that writes y.
 
-    With a scale, y is float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane
-    of these is the GROUP columns that one thread loads at once, as in `compute_row_moments`.
+    The second sweep reads backwards, because the end of the row is still in L1 or L2.  With a scale, y is
+    float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane of these is
+    the GROUP columns that one thread loads at once, as in `compute_row_moments`.
 
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """

@@ -32,7 +32,10 @@ TILE_AHEAD_PER_SM = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardTile:
-    """One program per tile of `rows` rows by `chunks` blocks of `block_n` columns."""
+    """A configuration in which each program holds a tile of `rows` complete rows in registers.
+
+    The tile is held as `chunks` blocks of `block_n` columns.
+    """
 
     rows: int
     chunks: int
@@ -40,7 +43,10 @@ class LayerNormForwardTile:
     num_warps: int
 
     def make_options(self, cols: int) -> dict[str, object]:
-        """Make the options of a kernel over tiles of rows of `cols` columns."""
+        """Make the constexprs for this configuration's tile, and the number of warps, for rows of `cols` columns.
+
+        The forward kernel and that of a chain of LayerNorms have them in common.
+        """
         return {
             "ROWS": self.rows,
             "CHUNKS": self.chunks,
@@ -110,11 +116,11 @@ def layer_norm_forward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
+    """Write y of one tile of ROWS complete rows per program, which is read once and held in registers.
 
-    Several blocks waste no lanes for row lengths like 5 * 1024.  With a scale, y is float8: tiles are larger, so
-    parameters are loaded late, and unless `ahead` is None (ROWS is 1) a program prefetches the row of the program
-    `ahead` programs later into L2.
+    The tile is held as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes for row lengths like
+    5 * 1024.  With a scale, y is float8: tiles are larger, so parameters are loaded late, and unless `ahead`
+    is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
     program, _, head, heads = locate_program_in_head(HEADS)

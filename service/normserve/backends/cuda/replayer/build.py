@@ -26,7 +26,7 @@ _COMPILER_S = 60.0
 
 
 def make_gcc_command(target: Path) -> list[str]:
-    """Make the compiler's command line."""
+    """Make the gcc command that compiles the extension into the file `target`."""
     return [
         "gcc", "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
         f"-I{sysconfig.get_paths()['include']}", str(FOLDER / "replayer.c"), "-o", str(target),
@@ -34,7 +34,10 @@ def make_gcc_command(target: Path) -> list[str]:
 
 
 def load_extension() -> Callable[..., LaunchReplayer] | None:
-    """Load the extension's class, and compile it first if necessary; None, with a warning, if that fails."""
+    """Load the replayer's class from the C extension; None, with a warning, if that fails.
+
+    The extension is compiled first if it is not in the cache.
+    """
     try:
         loaded: Callable[..., LaunchReplayer] = load_extension_module(_get_extension_path(), MODULE).Replayer
     except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
@@ -44,7 +47,7 @@ def load_extension() -> Callable[..., LaunchReplayer] | None:
 
 
 def _get_extension_path() -> str:
-    """Return the path of the compiled extension in Triton's cache."""
+    """Return the path of the compiled extension in Triton's cache; compile it first if it is not there."""
     cache = get_cache_manager(_compute_cache_key())
     path: str | None = cache.get_file(_FILE)
     return path or str(cache.put(_compile_extension(), _FILE, binary=True))
@@ -57,6 +60,11 @@ def _compute_cache_key() -> str:
 
 
 def _compile_extension() -> bytes:
+    """Compile the extension in a temporary folder, and return the bytes of the shared library.
+
+    Raises:
+        RuntimeError: the compiler reports an error.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / _FILE
         done = subprocess.run(

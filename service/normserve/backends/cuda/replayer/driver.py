@@ -12,7 +12,7 @@ _FUNCTIONS = {
 
 
 def find_function_addresses() -> dict[str, int]:
-    """Find each function's address, by the name of the extension's argument.
+    """Find the addresses of the CUDA driver's functions that the extension calls, by its names for them.
 
     Raises:
         OSError, AttributeError: there is no such driver.

@@ -15,11 +15,12 @@ OFF = "this server registers no CUDA shared memory; its operator can allow that 
 
 
 class DeviceRegion(IpcAllocation):
-    """A region that stays mapped while anything refers to it: a registration, a request, a launch.
+    """A region of a client's CUDA memory, mapped while a registration, a request or a launch refers to it.
 
     Attributes:
         device_id: the client's number of the device.
-        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
+        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is
+            reentrant.
     """
 
     kind: Kind = "cuda"
@@ -45,7 +46,13 @@ class DeviceRegion(IpcAllocation):
         return isinstance(other, DeviceRegion)
 
     def require_range(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: a tensor cannot begin at this offset."""
+        """Require that the offset is aligned as kernels need.
+
+        The length needs no check, because CUDA memory cannot shrink.
+
+        Raises:
+            UnusableRegionError: a tensor cannot begin at this offset.
+        """
         if (self.address + offset) % ALIGNMENT:
             raise UnusableRegionError(
                 f"the offset in a region of CUDA memory must be a multiple of {ALIGNMENT}, got {offset}"
@@ -62,7 +69,7 @@ class DeviceRegion(IpcAllocation):
 
 
 class DeviceRegionOpener:
-    """Opens memory that clients on this host have allocated, if the settings allow it."""
+    """Opens CUDA memory of clients on this host, if the settings allow that."""
 
     def __init__(self, is_allowed: bool, engine: Engine) -> None:
         """Args: is_allowed: whether the operator has enabled it."""
@@ -76,7 +83,7 @@ class DeviceRegionOpener:
         return self._is_allowed and engine.device_description is not None and engine.shareable_device is not None
 
     def require_local_client(self, caller: ClientIdentity) -> None:
-        """Refuse clients whose memory must not be opened.
+        """Refuse a client that is not on this host, or every client if CUDA shared memory is disabled.
 
         Raises:
             UnusableRegionError: the server registers no CUDA memory.
@@ -88,11 +95,12 @@ class DeviceRegionOpener:
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
     async def open_region(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
-        """Open device memory for a registration.
+        """Map a client's CUDA memory into this process by its IPC handle.
 
         Args:
-            device_id: the client's number of the device, which may differ here: the handle identifies the device.
-            nbytes: its size according to the client.
+            device_id: the client's number of the device, which may differ here: the handle identifies the
+                device.
+            nbytes: the memory's size according to the client.
 
         Raises:
             UnusableRegionError: there is no device whose memory can be opened, or this memory cannot be.
@@ -113,7 +121,7 @@ class DeviceRegionOpener:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether a caller's address is loopback or a Unix socket."""
+    """Return whether a client's address is a loopback address or a Unix socket."""
     if address == "unix":
         return True
     try:

@@ -25,16 +25,17 @@ _REFUSED = "the key is of no shared memory that this server may use"
 
 
 class FileRegion:
-    """A region that stays open while anything refers to it: a registration, a request, a thread that reads.
+    """A region of a client's shared memory file, open while a registration, request or copy refers to it.
 
-    It is read and written by system calls, never mapped: if the client has truncated the file, a call returns an
-    error, whereas an access to a mapping would kill the process.
+    It is read and written by system calls, never mapped: if the client has truncated the file, a call
+    returns an error, whereas an access to a mapping would kill the process.
 
     Attributes:
         key: the file's name, as the client sent it.
         start: offset of the region in the file, in bytes.
         nbytes: the region's size in bytes.
-        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
+        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is
+            reentrant.
     """
 
     kind: Kind = "system"
@@ -55,7 +56,11 @@ class FileRegion:
         return isinstance(other, FileRegion) and self._inode == other._inode
 
     def require_range(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: the file no longer has these bytes of the region."""
+        """Require that the file still contains this range of the region, since clients may truncate it.
+
+        Raises:
+            UnusableRegionError: the file is too short.
+        """
         size = os.fstat(self._descriptor).st_size
         if self.start + offset + nbytes > size:
             raise UnusableRegionError(
@@ -63,7 +68,7 @@ class FileRegion:
             )
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Copy bytes of the region.
+        """Copy bytes from the region to `into`.
 
         Args:
             offset: offset in the region, in bytes.
@@ -80,7 +85,7 @@ class FileRegion:
             position += count
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes into the region.
+        """Copy `data` to the region.
 
         Args:
             offset: offset in the region, in bytes.
@@ -108,7 +113,7 @@ class FileRegion:
 
 
 class SharedMemoryFolder:
-    """Opens files of one folder whose names begin with a prefix.
+    """A folder of shared memory files, of which clients may use those whose names begin with a prefix.
 
     Attributes:
         prefix: the required beginning of the names.
@@ -122,7 +127,7 @@ class SharedMemoryFolder:
         self._uid = os.geteuid()
 
     def open_region(self, key: str, start: int, nbytes: int) -> FileRegion:
-        """Open a region of a file.
+        """Open a shared memory file, and return a byte range of the file as a region.
 
         Args:
             key: the file's name, with or without a slash before it.
@@ -130,8 +135,8 @@ class SharedMemoryFolder:
             nbytes: the region's size in bytes.
 
         Raises:
-            UnusableRegionError: the name is not allowed, there is no such file, the server may not use it, or the
-                region exceeds it.  The message does not say why an existing file may not be used.
+            UnusableRegionError: the name is not allowed, there is no such file, the server may not use it,
+                or the region exceeds it.  The message does not say why an existing file may not be used.
         """
         name = self._parse_key(key)
         try:
@@ -157,6 +162,11 @@ class SharedMemoryFolder:
         os.close(self._descriptor)
 
     def _parse_key(self, key: str) -> str:
+        """Return the file name that a client's key names, without a slash before it.
+
+        Raises:
+            UnusableRegionError: the name is not allowed.
+        """
         found = _KEY.fullmatch(key)
         if found is None or not found[1].startswith(self.prefix):
             raise UnusableRegionError(
@@ -166,7 +176,11 @@ class SharedMemoryFolder:
         return found[1]
 
     def _require_usable_file(self, status: os.stat_result) -> None:
-        """Require a regular file on the same file system, of this user, without hard links."""
+        """Require a regular file of this file system and this user, which has no second hard link.
+
+        Raises:
+            UnusableRegionError: clients may not use this file.
+        """
         if (
             not stat.S_ISREG(status.st_mode)
             or status.st_dev != self._device
@@ -177,7 +191,10 @@ class SharedMemoryFolder:
 
 
 def _is_mapped_here(status: os.stat_result) -> bool:
-    """Return whether this process has mapped the file: a library may have created it, under any name."""
+    """Return whether this process has mapped the file itself.
+
+    Clients must not write to such a file, which a library may have created under any name.
+    """
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}".encode()
     inode = b"%d" % status.st_ino
     with _MAPPINGS.open("rb") as mappings:

@@ -7,7 +7,7 @@ Kind = Literal["system", "cuda"]
 
 
 class MemoryRegion(Protocol):
-    """Memory of a client that stays open while anything refers to it.
+    """A client's shared memory of either kind, open while anything refers to the region.
 
     Attributes:
         kind: the kind of shared memory.

@@ -18,7 +18,7 @@ OFF = "this server shares no memory by names; its operator can allow that with -
 
 
 class RegionRange(NamedTuple):
-    """A byte range of a region.
+    """A byte range of an open region, for one tensor.
 
     Attributes:
         offset: offset of the range in the region, in bytes.
@@ -29,7 +29,10 @@ class RegionRange(NamedTuple):
     nbytes: int
 
     def has_overlap(self, other: "RegionRange") -> bool:
-        """Return whether the ranges have a byte in common, as far as the registrations show."""
+        """Return whether the ranges have a byte in common.
+
+        Ranges can overlap only in the same file, or if both are in CUDA memory.
+        """
         return (
             self.region.is_in_same_memory(other.region)
             and self.region.start + self.offset < other.region.start + other.offset + other.nbytes
@@ -39,17 +42,21 @@ class RegionRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RegionName:
-    """A region's name; clients with different API keys have separate namespaces."""
+    """The name of a region together with its owner, as each API key has its own names.
+
+    Attributes:
+        owner: the name of the API key; None if no key is required.
+    """
 
     owner: str | None
     name: str
 
 
 class RegionRegistry:
-    """Registers regions of both kinds and finds them by name.
+    """The open memory regions of all clients, of both kinds, by owner and name.
 
-    It belongs to the event loop's thread, except for `open_file_region`.  An unregistered region stays open for the
-    requests that have found it, and counts until they have ended.
+    It belongs to the event loop's thread, except for `open_file_region`.  An unregistered region stays
+    open for the requests that have found it, and counts until they have ended.
     """
 
     def __init__(
@@ -90,7 +97,9 @@ class RegionRegistry:
         return self._open_count
 
     def open_file_region(self, name: str, key: str, start: int, nbytes: int) -> FileRegion:
-        """Open system shared memory for a registration; any thread may call this.
+        """Open a region of system shared memory, which the caller then registers.
+
+        Any thread may call this.
 
         Raises:
             UnusableRegionError: the memory cannot be registered under this name, or at all.
@@ -129,7 +138,10 @@ class RegionRegistry:
         self._regions[named] = region
 
     def unregister_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
-        """Remove a region, or all regions of a kind of this owner; a missing region is no error."""
+        """Unregister the owner's region of this kind and name; without a name, all regions of the kind.
+
+        A missing region is no error.
+        """
         for named in [*self._regions] if name is None else [_RegionName(owner, name)]:
             region = self._regions.get(named)
             if named.owner == owner and region is not None and region.kind == kind:
@@ -158,7 +170,7 @@ class RegionRegistry:
         return RegionRange(region, offset, nbytes)
 
     def describe_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
-        """Describe the registered regions of a kind in the protocol's form: all, or the one with this name.
+        """Describe the owner's regions of a kind in the protocol's form: all, or the one with this name.
 
         Raises:
             UnusableRegionError: there is no such region.
@@ -172,6 +184,10 @@ class RegionRegistry:
         return [_describe_named(name, region)]
 
     def _make_unknown_error(self, name: str) -> UnusableRegionError:
+        """Make the error for a region that is not registered.
+
+        If the server allows no registrations, the message states that instead.
+        """
         may_register = self.is_enabled or self._shares_device_memory
         return UnusableRegionError(f"no region with the name {name[:64]!r} is registered" if may_register else OFF)
 

@@ -31,12 +31,13 @@ _SIZES = ["splits", "blocks", "fragments", "hw", "column_units", "groups", "chan
 
 @dataclass(frozen=True, slots=True)
 class BackwardColumnSplit(GroupNormBackwardConfig):
-    """Ranges of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
+    """A configuration in which no program waits: a kernel for sums, then a kernel for dx.
 
-    A range is `fragments` fragments of `chunks` tiles; a tile has one vector per thread.
+    In both kernels, a program has a range of positions of `columns` columns, a power of two.  A range is
+    `fragments` fragments of `chunks` tiles; a tile has one vector per thread.
 
-    It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait, if C is
-    not a multiple of 16 bytes, or if samples are too large to share.
+    It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait, if
+    C is not a multiple of 16 bytes, or if samples are too large to share.
     """
 
     columns: int
@@ -49,6 +50,7 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
         return 32 * self.num_warps * vec // self.columns
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the launches for sums of columns, their reduction to groups, dx, and parameter gradients."""
         sample = call.sample
         vec = compute_access_width(call.x.element_size(), sample.c)
         range_rows = self.fragments * self.chunks * self.count_tile_rows(vec)
@@ -105,9 +107,10 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat to [N, splits, C].
+    """Sum dz and dz * x_hat over one range of positions of CV vectors of columns per program.
 
-    A program has one range of positions of CV vectors of columns.
+    The sums are written to [N, splits, C]; a range is `fragments` fragments of CHUNKS tiles.  Here, dz is
+    the gradient of the affine step's output.
     """
     allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV
@@ -184,7 +187,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
 ):
     """Write dx of one range of positions of CV vectors of columns per program.
 
-    Programs start with data that is still in the cache.
+    The ranges that the kernel for sums read last are processed first: they are still in the cache.
     """
     allow_next_launch(EARLY)
     ROWS: tl.constexpr = LANES // CV

@@ -95,16 +95,17 @@ def group_norm_nhwc_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute dx of bundles of groups, each shared by `members` programs, and partial sums for the parameters.
+    """Compute dx of channels-last groups, and partial sums for the parameters; several programs share groups.
 
-    A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
+    The groups of a sample are processed in bundles: `bundle_groups` groups, which occupy `bundle_blocks`
+    blocks of columns.  A unit is one sample's bundle.
 
-    `members` programs share a unit; each has a block of `block_units` vectors over a range of FRAGMENTS * CHUNKS *
-    ROWS positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a
-    block touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program
-    reads every fragment twice: first for sums, which it posts after the range's last fragment, and LAG fragments
-    later out of L1 or L2 for dx.  It writes sums over channels to [N, splits, C].  Programs are persistent; the
-    launch must be cooperative.
+    `members` programs share a unit; each has a block of `block_units` vectors over a range of FRAGMENTS *
+    CHUNKS * ROWS positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most
+    LABELS groups; a block touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block
+    is a group.  A program reads every fragment twice: first for sums, which it posts after the range's last
+    fragment, and LAG fragments later out of L1 or L2 for dx.  It writes sums over channels to [N, splits,
+    C].  Programs are persistent; the launch must be cooperative.
     """
     allow_next_launch(EARLY)
     BEHIND: tl.constexpr = FRAGMENTS - 1 + LAG
@@ -325,10 +326,11 @@ def group_norm_nhwc_backward_cooperative_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BackwardCooperativeBlock(GroupNormBackwardConfig):
-    """Programs that share channels-last groups: a block of `columns` columns over a range of positions each.
+    """A configuration in which several resident programs share channels-last groups and exchange their sums.
 
-    A range is `fragments` fragments, a fragment `chunks` tiles; a tile has one 16-byte vector of x per thread.
-    Blocks with parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
+    Each program has a block of `columns` columns over a range of positions.  A range is `fragments`
+    fragments, a fragment `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks with parts
+    of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
     `GroupNormBackwardCooperative`.
     """
 
@@ -366,7 +368,11 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         return self.count_splits(sample, itemsize) * self.count_bundle_blocks(sample)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether a bundle's members are resident together and L2 keeps a fragment for its second read."""
+        """Return whether this configuration can process samples of this shape on a device with `multiprocessors`.
+
+        The programs that share a bundle of blocks must be resident together, L2 must keep a fragment until its
+        second read, C must be a multiple of 16 bytes, and offsets must fit 32 bits.
+        """
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.c * itemsize % 16 == 0
@@ -380,6 +386,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         return -(-sample.c // self.columns) * self.count_vectors(itemsize) * (16 // itemsize)
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the cooperative launch for dx and partial sums, and the launches for parameter gradients."""
         sample, itemsize = call.sample, call.x.element_size()
         group = 16 // itemsize
         splits, members = self.count_splits(sample, itemsize), self.count_members(sample, itemsize)

@@ -36,8 +36,9 @@ def load_masked_positions(
 ):  # fmt: skip
     """Load CHUNKS tiles [LANES, VEC] from ptr + start on, `step` elements apart; () if ptr is None.
 
-    Elements of idle lanes, and of positions that do not exist, are 0.  Masked loads run one at a time and need
-    fewer registers: for data prefetched into L2, more programs are faster.
+    Elements of positions that do not exist are 0, and so are those of idle lanes, which are left over after
+    a tile's last position.  Masked loads run one at a time and need fewer registers: for data prefetched
+    into L2, more programs are faster.
     """
     tiles = ()
     if ptr is not None:
@@ -52,7 +53,10 @@ def load_gradient_positions(
     dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load tiles of dy, x and residual by `load_masked_positions`; all have one layout."""
+    """Load tiles of dy, x and residual at the same offsets by `load_masked_positions`.
+
+    Return a tuple of tiles for each.  The residual's tuple of tiles is empty if residual_ptr is None.
+    """
     return (
         load_masked_positions(
             dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
@@ -66,7 +70,7 @@ def load_gradient_positions(
 
 @triton.jit
 def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
-    """Prefetch `size` elements from `start` on of dy, x and, unless its pointer is None, the residual into L2."""
+    """Prefetch `size` elements of dy, x and residual into L2, from `start` on.  The residual may be None."""
     prefetch(dy_ptr + start, size)
     prefetch(x_ptr + start, size)
     if residual_ptr is not None:
@@ -79,10 +83,10 @@ def accumulate_gradient_positions(
     seed, dropout_threshold, dropout_scale,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC] each.
+    """Add tiles to the running sums of GAIN * dz and GAIN * dz * (h - mean) of each lane's columns.
 
-    `tiles` is the result of `load_gradient_positions`; `sample_at` are the offsets of the first tile's elements in
-    the sample, and `tile` is the number of elements of a tile.
+    Return both sums, [LANES, VEC] each.  `tiles` is the result of `load_gradient_positions`; `sample_at` are
+    the offsets of the first tile's elements in the sample, and `tile` is the number of elements of a tile.
     """
     for i in tl.static_range(len(tiles[0])):
         centred = add_residual_chunk(tiles[1], tiles[2], i) - mean
@@ -100,11 +104,12 @@ def accumulate_gradient_positions(
 
 @triton.jit
 def sum_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
-    """Sum each of two tiles [LANES, VEC] over its positions, [1, COLUMNS] each.
+    """Sum two tiles [LANES, VEC] over their positions, so that one sum per column remains, [1, COLUMNS] each.
 
     Also returns the mask of columns that exist, [1, COLUMNS].
 
-    If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units` lanes.
+    If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units`
+    lanes.
     """
     lanes: tl.constexpr = a.shape[0] * a.shape[1]
     if IDLE:
@@ -126,10 +131,11 @@ def sum_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDL
 
 @dataclass(frozen=True, slots=True)
 class BackwardSampleStream(GroupNormBackwardConfig):
-    """Sums over up to `splits` parts of each channels-last sample, with all columns of a position in a tile.
+    """A configuration that reads each channels-last sample twice: for sums of columns, then for dx.
 
-    A thread has `chunks` accesses per step; for dx a program has `apply_fragments` fragments of `apply_chunks`
-    accesses.
+    For the sums, a sample is divided among up to `splits` programs.  A tile has all columns of its
+    positions; a thread has `chunks` accesses per step.  For dx, a program has `apply_fragments` fragments of
+    `apply_chunks` accesses per thread.
     """
 
     num_warps: int
@@ -139,6 +145,7 @@ class BackwardSampleStream(GroupNormBackwardConfig):
     splits: int
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the launches for sums of columns, their reduction to groups, dx, and parameter gradients."""
         sample = call.sample
         partition = make_stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
         parts = call.allocate_partials(partition.splits)
@@ -226,9 +233,10 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat of each column over a split of a sample to [N, splits, C].
+    """Sum dz and dz * x_hat of each column over one split of a sample per program.
 
-    A program processes every `splits`th step of CHUNKS tiles; with PREFETCH it prefetches its next step into L2.
+    The sums are written to [N, splits, C].  A split is every `splits`th step of CHUNKS tiles; with PREFETCH
+    a program prefetches its next step into L2.  Here, dz is the gradient of the affine step's output.
     """
     allow_next_launch(EARLY)
     c = units * VEC
@@ -329,10 +337,10 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of `fragments` fragments of CHUNKS tiles per program.
+    """Write dx of `fragments` consecutive fragments per program; a fragment is CHUNKS tiles of positions.
 
-    The last positions of all samples are processed first, as they were read last.  A kernel that starts next can
-    rely on complete sums of columns.
+    The last positions of all samples are processed first, as they were read last.  A kernel that starts next
+    can rely on complete sums of columns.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)

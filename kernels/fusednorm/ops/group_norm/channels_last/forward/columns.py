@@ -47,7 +47,7 @@ def compute_channel_moments(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Compute mean, `rest` and sum of squared deviations of each column, [1, CV, VEC] each.
+    """Compute mean, `rest` and sum of squared deviations of each column of a block, [1, CV, VEC] each.
 
     The mean is mean + rest.  A column's values are those at the positions first_row <= row < last_row.
 
@@ -112,8 +112,9 @@ def normalise_positions(
 ):
     """Write y of the positions first_row <= row < last_row of a block of columns, last positions first.
 
-    A step of UNROLL tiles starts with all its loads, so that they are in flight together, and then holds one tile
-    at a time in float32.  `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
+    y is act((h - mean) * scale + bias) with dropout; h, x + residual, is stored too if wanted.  A step of
+    UNROLL tiles starts with all its loads, so that they overlap, and then holds one tile at a time in
+    float32.  `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
     """
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
@@ -147,10 +148,10 @@ def load_column_statistic(ptr, group, column_mask):
 
 @triton.jit
 def locate_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """Compute the columns of CV vectors, [1, CV, VEC], and the mask of vectors that exist, [1, CV, 1].
+    """Compute the column indices of CV vectors, [1, CV, VEC], and the mask of vectors that exist, [1, CV, 1].
 
-    The vectors are those from `first_unit` on; those before `end_unit` exist.  If all do (EVEN), the mask is a
-    constant that the compiler removes.
+    The vectors are those from `first_unit` on; those before `end_unit` exist.  If all do (EVEN), the mask is
+    a constant that the compiler removes.
     """
     unit = first_unit + tl.arange(0, CV)[None, :, None]
     column = unit * VEC + tl.arange(0, VEC)[None, None, :]
@@ -163,14 +164,15 @@ def locate_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EV
 
 @dataclass(frozen=True, slots=True)
 class ForwardColumnSplit(GroupNormForwardConfig):
-    """Blocks of `block_columns` columns: statistics, then y.
+    """A configuration in which no program waits: moments of columns, their reduction, then y, in three kernels.
 
-    Statistics are over `split_rows` positions in tiles of `tile_rows`, `unroll` tiles per step; y is written in
-    runs of `range_rows` positions in tiles of `apply_rows`.
+    In the kernels for moments and for y, a program has a range of positions of `block_columns` columns.  For
+    moments it has `split_rows` positions in tiles of `tile_rows`, `unroll` tiles per step; for y it has
+    `range_rows` positions in tiles of `apply_rows`.
 
-    It is the only algorithm for C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer if C is not a
-    multiple of a vector) whose blocks do not fit one program and programs may not or cannot share and, with its
-    first kernel, for statistics that were not saved.
+    It is the only algorithm for C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer if C
+    is not a multiple of a vector) if a block does not fit one program, and programs may not or cannot share
+    it.  For all channels-last samples, it computes mean and rstd for a backward pass if they were not saved.
     """
 
     block_columns: int
@@ -182,6 +184,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
     num_warps: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the launches for moments of columns, their reduction to mean and rstd, and y."""
         sample, out = call.sample, call.out
         if out.mean is None or out.rstd is None:
             mean, rstd = allocate_statistics(call.x, sample)
@@ -217,9 +220,9 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         rstd: Array,
         rest: Array | None = None,
     ) -> list[Launch]:
-        """Plan the launches that compute mean and rstd.
+        """Plan the launches that compute mean and rstd, without y.
 
-        They compute moments of channels over splits of positions, then reduce them.
+        The first computes moments of each column over splits of the positions; the second merges them.
 
         If `rest` is given, it gets the rounding error of the mean.
         """
@@ -245,6 +248,10 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         ]
 
     def _make_tile_options(self, sample: SampleShape, itemsize: int) -> Mapping[str, int]:
+        """Make the launch options that the kernels for moments and for y have in common.
+
+        The options are vector width, vectors of a block, whether all blocks are full, and number of warps.
+        """
         vec = compute_access_width(itemsize, sample.c)
         return {
             "VEC": vec,
@@ -273,7 +280,11 @@ def group_norm_nhwc_forward_columns_moments_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of a block of columns over one split of the positions, per program, to [N, splits, C]."""
+    """Compute the moments of a block of columns over one split of the positions per program.
+
+    The moments are written to [N, splits, C]: mean, its rounding error (rest), and sum of squared
+    deviations.
+    """
     allow_next_launch(EARLY)
     program = tl.program_id(0)
     block = program % blocks
@@ -328,7 +339,10 @@ def group_norm_nhwc_forward_columns_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one run of positions of a block of columns per program; the last run is processed first."""
+    """Write y of one range of `run_rows` positions of a block of columns per program.
+
+    The last range is processed first, because it is still in the cache.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)

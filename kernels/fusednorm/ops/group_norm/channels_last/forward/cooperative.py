@@ -31,9 +31,10 @@ from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 @dataclass(frozen=True, slots=True)
 class ForwardCooperativeBlock(GroupNormForwardConfig):
-    """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
+    """A configuration in which several resident programs share a block of `block_groups` groups of a sample.
 
-    Otherwise as `GroupNormForwardCooperative`.
+    Each program has `chunks` chunks of positions, with 16 bytes per thread in a chunk.  The other fields are
+    those of `GroupNormForwardCooperative`.
     """
 
     block_groups: int
@@ -52,6 +53,11 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         return waits and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+        """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
+
+        The result is None if they never do, or if the programs that share a block would not be resident
+        together.
+        """
         sample, size = call.sample, call.x.element_size()
         tile = make_block_tile(sample, self.block_groups, self.num_warps, size)
         ranges = 1 if self.lag == 0 else 2
@@ -59,6 +65,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         return fit_resident_programs(self, call, held, members=self.count_members(sample, size))
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one cooperative launch, with at most as many programs as are resident together."""
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
@@ -133,11 +140,12 @@ def group_norm_nhwc_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of blocks of columns of samples, each shared by `members` programs with CHUNKS * ROWS positions each.
+    """Write y of blocks of columns of samples.  `members` programs share each block.
 
-    A program reads a fragment for its groups' moments, which it posts, and again LAG blocks later, when the other
-    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the fragment stays in registers while the program
-    waits.  It prefetches the fragment AHEAD blocks later into L2.  Programs are persistent; the launch must be
+    A member has a fragment of the block, CHUNKS * ROWS positions.  A program reads a fragment for its
+    groups' moments, which it posts, and again LAG blocks later, when the other members have posted theirs,
+    out of L1 or L2 for y.  With LAG 0 the fragment stays in registers while the program waits.  It
+    prefetches the fragment AHEAD blocks later into L2.  Programs are persistent; the launch must be
     cooperative.
     """
     fragment_rows: tl.constexpr = CHUNKS * ROWS
@@ -260,7 +268,10 @@ def _post_moments(
     FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the moments of a fragment and post them to the other members, in a slot for each group."""
+    """Compute the moments of a program's fragment and post them for the other programs that share its block.
+
+    There is one slot for each group of the block.
+    """
     mean, rest, square = compute_group_moments(chunks, residuals, rows, channels, membership, FULL, ROWS, SUMS)
     slots = locate_slot(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
     post_tile(slots, group < GROUPS, tag, mean, rest, square)

@@ -31,9 +31,10 @@ from fusednorm.ops.group_norm.channels_last.block_fragments import (
 
 @dataclass(frozen=True, slots=True)
 class ForwardResidentBlock(GroupNormForwardConfig):
-    """One block of `block_groups` groups of one sample per program, held in the dtype of memory.
+    """A configuration in which each program holds one block of `block_groups` groups of a sample in registers.
 
-    Otherwise as `GroupNormForwardResident`: each chunk of positions has 16 bytes per thread.
+    The block is held in the dtype of memory; each chunk of positions has 16 bytes per thread.  The other
+    fields are those of `GroupNormForwardResident`.
     """
 
     block_groups: int
@@ -46,6 +47,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one launch, with one program per block or, if blocks are few, up to `writers`."""
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
@@ -109,10 +111,10 @@ def group_norm_nhwc_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one block of complete groups of one sample per program, read once.
+    """Write y of one block of complete groups of a sample per program.  The block is read once.
 
-    If SHARED, `writers` programs have each block.  Each of them computes all moments and writes a share of the
-    chunks: see `group_norm_nchw_forward_resident_kernel`.
+    If SHARED, `writers` programs have each block.  Each of them computes all moments and writes a share of
+    the chunks: see `group_norm_nchw_forward_resident_kernel`.
     """
     program = tl.program_id(0)
     if SHARED:

@@ -39,9 +39,10 @@ def _accumulate_tile_sums(
     tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
     WHOLE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles to each run's sums of h - pivot and of (h - pivot)^2, [LANES, SUMS] each.
+    """Add tiles to the running sums of h - pivot and (h - pivot)^2 of each lane's runs, [LANES, SUMS] each.
 
-    `pivot` is [LANES, SUMS]; `tiles` and `residuals` are tuples of [LANES, VEC].
+    A run is adjacent columns of a lane within one group.  `pivot` is [LANES, SUMS]; `tiles` and `residuals`
+    are tuples of [LANES, VEC].
     """
     for i in tl.static_range(len(tiles)):
         d = split_into_runs(add_residual_chunk(tiles, residuals, i), SUMS) - pivot[:, :, None]
@@ -60,9 +61,10 @@ def divide_small_integers(a, b):
 
 @triton.jit
 def count_lane_positions(position, steps, left, positions, chunks):
-    """Count the positions that a lane processes over all steps; `position` is the lane's position in a tile.
+    """Count the positions that a lane processes over all steps.  `position` is its position in a tile.
 
-    There are `steps` steps of `chunks` tiles of `positions` positions each, with `left` positions in the last step.
+    There are `steps` steps of `chunks` tiles of `positions` positions each, with `left` positions in the
+    last step.
     """
     return (steps - 1) * chunks + divide_small_integers(tl.maximum(left - position, 0) + positions - 1, positions)
 
@@ -72,11 +74,12 @@ def index_runs_by_group(
     units, positions, channels, steps, left, chunks,
     VEC: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the indices that sort the lanes' runs of columns, flattened from [LANES, SUMS], by group.
+    """Compute the indices that sort the lanes' sums by group, and the number of values in each sum.
 
-    Also returns the number of values of each run.  The former are 1-D, the latter, in the same order, are [RUNS //
-    ACROSS, GROUPS, ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to one group.  The
-    number of values is 0 for a run that does not exist.
+    A lane has one sum for each run of its columns within one group, [LANES, SUMS].  The indices count in the
+    flattened sums and are 1-D.  The numbers of values, in the same order, are [RUNS // ACROSS, GROUPS,
+    ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to one group.  The number of
+    values is 0 for a run that does not exist.
 
     Args:
         steps, left, chunks: arguments of `count_lane_positions`.
@@ -102,10 +105,10 @@ def merge_moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, steps, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the lanes' sums about their pivots, [LANES, SUMS], into the moments of each group, [GROUPS].
+    """Merge all lanes' sums about their pivots, [LANES, SUMS], into the moments of each group, [GROUPS].
 
-    The moments are mean, `rest` and sum of squared deviations.  The merge is that of `merge_moments`, along two
-    axes.
+    The moments are mean, `rest` and sum of squared deviations.  The merge is that of `merge_moments`, along
+    two axes.
 
     Args:
         where_in_tile: index and counts of `index_runs_by_group`.
@@ -143,11 +146,13 @@ def compute_split_moments(
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
     SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the moments of each group, [GROUPS], over one split of a sample.
+    """Compute the moments of each group, [GROUPS], over one split of a sample by reading the split.
 
-    A split is every `splits`th step of CHUNKS tiles.  The moments are mean, `rest` and sum of squared deviations.
+    A split is every `splits`th step of CHUNKS tiles.  The moments are mean, `rest` and sum of squared
+    deviations.
 
-    The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in memory.
+    The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in
+    memory.
     """
     c = units * VEC
     width: tl.constexpr = VEC // SUMS
@@ -202,7 +207,7 @@ def load_sample_fragment(
     ptr, sample, first, hw, units, left,
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles [LANES, VEC] from position `first` of a sample on; () if ptr is None.
+    """Load CHUNKS tiles [LANES, VEC] of all columns, from position `first` of a sample on; () if ptr is None.
 
     `left` positions exist from there on.
     """
@@ -218,7 +223,9 @@ def store_normalised_sample_fragment(
     VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Compute y = act((h - mean) * slope + offset) of the tiles from `load_sample_fragment`, and store y and h.
+    """Normalise the tiles from `load_sample_fragment`, apply activation and dropout, and store y and h.
+
+    y is act((h - mean) * slope + offset); h is x + residual.
 
     Args:
         mean, slope, offset: values for each lane's columns, [LANES, VEC].
@@ -250,9 +257,10 @@ _REDUCE_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ForwardSampleStream(GroupNormForwardConfig):
-    """Moments of up to `splits` parts of each sample, then y of fragments.
+    """A configuration that reads each channels-last sample twice: for moments of its groups, then for y.
 
-    For moments a thread has `chunks` accesses per step; a fragment is `apply_chunks` accesses of a thread.
+    For moments, a sample is divided among up to `splits` programs; a thread has `chunks` accesses per step.
+    For y, a program has one fragment of `apply_chunks` accesses per thread.
     """
 
     num_warps: int
@@ -261,6 +269,7 @@ class ForwardSampleStream(GroupNormForwardConfig):
     splits: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the launches for moments of splits, their reduction to each channel's coefficients, and y."""
         sample, x, out = call.sample, call.x, call.out
         partition = make_stream_partition(sample, x.element_size(), self, call.n, x.device)
         parts = allocate_triple(x, call.n, partition.splits, sample.groups)
@@ -340,7 +349,11 @@ def group_norm_nhwc_forward_stream_moments_kernel(
     RUNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of each group over one split of a sample per program to [N, splits, groups]."""
+    """Compute the moments of each group over one split of a sample per program.
+
+    The moments are written to [N, splits, groups]: mean, its rounding error (rest), and sum of squared
+    deviations.
+    """
     allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
     mean, rest, square = compute_split_moments(
@@ -422,7 +435,7 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
 def _load_group_slope_and_offset(
     parameters, sample, group, channels, start, scale_stride, BLOCK_CHANNELS: tl.constexpr
 ):
-    """Load the slope and offset of a group's channels from `start` on, [BLOCK_CHANNELS] each."""
+    """Load slope and offset of the affine step for a group's channels from `start` on, [BLOCK_CHANNELS] each."""
     within = start + tl.arange(0, BLOCK_CHANNELS)
     channel = group * channels + within
     slope, offset = load_slope_and_offset(parameters, channel, sample * scale_stride + channel, within < channels)
@@ -451,7 +464,7 @@ def group_norm_nhwc_forward_stream_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one fragment of CHUNKS tiles per program.
+    """Write y of one fragment per program, CHUNKS tiles of positions of a sample.
 
     The last positions of all samples are processed first, as they were read last.
     """

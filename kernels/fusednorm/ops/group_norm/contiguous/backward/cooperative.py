@@ -32,12 +32,13 @@ from fusednorm.ops.group_norm.sample_shape import MAX_OFFSET, SampleShape, can_s
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardCooperative(GroupNormBackwardConfig):
-    """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
+    """A configuration in which several resident programs share one contiguous group and exchange its sums.
 
-    A part is `fragments` fragments, a fragment `chunks` tiles along its channels, a tile one 16-byte vector of x
-    per thread. `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A
-    program reads a fragment again `lag` fragments after it posted the part's sums, and prefetches the fragment
-    `ahead` fragments later into L2.
+    Each program has a part of the group: a range of positions of `channels` neighbouring channels.  A part
+    is `fragments` fragments, a fragment `chunks` tiles along its channels, a tile one 16-byte vector of x
+    per thread.  `programs_per_sm` programs are resident on a multiprocessor.  A program reads a fragment
+    again `lag` fragments after it posted the part's sums, and prefetches the fragment `ahead` fragments
+    later into L2.
     """
 
     channels: int
@@ -67,7 +68,11 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         return self.count_members(sample, itemsize) * self.channels * self.count_range_positions(itemsize)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether a group's members are resident together, and L2 keeps a fragment until its second read."""
+        """Return whether this configuration can process samples of this shape on a device with `multiprocessors`.
+
+        The programs that share a group must be resident together, L2 must keep a fragment until its second read,
+        a channel must be a multiple of 16 bytes, and offsets must fit 32 bits.
+        """
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.hw * itemsize % 16 == 0
@@ -77,6 +82,7 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         )
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the cooperative launch for dx and partial sums, and the launches for parameter gradients."""
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
         members = self.count_members(sample, itemsize)
@@ -163,10 +169,11 @@ def group_norm_nchw_backward_cooperative_kernel(
 ):
     """Write dx of `rows` groups, each shared by `members` programs, and partial sums for the parameters.
 
-    Each program has one of `parts` parts of CHANNELS channels.  A part is FRAGMENTS fragments of CHUNKS tiles along
-    each channel.  A program reads every fragment twice: first for sums over the group, which it posts after the
-    last fragment, and LAG fragments later, when the other members have posted theirs, out of L1 or L2 for dx.  It
-    writes sums over channels to [N, parts, C].  Programs are persistent; the launch must be cooperative.
+    Each member has one part of the group: one of `parts` ranges of positions of CHANNELS channels.  A part
+    is FRAGMENTS fragments of CHUNKS tiles along each channel.  A program reads every fragment twice: first
+    for sums over the group, which it posts after the last fragment, and LAG fragments later, when the other
+    members have posted theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].
+    Programs are persistent; the launch must be cooperative.
     """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS

@@ -29,10 +29,12 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardSplit(GroupNormBackwardConfig):
-    """Parts of groups as in `GroupNormBackwardCooperative`, one per program, in kernels for sums and for dx.
+    """A configuration in which no program waits: a kernel for sums of parts of groups, then a kernel for dx.
 
-    It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is not a
-    multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
+    Each program has one part of a contiguous group; the fields are those of `GroupNormBackwardCooperative`.
+
+    It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is
+    not a multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
     """
 
     channels: int
@@ -45,6 +47,7 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
         return self.fragments * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the launches for sums of channels, their reduction to groups, dx, and parameter gradients."""
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
         parts = cdiv(sample.hw, self.count_range_positions(itemsize))
@@ -74,10 +77,10 @@ def _locate_program(
     program, parts, blocks, fragments, hw, groups, channels,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sample, channels and positions that a program processes.
+    """Compute the sample, the channels and the positions that a program processes.
 
-    Returns the index of the group among those of all samples, the sample, the part, the first channel in the group,
-    the lanes' channels from there on, [LANES, 1] or 0, and the first position.
+    Returns the index of the group among those of all samples, the sample, the part, the first channel in the
+    group, the lanes' channels from there on, [LANES, 1] or 0, and the first position.
     """
     part = program % parts
     block = (program // parts) % blocks
@@ -121,7 +124,10 @@ def group_norm_nchw_backward_split_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write sums of dz and dz * x_hat to [N, parts, C], one part of CHANNELS channels per program."""
+    """Sum dz and dz * x_hat over one range of positions of CHANNELS channels per program.
+
+    The sums are written to [N, parts, C].  Here, dz is the gradient of the affine step's output.
+    """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
@@ -189,9 +195,9 @@ def group_norm_nchw_backward_split_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of one part of CHANNELS channels per program.
+    """Write dx of one range of positions of CHANNELS channels per program.
 
-    Programs start with data that is still in the cache.
+    The ranges that the kernel for sums read last are processed first: they are still in the cache.
     """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS

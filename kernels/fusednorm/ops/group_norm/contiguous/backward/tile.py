@@ -25,7 +25,10 @@ from fusednorm.ops.group_norm.gradient_tiles import backpropagate_scaled_epilogu
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardTile(GroupNormBackwardConfig):
-    """`rows` groups per program, padded to `channels` x `positions` elements, in registers."""
+    """A configuration of one launch in which each program keeps `rows` small contiguous groups in registers.
+
+    Each group is padded to `channels` x `positions` elements.
+    """
 
     rows: int
     channels: int
@@ -35,6 +38,7 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
     needs_statistics: ClassVar[bool] = False
 
     def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+        """Plan the launch for dx and partial sums, and the launches for parameter gradients."""
         vec, sample = call.channel_vec, call.sample
         rows = call.n * sample.groups
         parts = call.allocate_wanted_partials(1)
@@ -89,9 +93,10 @@ def group_norm_nchw_backward_tile_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of ROWS groups per program, and partial sums for the parameters; dy and x are read once.
+    """Write dx of ROWS groups per program, and partial sums for the parameters. dy and x are read once.
 
-    The groups are [ROWS, CHANNELS, POSITIONS] in registers.
+    The groups are [ROWS, CHANNELS, POSITIONS] in registers.  If mean_ptr is None, the kernel computes the
+    statistics.
     """
     allow_next_launch(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]

@@ -29,10 +29,11 @@ from fusednorm.ops.group_norm.sample_shape import SampleShape
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardCooperative(GroupNormForwardConfig):
-    """Programs that share a group, each a range of `chunks` chunks, 8 elements per thread in a chunk.
+    """A configuration in which several resident programs share one contiguous group and exchange its moments.
 
-    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a range again `lag` groups after
-    it posted the range's moments; with lag 0 the range stays in registers.  It prefetches the range `ahead` groups
+    Each program has a range of `chunks` chunks, with 8 elements per thread in a chunk.  `programs_per_sm`
+    programs are resident on a multiprocessor.  A program reads a range again `lag` groups after it posted
+    the range's moments; with lag 0 the range stays in registers.  It prefetches the range `ahead` groups
     later into L2.
     """
 
@@ -55,6 +56,11 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         return waits and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+        """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
+
+        The result is None if they never do, or if the programs that share a group would not be resident
+        together.
+        """
         ranges = 1 if self.lag == 0 else 2
         # A vector in two channels needs the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
@@ -63,6 +69,7 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         )
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one cooperative launch, with at most as many programs as are resident together."""
         rows, sample = call.n * call.sample.groups, call.sample
         range_length = self.chunks * self.chunk_elements
         members = self.count_members(sample)
@@ -98,10 +105,10 @@ def _collect_group_moments(
     RANGE_LENGTH: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr,
     PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all members and merge them into mean, `rest` and rstd of the group, as scalars.
+    """Wait for the moments of all programs that share a group, and merge them into its mean, `rest` and rstd.
 
-    The group's mean is mean + rest.  `other` [slots] is the index of each member; each member has one range of the
-    group's frame.
+    The results are scalars.  The group's mean is mean + rest.  `other` [slots] is the index of each program
+    (member); each has one range of the group's frame, which starts `before` elements before the group.
     """
     count = count_group_elements(other * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(tl.float32)
     present = other < members
@@ -121,7 +128,7 @@ def _compute_range_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squares of a program's range, as scalars.
+    """Compute mean, `rest` and sum of squared deviations of a program's range of a group, as scalars.
 
     `chunks` and `residuals` are the loaded range.  A full range needs no masks, even if other ranges do.
     """
@@ -144,9 +151,9 @@ def _store_normalised_range(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a program's range and store it, by `store_normalised_group_fragment`.
+    """Normalise a program's loaded range of a group, and store y and h = x + residual.
 
-    A full range needs no masks, even if other ranges do.
+    `store_normalised_group_fragment` does the work.  A full range needs no masks, even if other ranges do.
     """
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
@@ -210,12 +217,12 @@ def group_norm_nchw_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of groups, each shared by `members` programs that have a range of CHUNKS * BLOCK elements each.
+    """Write y of groups.  `members` programs share each group, with a range of CHUNKS * BLOCK elements each.
 
-    A program reads a range for its moments, which it posts, and again LAG groups later, when the other members have
-    posted theirs, out of L1 or L2 for y.  With LAG 0 the range stays in registers while the program waits for the
-    others.  It prefetches the range AHEAD groups later into L2.  Programs are persistent; the launch must be
-    cooperative.
+    A program reads a range for its moments, which it posts, and again LAG groups later, when the other
+    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the range stays in registers while the
+    program waits for the others.  It prefetches the range AHEAD groups later into L2.  Programs are
+    persistent; the launch must be cooperative.
     """
     length = group_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK

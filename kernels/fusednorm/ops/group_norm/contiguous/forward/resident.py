@@ -30,11 +30,12 @@ from fusednorm.ops.group_norm.contiguous.group_fragments import (
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardResident(GroupNormForwardConfig):
-    """One group per program, held in the dtype of memory in chunks of 8 elements per thread.
+    """A configuration in which each program holds one contiguous group in registers, in the dtype of memory.
 
-    Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  Launches with fewer
-    programs than half the multiprocessors use up to `writers` programs per group.  A program prefetches the group
-    (number of multiprocessors * `prefetch_distance_per_sm`) groups later into L2.
+    A chunk of the group is 8 elements per thread.  Registers are limited so that `programs_per_sm` programs
+    are resident on a multiprocessor.  Launches with fewer programs than half the multiprocessors use up to
+    `writers` programs per group.  A program prefetches the group (number of multiprocessors *
+    `prefetch_distance_per_sm`) groups later into L2.
     """
 
     num_warps: int
@@ -52,6 +53,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one launch, with one program per group or, if groups are few, up to `writers`."""
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = count_multiprocessors(call.x.device)
         writers = count_writers(rows, self.writers, multiprocessors)
@@ -119,12 +121,12 @@ def group_norm_nchw_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one group per program, read once.
+    """Write y of one group per program.  The group is read once and held in registers.
 
-    If SHARED, `writers` programs, a power of two, have each group.  Each of them reads the whole group, computes
-    its moments with the same bits as a single program, and writes a share of its chunks.  This is for launches of
-    fewer groups than multiprocessors, where several reads out of L2 cost less than an exchange.  A program
-    prefetches the group of the program `ahead` programs later into L2.
+    If SHARED, `writers` programs, a power of two, have each group.  Each of them reads the whole group,
+    computes its moments with the same bits as a single program, and writes a share of its chunks.  This is
+    for launches of fewer groups than multiprocessors, where several reads out of L2 cost less than an
+    exchange.  A program prefetches the group of the program `ahead` programs later into L2.
     """
     if SHARED:
         row = (tl.program_id(0) // writers).to(tl.int64)

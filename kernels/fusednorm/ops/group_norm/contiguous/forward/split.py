@@ -21,12 +21,15 @@ from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape, alloc
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardSplit(GroupNormForwardConfig):
-    """Statistics over parts of `split_vectors` vectors, then y in runs of `program_vectors` vectors; tiles of
-    `tile_vectors`.
+    """A configuration in which no program waits: a kernel for moments of parts of groups, then a kernel for y.
 
-    It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together cannot hold
-    a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer with fused
-    operations) and, with its first kernel, for statistics that were not saved.
+    A part is `split_vectors` vectors of a contiguous group.  For y, a program has `program_vectors` vectors.
+    Both kernels read tiles of `tile_vectors` vectors.
+
+    It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together
+    cannot hold a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer
+    with fused operations).  For all contiguous groups, it computes mean and rstd for a backward pass if they
+    were not saved.
     """
 
     tile_vectors: int
@@ -35,6 +38,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
     num_warps: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the launch for moments of parts of groups, and the launch that merges them and writes y."""
         parts, splits, partial = self._plan_partial_moments(call.x, call.sample, call.residual)
         programs = cdiv(call.group_vectors, self.program_vectors)
         arguments = (
@@ -54,7 +58,10 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
     def plan_statistics(
         self, x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
     ) -> list[Launch]:
-        """Plan the launches that compute only mean and rstd."""
+        """Plan the launches that compute mean and rstd, without y.
+
+        The first computes moments of parts of groups; the second merges them.
+        """
         vec = compute_access_width(x.element_size(), sample.group_length)
         parts, splits, partial = self._plan_partial_moments(x, sample, residual)
         reduce = plan_moment_reduction(
@@ -65,7 +72,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
     def _plan_partial_moments(
         self, x: Array, sample: SampleShape, residual: Array | None
     ) -> tuple[tuple[Array, Array, Array], int, Launch]:
-        """Plan the launch for moments of parts of contiguous groups.
+        """Plan the launch that computes the moments of the parts of each contiguous group.
 
         Returns the moments, [N, splits, groups] each, the number of splits, and the launch.
         """
@@ -104,7 +111,11 @@ def group_norm_nchw_forward_split_moments_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the moments of one split of one group per program to [N, splits, G]."""
+    """Compute the moments of one split of one group per program.
+
+    The moments are written to [N, splits, G]: mean, its rounding error (rest), and sum of squared
+    deviations.
+    """
     allow_next_launch(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
@@ -171,9 +182,9 @@ def group_norm_nchw_forward_split_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the splits' moments of one group, then write one run of its y, per program.
+    """Merge the moments of one group's splits, then write y of one range of the group's vectors, per program.
 
-    The last run is processed first.
+    The last range is processed first, because it is still in the cache.
     """
     await_previous_launch(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)

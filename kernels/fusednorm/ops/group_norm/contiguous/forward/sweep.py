@@ -12,16 +12,18 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_momen
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardSweep(GroupNormForwardConfig):
-    """One group per program, read twice in tiles of `tile_vectors` vectors.
+    """A configuration in which each program reads one contiguous group twice: for its moments, then for y.
 
-    If programs may not wait, it is the only algorithm for groups up to 256 KiB that do not fit registers.  If they
-    may, it is for a 16-bit x with a float32 residual and dropout whose channels are not multiples of 16 bytes.
+    The program reads tiles of `tile_vectors` vectors.  If programs may not wait, this is the only algorithm
+    for groups up to 256 KiB that do not fit registers.  If programs may wait, this is the algorithm for a
+    16-bit x with a float32 residual and dropout whose channels are not multiples of 16 bytes.
     """
 
     tile_vectors: int
     num_warps: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one launch, with one program per group."""
         arguments = (
             *call.tensors, *call.statistics, call.group_vectors, *call.channel_indexing,
             call.options.eps, *call.options.dropout_arguments,
@@ -61,7 +63,10 @@ def group_norm_nchw_forward_sweep_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one group per program in two sweeps; the second reads backwards, from L1 or L2."""
+    """Write y of one group per program in two sweeps: a sweep for the moments, then a sweep that writes y.
+
+    The second sweep reads backwards, because the end of the group is still in L1 or L2.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None

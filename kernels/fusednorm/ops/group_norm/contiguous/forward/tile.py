@@ -16,13 +16,17 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import store_normalised_ti
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardTile(GroupNormForwardConfig):
-    """`rows` groups per program, each padded to `tile_vectors` vectors, in registers."""
+    """A configuration in which each program holds `rows` small contiguous groups in registers.
+
+    Each group is padded to `tile_vectors` vectors.
+    """
 
     rows: int
     tile_vectors: int
     num_warps: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        """Plan the pass as one launch, with one program per `rows` groups."""
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_vectors, *call.channel_indexing,
