@@ -26,7 +26,12 @@ WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code."""
+    """Run the command `normload` with these arguments, by default the process's, and return the exit
+    code.
+
+    Raises:
+        SystemExit: an argument, a scenario or a file is not valid.
+    """
     parser = _make_parser()
     options = parser.parse_args(arguments)
     try:
@@ -43,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_scenario(options: argparse.Namespace) -> int:
+    """Execute `normload run`: send the load, print the results and write the requested reports.  Return
+    the exit code.
+    """
     chosen = scenarios.load_scenario(options.scenario)
     if options.duration is not None:
         chosen = chosen.with_duration(options.duration)
@@ -78,13 +86,16 @@ def _run_scenario(options: argparse.Namespace) -> int:
 
 
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
-    """Evaluate an objective in a run; return it with its value, and whether it passed."""
+    """Return an objective with its measured value over all phases, and whether that value passes."""
     all_phases = result.all_phases
     value = objective.get_value(all_phases.total, all_phases.rate)
     return objective, value, objective.is_met(value)
 
 
 def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
+    """Choose the exit code of `normload run`.  A wrong response takes precedence over a run without a
+    successful request, and that over a failed objective.
+    """
     if result.wrong:
         return WRONG_ANSWERS
     if not result.all_phases.total.ok:
@@ -93,7 +104,9 @@ def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float,
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
-    """Let the first Ctrl-C end the run and report its results so far, and a second one end the program."""
+    """Handle Ctrl-C: the first one calls `stop`, which ends the run with the results so far; a second
+    one ends the program.
+    """
 
     def handle_interrupt(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,6 +116,9 @@ def _stop_at_interrupt(stop: Callable[[], None]) -> None:
 
 
 def _compare_runs(options: argparse.Namespace) -> int:
+    """Execute `normload compare`: print the changes and write the requested files.  Return the exit
+    code, which shows whether a metric is worse.
+    """
     before, after = _read_runs(options.before), _read_runs(options.after)
     found, remarks = comparison.compare_runs(before, after), comparison.describe_load_differences(before, after)
     comparison_report.print_changes(terminal_report.make_console(), found, remarks)
@@ -124,7 +140,11 @@ def _write_file(file: Path, text: str) -> None:
 
 
 def _read_runs(runs: Path) -> list[RunResult]:
-    """Read the run in a file, or all runs in a folder."""
+    """Read one run's result from a JSON file, or those of all JSON files in a folder.
+
+    Raises:
+        ValueError: a file contains no result, or the folder contains no JSON file.
+    """
     if not runs.is_dir():
         return [read_result(runs)]
     files = sorted(runs.glob("*.json"))
@@ -134,6 +154,7 @@ def _read_runs(runs: Path) -> list[RunResult]:
 
 
 def _list_scenarios(_options: argparse.Namespace) -> int:
+    """Execute `normload scenarios`: print the name, duration and description of each built-in scenario."""
     console = terminal_report.make_console()
     for name, description, duration_s in scenarios.list_descriptions(scenarios.load_built_in_scenarios()):
         console.print(f"{name:<10} {duration_s:>5.0f} s  {description}", markup=False)
@@ -141,6 +162,11 @@ def _list_scenarios(_options: argparse.Namespace) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line.
+
+    `command` in the parsed options is the function that executes the chosen command and returns its
+    exit code.
+    """
     parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and similar servers.")
     parser.add_argument("--version", action="version", version=f"normload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -163,6 +189,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `normload run` and its options to the parser's commands."""
     parser = commands.add_parser(
         "run",
         help="run a scenario against a server",
@@ -220,6 +247,7 @@ def _parse_count(text: str) -> int:
 
 
 def _parse_nonnegative(text: str) -> float:
+    """Parse an option's value as a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -230,6 +258,9 @@ def _parse_nonnegative(text: str) -> float:
 
 
 def _parse_timeout_s(text: str) -> float:
+    """Parse an option's value as a timeout in seconds, above 0 and short enough for the operating
+    system.
+    """
     value = _parse_nonnegative(text)
     try:
         check_timeout(value)
@@ -239,6 +270,7 @@ def _parse_timeout_s(text: str) -> float:
 
 
 def _parse_url(text: str) -> str:
+    """Return an option's value unchanged if it is a valid URL of a server."""
     try:
         ServerAddress.parse_url(text)
     except ValueError as error:
@@ -247,6 +279,7 @@ def _parse_url(text: str) -> str:
 
 
 def _parse_objective(text: str) -> LoadObjective:
+    """Parse an option's value as an objective such as p99<20ms, with argparse's error if it is not one."""
     try:
         return parse_objective(text)
     except ValueError as error:

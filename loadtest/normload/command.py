@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the process's exit code."""
+    """Run `normload` and return the exit code.  If a package is missing, print the command that installs
+    it.
+    """
     try:
         from normload.cli import main as run
 

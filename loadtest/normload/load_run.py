@@ -32,7 +32,7 @@ _MIN_GRACE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TargetServer:
-    """The server.
+    """The server that receives the load, with its protocol, key and timeout.
 
     Attributes:
         url: where it listens; for adapters other than normserve's with the path that takes tensors.
@@ -47,7 +47,7 @@ class TargetServer:
     timeout_s: float = 60.0
 
     def fetch_info(self) -> Mapping[str, Any]:
-        """Fetch the server's `/v1/info`; empty with adapters that have none.
+        """Fetch the server's `/v1/info`; return an empty mapping for other servers than normserve.
 
         Raises:
             ClientError: it does not respond.
@@ -60,7 +60,7 @@ class TargetServer:
 
 
 class RunObserver:
-    """An observer of the progress of a run; this one ignores it."""
+    """A receiver of a run's progress, such as a progress bar; this base class ignores it."""
 
     def begin_stage(self, name: str, duration_s: float | None) -> None:
         """Observe the begin of a stage; its duration is None if not known."""
@@ -86,7 +86,7 @@ def run_scenario(
     verify: bool = False,
     watcher: RunObserver | None = None,
 ) -> RunResult:
-    """Run a scenario.
+    """Run a scenario against a server: warm up, measure upper bounds and capacity, send the phases.
 
     Args:
         scenario: the workload and its phases.
@@ -130,7 +130,7 @@ def run_scenario(
 
 
 class _ScenarioRun:
-    """One run of a scenario."""
+    """The stages of one run of a scenario, with the results so far."""
 
     def __init__(self, scenario: LoadScenario, fleet: ClientProcesses, watcher: RunObserver) -> None:
         self._scenario = scenario
@@ -147,7 +147,12 @@ class _ScenarioRun:
         self._uncounted_tallies.append(self._fleet.send_all())
 
     def measure_echo(self, address: ServerAddress) -> LoopbackEcho | None:
-        """Measure the loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
+        """Measure the loopback's bandwidth for messages of the load's mean size, as an upper bound for the
+        server's.
+
+        Return None if the server is on another machine or shares memory, or if no request of the warm-up
+        or the measurement itself succeeded.
+        """
         is_unix = address.socket_path is not None
         total = self._uncounted_tallies[0].sum_all()
         # With shared memory, no tensors pass through sockets.
@@ -160,7 +165,11 @@ class _ScenarioRun:
         return None
 
     def run_phases(self) -> None:
-        """Run every phase, after a warm-up with the load of the first one."""
+        """Measure the capacity if a rate is relative to it, warm up with the first phase's load, and run all
+        phases.
+
+        Return early if the run was stopped or the capacity is 0.
+        """
         scenario = self._scenario
         if scenario.needs_capacity:
             self._measure_capacity()
@@ -198,7 +207,7 @@ class _ScenarioRun:
         connections: int,
         echo: LoopbackEcho | None,
     ) -> RunResult:
-        """Make the result of the run."""
+        """Make the run's result, with its remarks, from all tallies so far."""
         tallies = [*self._uncounted_tallies, *(each.tally for each in self._phases)]
         apart: Counter[tuple[int, str]] = Counter()
         for tally in self._uncounted_tallies:
@@ -228,18 +237,26 @@ class _ScenarioRun:
         return result
 
     def _record_machine_use(self, busy: float) -> None:
-        """Keep the segment in which the machine was busiest."""
+        """Keep the CPU use of the last segment if the client's machine was busier than in all earlier ones.
+
+        Args:
+            busy: fraction of the machine's CPU time that was used, by any process.
+        """
         if self._machine is None or busy > self._machine.busy:
             cores = count_available_cores()
             self._machine = PeakMachineUse(cores, busy, self._fleet.cores_used / cores)
 
     def _measure_capacity(self) -> None:
+        """Run the closed loop that measures the server's capacity, and keep its successful requests per
+        second.
+        """
         phase = self._scenario.capacity
         (tally,) = self._send_segment("measuring the capacity", (phase,))[1]
         self._uncounted_tallies.append(tally)
         self._capacity = tally.sum_in_time().ok / phase.duration_s
 
     def _send_segment(self, name: str, segment: tuple[LoadPhase, ...]) -> tuple[float, list[PhaseTally]]:
+        """Show the observer a new stage, and send a segment; return its start and the tally of each phase."""
         self._watcher.begin_stage(name, sum(phase.duration_s for phase in segment))
         connections = segment[0].connections or self._scenario.connections
         grace_s = max(_MIN_GRACE_S, self._scenario.settle_s or 0.0)

@@ -12,7 +12,7 @@ from normload.load.request_cases import RequestCase
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    """An HTTP request.
+    """One request in a server's own HTTP protocol, as an adapter makes it for a case.
 
     Attributes:
         method, target: the target is a path with its query, below the server's URL.
@@ -29,7 +29,9 @@ class AdapterRequest:
 
 
 class ProtocolAdapter(Protocol):
-    """A protocol for tensors."""
+    """An adapter to a server's HTTP protocol: makes requests from tensors, and reads the tensors of
+    responses.
+    """
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """Describe the limits of such servers if they do not support the case; return None if they do."""
@@ -38,7 +40,8 @@ class ProtocolAdapter(Protocol):
         """Make the HTTP request for a case."""
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """Parse the tensors of a successful response by the names of normserve's API, as views of its body.
+        """Return the tensors of a successful response by their names in normserve's API, as views of its
+        body.
 
         Raises:
             ClientError: such a server does not send this response.

@@ -20,14 +20,20 @@ _OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 
 
 class NativeAdapter:
-    """The protocol of normserve, with the bytes that `normserve.client` sends and reads."""
+    """normserve's own protocol; requests and responses have the same bytes as those of
+    `normserve.client`.
+    """
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """Return None: every case is supported."""
         return None
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """Make the client's HTTP request."""
+        """Make the HTTP request that `normserve.client` would send for the case.
+
+        If `case.parts` is set, x and the other tensors of its rows are sent as that many separate
+        tensors.
+        """
         call = self.make_call(case, split_tensors(case, tensors) if case.parts else tensors)
         return AdapterRequest(
             call.method, call.target, call.encode_body() or (), call.max_bytes, {"content-type": SAFETENSORS}
@@ -36,7 +42,11 @@ class NativeAdapter:
     def make_call(
         self, case: RequestCase, tensors: Mapping[str, HostTensor | list[HostTensor]]
     ) -> ApiCall[_Result]:
-        """Make the client's call; over shared memory, several tensors are sent as one."""
+        """Make the `normserve.client` call of a case, to be sent over HTTP or shared memory.
+
+        Args:
+            tensors: by name in the API; for HTTP, a tensor that is sent in several parts is a list of these.
+        """
         build: Callable[..., ApiCall[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
@@ -50,7 +60,10 @@ class NativeAdapter:
 
 
 def split_tensors(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
-    """Split tensors of a request or a response that have rows or samples into lists of `case.parts`."""
+    """Split each tensor along its first axis into a list of `case.parts` tensors.
+
+    Weights, biases and their gradients are not split: one of each belongs to all parts.
+    """
     count = case.shape[0]
     ends = [count * part // case.parts for part in range(case.parts + 1)]
     return {
@@ -65,7 +78,11 @@ def _slice_rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
 
 
 def join_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Join numbered tensors; tensors of all parts, and those of the norms of a chain, stay unchanged."""
+    """Concatenate tensors with one base name, such as "y.0" and "y.1", along their first axis.
+
+    Weights, biases and their gradients are not joined, because "weight.0" belongs to a chain's first
+    norm.
+    """
     found: dict[str, list[HostTensor]] = {}
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")

@@ -29,7 +29,9 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
 def find_unsupported_reason(case: RequestCase) -> str | None:
-    """Describe the limits of such a server if it does not support the case; return None if it does."""
+    """Describe the limits of servers that compute only LayerNorm of x, if they do not support the case.
+    Return None if they do.
+    """
     if case.operation != "layer_norm" or case.make_client_options() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
     if case.heads or case.parts:
@@ -58,7 +60,11 @@ class NpyAdapter:
         return AdapterRequest("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """Parse y."""
+        """Return y, a view of the response's body, which must be npy.
+
+        Raises:
+            UnexpectedAnswerError: the body is not npy.
+        """
         try:
             return {"y": npy.decode(answer.body)}
         except NormserveError as error:
@@ -66,7 +72,8 @@ class NpyAdapter:
 
 
 class KServeAdapter:
-    """Version 2 of KServe's protocol with tensors as raw bytes after the JSON, in NVIDIA Triton's form.
+    """Version 2 of KServe's inference protocol, with the tensors' bytes after the JSON (Triton's
+    extension).
 
     Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
     """
@@ -76,7 +83,9 @@ class KServeAdapter:
         return find_unsupported_reason(case)
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
-        """Make a request with x alone, to the model in the URL."""
+        """Make an inference request to the model in the server's URL, with x as its only input.  The server
+        holds weight and bias.
+        """
         x = tensors["x"]
         given = {
             "name": "x",
@@ -90,7 +99,11 @@ class KServeAdapter:
         return AdapterRequest("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """Parse y."""
+        """Return y, a view of the bytes after the response's JSON.
+
+        Raises:
+            UnexpectedAnswerError: the response has another form, or fewer or more bytes than y's shape.
+        """
         try:
             length = int(answer.headers[_LENGTH_HEADER.lower()][:18])
             data = answer.body[max(0, length) :]

@@ -30,11 +30,14 @@ _ENDED = "a client process ended unexpectedly"
 
 
 class ClientProcessError(RuntimeError):
-    """An error of a client process that failed."""
+    """The failure or the unexpected end of a client process."""
 
 
 class ClientProcesses:
-    """Several processes that together send the load of a scenario; a context manager."""
+    """The client processes that together send a scenario's load; a context manager.
+
+    They start with this object, and end with its `with` block.
+    """
 
     def __init__(self, setup: WorkerSetup, on_progress: Callable[[LoadProgress], None]) -> None:
         """Args:
@@ -102,7 +105,19 @@ class ClientProcesses:
     def send_phases(
         self, phases: tuple[LoadPhase, ...], connections: int, grace_s: float
     ) -> tuple[float, list[PhaseTally]]:
-        """Send consecutive phases; return their start, by time.perf_counter, and the tally of each."""
+        """Have all processes send consecutive phases, and wait for their results.
+
+        Return the start of the first phase, by `time.perf_counter`, and for each phase a tally of all
+        processes.
+
+        Args:
+            phases: with their rates in requests per second, of all processes together.
+            connections: number of connections, divided evenly among the processes.
+            grace_s: how long after the last phase late requests are still sent.
+
+        Raises:
+            ClientProcessError: a process failed or ended.
+        """
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
         counts = split_evenly(connections, self.processes)
@@ -113,13 +128,20 @@ class ClientProcesses:
         return start, _merge_tallies(done)
 
     def stop_segment(self) -> None:
-        """End the current segment; no other must be started."""
+        """Make all processes end the current phases early, and set `is_stopped`.  Nothing more may be sent
+        afterwards.
+        """
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(StopCommand())
 
     def _send_commands(self, commands: Sequence[SendAllCommand | LoadCommand]) -> None:
+        """Send each process its own command.
+
+        Raises:
+            ClientProcessError: a process has ended.
+        """
         for pipe, command in zip(self._pipes, commands, strict=True):
             try:
                 pipe.send(command)
@@ -127,7 +149,13 @@ class ClientProcesses:
                 raise ClientProcessError(_ENDED) from None
 
     def _receive_results(self) -> list[CommandResult]:
-        """Receive the response of every process to its command."""
+        """Wait for one result from every process; return them in the order of the processes.
+
+        Reports of progress that arrive before are passed to `on_progress`.
+
+        Raises:
+            ClientProcessError: a process failed or ended.
+        """
         done: dict[int, CommandResult] = {}
         while len(done) < self.processes:
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in done}
@@ -152,6 +180,9 @@ def split_evenly(count: int, parts: int) -> list[int]:
 
 
 def _merge_tallies(done: Sequence[CommandResult]) -> list[PhaseTally]:
+    """Merge the tallies of all processes, phase by phase, into those of the first process, and return
+    these.
+    """
     first, *others = done
     for other in others:
         for tally, more in zip(first.tallies, other.tallies, strict=True):

@@ -22,7 +22,7 @@ from normload.measurements.tallies import OK, PhaseTally, RequestOutcome
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The configuration of a process.
+    """The configuration of one client process.
 
     Attributes:
         url, adapter, api_key, timeout_s: of the server.
@@ -45,17 +45,18 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class SendAllCommand:
-    """A command to send every request once."""
+    """A command to a client process: send each request of the pool once, as a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """A command to send a segment.
+    """A command to a client process: send its share of a segment, which is a series of phases without a
+    pause.
 
     Attributes:
-        number: of the segment, for its seed.
+        number: the segment's number in the run, from which its random choices are seeded.
         phases: with their rates in requests per second, of all processes together.
-        start: by time.perf_counter, which is the same in all processes of a machine.
+        start: of the first phase, by `time.perf_counter`, which is the same in all processes of a machine.
         connections: number of connections of this process.
         grace_s: how long after the last phase late requests are still sent.
     """
@@ -69,12 +70,16 @@ class LoadCommand:
 
 @dataclass(frozen=True, slots=True)
 class StopCommand:
-    """A command to end the current segment."""
+    """A command to a client process: send no more requests, because the run ends early."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """The progress since the last report."""
+    """The counts of a client process's requests that ended since its last report.
+
+    Attributes:
+        moved_bytes: of the bodies of successful requests and their responses.
+    """
 
     requests: int
     errors: int
@@ -83,7 +88,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The result of a command.
+    """The response of a client process to a command; an empty one reports that the process is ready.
 
     Attributes:
         tallies: of each phase.
@@ -96,7 +101,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A report that the process failed."""
+    """A message from a client process that has failed and ends; `reason` is its exception."""
 
     reason: str
 
@@ -111,7 +116,12 @@ def main(
     setup: WorkerSetup,
     pipe: WorkerPipe,
 ) -> None:
-    """Execute commands from the pipe, until None arrives or its other end is closed."""
+    """Run a client process: execute the commands from the pipe until None arrives or the other end is
+    closed.
+
+    A first, empty `CommandResult` reports that the requests are created.  An exception ends the
+    process, after a `WorkerFailure`.
+    """
     # Ctrl-C reaches all processes of a terminal; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -131,7 +141,7 @@ def main(
 
 
 class ClientWorker:
-    """The state of a process between commands."""
+    """The request pool and the connections of one client process, with the execution of its commands."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -148,7 +158,9 @@ class ClientWorker:
         )
 
     def send_all(self) -> CommandResult:
-        """Send every request once, to warm up connections and the server."""
+        """Send each request of the pool once, to warm up the connections and the server; check every
+        response.
+        """
         tally = PhaseTally(1.0)
         tally.add_records(self._sender.send_all())
         return CommandResult([tally], 0.0)
@@ -158,7 +170,11 @@ class ClientWorker:
         command: LoadCommand,
         pipe: WorkerPipe,
     ) -> CommandResult:
-        """Send a segment, and report the progress regularly."""
+        """Send this process's share of a segment, and return the tally of each phase.
+
+        Progress is reported through the pipe several times a second.  A `StopCommand` in the pipe ends
+        the segment early.
+        """
         starts = [command.start]
         for phase in command.phases[:-1]:
             starts.append(starts[-1] + phase.duration_s)
@@ -178,6 +194,11 @@ class ClientWorker:
         return CommandResult(tallies, cpu if command.connections else 0.0)
 
     def _make_schedule(self, command: LoadCommand) -> RequestSchedule:
+        """Make this process's schedule for a segment.
+
+        For an open loop all processes compute one schedule, and each takes every n-th request.  For a
+        closed loop each process has its own.
+        """
         setup, (first, *_) = self._setup, command.phases
         shares = [share for _, share in setup.cases]
         if first.arrivals == "closed":
@@ -190,6 +211,7 @@ class ClientWorker:
         )
 
     def _tally_records(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
+        """Add all new records of requests to the tallies of their phases; return the counts as progress."""
         new_records = self._sender.take_records()
         by_phase: dict[int, list[RequestOutcome]] = {}
         for place, record in new_records:

@@ -34,14 +34,17 @@ _TRUST = TlsSettings(verify=True)
 
 
 class SteppedConnection:
-    """A driver that runs steps one after another and blocks in each."""
+    """The base class of connections whose exchanges are generators that yield whenever they must wait
+    for a socket.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         """Args: timeout_s: longest time of an exchange."""
         self.timeout_s = timeout_s
 
     def run_steps(self, steps: Steps[ApiResponse]) -> ApiResponse:
-        """Run steps to their end and return their result.
+        """Run an exchange's generator to its end, waiting for the socket whenever it yields; return the
+        response.
 
         Raises:
             ConnectionFailedError: there is no connection, or it broke.
@@ -58,7 +61,9 @@ class SteppedConnection:
 
 
 class HttpLoadConnection(SteppedConnection):
-    """An HTTP connection that opens itself at its first use, and again after it broke or was closed."""
+    """An HTTP connection that its first exchange opens, and that the next exchange after an error opens
+    again.
+    """
 
     def __init__(self, address: ServerAddress, timeout_s: float) -> None:
         """Args:
@@ -72,7 +77,7 @@ class HttpLoadConnection(SteppedConnection):
         self._response_buffer: memoryview | None = None
 
     def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> ApiResponse:
-        """Send one request, wait for its response and return it; its body is valid until the next exchange.
+        """Send one request and return its response, whose body is valid until the next exchange.
 
         Args:
             head, parts: of the request.
@@ -84,14 +89,21 @@ class HttpLoadConnection(SteppedConnection):
         return self.run_steps(self._exchange_in_steps(head, parts, most_bytes))
 
     def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """Begin the work of `exchange` in steps, for a caller with its own event loop; it raises only
-        `FAILURES`.
+        """Return a generator that exchanges a request for its response, for a caller with its own event
+        loop.
+
+        Nothing is sent before its first step.  It raises only `FAILURES`.
         """
         return self._exchange_in_steps(request.head, request.parts, request.max_response_bytes)
 
     def _exchange_in_steps(
         self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int
     ) -> Steps[ApiResponse]:
+        """Send a request and receive its response, in steps.
+
+        The connection is opened if it is closed or the server has ended it.  It is closed after an error,
+        and if the server does not keep it.
+        """
         # The server may have closed the connection between requests: then its end can be read.
         if self._connection is not None and not self._connection.is_quiet():
             self.close()
@@ -113,12 +125,18 @@ class HttpLoadConnection(SteppedConnection):
         self._response_buffer = None
 
     def close(self) -> None:
-        """Close it, if it is open."""
+        """Close the connection, if it is open; the next exchange opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _open_in_steps(self) -> Steps[http.ClientHttpConnection]:
+        """Connect to the first of the host's addresses that accepts, with TLS if the URL requires it, in
+        steps.
+
+        Raises:
+            OSError: of the last address, if none accepts.
+        """
         failure = OSError("the host has no address")
         for family, where in self._resolve_addresses():
             made = make_socket(family)
@@ -148,7 +166,9 @@ FAILURES = (ClientError, httpx.TransportError, OSError, UnicodeError)
 
 
 def translate_failure(failure: BaseException) -> ClientError:
-    """Translate one of `FAILURES` into the client's error."""
+    """Convert an exception that ended an exchange, one of `FAILURES`, to the `ClientError` that
+    describes it.
+    """
     if isinstance(failure, ClientError):
         return failure
     if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, IncompleteResponseError):

@@ -33,7 +33,8 @@ _MAX_RETAINED_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _ArenaRequest:
-    """A request with its tensors in the arena.
+    """A request whose tensors are in the memory shared with the server (the arena), ready to be sent
+    again.
 
     Attributes:
         message: of the request, encoded.
@@ -51,8 +52,8 @@ class _ArenaRequest:
 
 
 class LocalLoadConnection(SteppedConnection):
-    """A connection over shared memory that opens itself at its first use, and again after it broke or was
-    closed.
+    """A connection over shared memory that its first exchange opens, and that the next exchange after an
+    error opens again.
     """
 
     def __init__(self, path: str, api_key: str | None, timeout_s: float) -> None:
@@ -70,8 +71,11 @@ class LocalLoadConnection(SteppedConnection):
         self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
     def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """Begin an exchange in steps, like `HttpLoadConnection.start_exchange`; its results are valid until the
-        next exchange.
+        """Return a generator that exchanges a request for its response, for a caller with its own event
+        loop.
+
+        Nothing is sent before its first step.  The response's results are valid until the next exchange.
+        A refusal by the server becomes a response with its status.
         """
         if self._last is not None:
             # Only the figures of the earlier response are still read; its blocks are needed again.
@@ -98,13 +102,15 @@ class LocalLoadConnection(SteppedConnection):
         return make_arena_response(response, results)
 
     def release_response(self) -> None:
-        """Leave the results of the last response to the caller."""
+        """Leave the memory of the last response's results to the caller, so that later exchanges do not
+        overwrite it.
+        """
         if self._last is not None:
             self._arena_requests.pop(self._last[0], None)
             self._last = None
 
     def close(self) -> None:
-        """Close it, if it is open."""
+        """Close the connection, if it is open; the next exchange opens another."""
         self._arena_requests.clear()
         self._last = None
         if self._socket is not None:
@@ -112,7 +118,11 @@ class LocalLoadConnection(SteppedConnection):
             self._socket = None
 
     def _copy_to_arena(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
-        """Copy a request's tensors into the arena, in place of others if it is full."""
+        """Copy a request's tensors into the shared memory, where they stay for its next exchange.
+
+        The requests that were copied first are removed until all together have at most
+        `_MAX_RETAINED_BYTES`.
+        """
         assert request.call is not None
         retained_bytes = sum(placed.nbytes for placed in self._arena_requests.values())
         while (
@@ -131,7 +141,9 @@ class LocalLoadConnection(SteppedConnection):
 
 
 class _LocalSocket:
-    """A connected socket with the protocol's state and its unsent bytes."""
+    """A socket of the shared-memory protocol, with the protocol's state and the frames that are not sent
+    yet.
+    """
 
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -145,7 +157,9 @@ class _LocalSocket:
         yield from self.run_exchanges(self.protocol.exchange_hello())
 
     def has_no_input(self) -> bool:
-        """Return whether nothing was received between requests, such as the connection's end."""
+        """Return whether the socket has nothing to read; between requests, only the connection's end can be
+        read.
+        """
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -155,7 +169,8 @@ class _LocalSocket:
         return False
 
     def run_exchanges(self, exchanges: Exchanges[_R]) -> Steps[_R]:
-        """Send the requests that a generator yields, each after the response to the one before; return its result.
+        """Run a generator that yields requests: send each one, and pass its response back.  Return the
+        generator's result.
 
         Args: exchanges: a generator that uses host memory only, so that it yields no stream to wait for.
 
@@ -203,7 +218,9 @@ class _LocalSocket:
         return pending.response
 
     def close(self) -> None:
-        """End the connection, and free its memory once nothing refers to it."""
+        """Close the socket: at once if a request is pending or the connection failed, else once no tensor
+        uses the connection's memory.
+        """
         self.protocol.close_descriptors()
         if self.protocol.has_pending or self.protocol.make_failure is not None:
             self._socket.close()
@@ -211,6 +228,7 @@ class _LocalSocket:
             self.protocol.call_when_unused(self._send_leave)
 
     def _send_leave(self) -> None:
+        """Send the message that frees all of this connection's shared memory, and close the socket."""
         try:
             self._socket.send(self.protocol.encode_free_all())
         except OSError:
@@ -220,7 +238,7 @@ class _LocalSocket:
 
 
 def _make_refusal(refusal: ApiError) -> ApiResponse:
-    """Return the response that was raised as an error."""
+    """Make the response for a request that the server refused, from the error that the client raised."""
     headers = {"x-request-id": refusal.request_id}
     if refusal.retry_after_s is not None:
         headers["retry-after"] = f"{refusal.retry_after_s:g}"

@@ -35,7 +35,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """An expected tensor.
+    """The exact values of a tensor in a response, and the sizes that determine their tolerance.
 
     Attributes:
         values: exact.
@@ -48,14 +48,15 @@ class ExpectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardIntermediates:
-    """Intermediate tensors in the computation of y, in x's shape unless noted.
+    """The intermediate tensors of a forward pass in float64, in x's shape unless noted.  Tolerances and
+    gradients are computed from them.
 
     Attributes:
         h: the input of the normalisation, x or x + residual.
         affine: x_hat * weight + bias.
         z: affine * (1 + scale) + shift.
         y: the activation of z.
-        affine_terms, z_terms: the terms of affine and z.
+        affine_terms, z_terms: the sizes of the terms that were summed to affine and z.
         rstd: of each element's row or group.
         relative_noise: the rounding errors in x_hat relative to its own rounding: |h| >> sigma costs digits.
         factor: 1 + scale, in a shape that broadcasts.
@@ -73,7 +74,7 @@ class _ForwardIntermediates:
 
 
 def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, ExpectedTensor]:
-    """Compute the exact results, by the names of the API."""
+    """Compute the exact tensors of the response to a case, by their names in the API."""
     given = {name: torch.from_numpy(to_float64(tensor)) for name, tensor in tensors.items()}
     if case.norms:
         return {"y": _compute_chain(case, given)}
@@ -95,7 +96,9 @@ def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> di
 def find_fault(
     case: RequestCase, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]
 ) -> str | None:
-    """Describe the error in a response; return None if it is correct."""
+    """Compare a response's tensors with the exact ones.  Return a description of the first fault, or
+    None if all are within their tolerances.
+    """
     should_be = compute_expected(case, tensors)
     if answer.keys() != should_be.keys():
         got = ", ".join(quote_text(name, 32) for name in sorted(answer)[:_NAMED])
@@ -108,7 +111,11 @@ def find_fault(
 
 
 def get_expected_dtype(case: RequestCase, name: str, tensors: Mapping[str, HostTensor]) -> DType:
-    """Return the type of a tensor of the response: a gradient has its tensor's, residual_out the residual's."""
+    """Return the dtype that a tensor of the response must have.
+
+    A gradient has the dtype of the tensor that it belongs to; residual_out has the residual's, or in
+    GroupNorm x's.
+    """
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype
     if name == "scale":
@@ -127,6 +134,13 @@ def _has_own_residual_gradient(case: RequestCase) -> bool:
 def _find_difference(
     reference: ExpectedTensor, tensor: HostTensor, dtype: DType, scale: HostTensor | None = None
 ) -> str | None:
+    """Compare one tensor with the exact values.  Return a description of the difference, or None if the
+    tensor is within its tolerance.
+
+    Args:
+        dtype: the one that the tensor must have.
+        scale: of a float8 tensor, one for each row; the values are multiplied by it before the comparison.
+    """
     shape = tuple(reference.values.shape)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
@@ -147,6 +161,9 @@ def _find_difference(
 
 
 def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _ForwardIntermediates:
+    """Compute y and its intermediate tensors in float64: the sum with the residual, the norm, scale and
+    shift, the activation.
+    """
     h = given["x"] + given["residual"] if case.residual else given["x"]
     weight, bias = given.get("weight"), given.get("bias")
     if weight is not None:
@@ -167,8 +184,10 @@ def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _Forward
 
 
 def _compute_chain(case: RequestCase, given: Mapping[str, Tensor]) -> ExpectedTensor:
-    """Compute the result of a chain; each norm scales the errors of earlier ones, which also change a row's
-    moments.
+    """Compute the result of several LayerNorms, one after another, with the sizes that determine its
+    tolerance.
+
+    Each norm scales the errors of earlier ones, which also change a row's moments.
     """
     y, terms = given["x"], _make_scalar(0.0)
     for norm in range(case.norms):
@@ -180,6 +199,11 @@ def _compute_chain(case: RequestCase, given: Mapping[str, Tensor]) -> ExpectedTe
 
 
 def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Normalise h by the case's operation, and apply weight and bias.
+
+    With `case.heads` they are applied after torch's function, which takes them only for the last
+    dimension.
+    """
     eps = _EPS[case.op]
     if case.heads:
         scaled = _normalise(replace(case, heads=False), h, None, None)
@@ -195,7 +219,9 @@ def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor
 
 
 def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return 1 + scale and shift, in shapes that broadcast."""
+    """Return the factor 1 + scale and the shift, in shapes that broadcast; 1 and 0 if the case has
+    neither.
+    """
     if not case.adaptive:
         return _make_scalar(1.0), _make_scalar(0.0)
     shape = [1] * len(case.shape)
@@ -204,7 +230,9 @@ def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute rstd and noise of each element."""
+    """Compute, for each element of h, the rstd of its row or group and the relative rounding noise of
+    x_hat.
+    """
     grouped = _group_elements(case, h)
     mean = _make_scalar(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
     rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
@@ -216,7 +244,7 @@ def _make_scalar(value: float) -> Tensor:
 
 
 def _group_elements(case: RequestCase, values: Tensor) -> Tensor:
-    """Group the elements that are normalised together along the last axis."""
+    """Reshape values so that the last axis contains the elements that are normalised together."""
     if case.op != "group_norm":
         return values
     nchw = values if case.layout == "nchw" else values.movedim(-1, 1)
@@ -232,6 +260,11 @@ def _ungroup_elements(case: RequestCase, grouped: Tensor, like: Tensor) -> Tenso
 def _compute_gradients(
     case: RequestCase, leaves: Mapping[str, Tensor], dy: Tensor, forward: _ForwardIntermediates
 ) -> dict[str, ExpectedTensor]:
+    """Compute the exact gradients by autograd, with the sizes that determine their tolerances.
+
+    Args:
+        leaves: the inputs of `forward` by name, for which gradients are computed.
+    """
     wanted = [name for name in ("x", "weight", "bias", "scale", "shift") if name in leaves]
     inputs = [forward.affine, forward.z, *(leaves[name] for name in wanted)]
     daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)

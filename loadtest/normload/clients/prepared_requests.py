@@ -17,7 +17,7 @@ from normload.load.toml_tables import ScenarioError
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A case, ready to be sent.
+    """A case with its tensors and encoded bytes, ready to be sent any number of times.
 
     Attributes:
         case, tensors: the request.
@@ -37,7 +37,8 @@ class PreparedRequest:
 
 
 def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], address: ServerAddress) -> None:
-    """Raise an error if servers of this kind do not support all cases.
+    """Raise ScenarioError unless the adapter's servers support every case, and shared memory if the
+    address needs it.
 
     Raises:
         ScenarioError: servers of this kind do not share memory, or do not support one of the cases.
@@ -52,7 +53,7 @@ def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], addr
 def make_request(
     case: RequestCase, adapter: ProtocolAdapter, address: ServerAddress, api_key: str | None
 ) -> PreparedRequest:
-    """Create the tensors and the bytes of a request."""
+    """Create the tensors of a case, and encode its HTTP request or prepare its call over shared memory."""
     tensors = case.make_tensors()
     if address.is_shared_memory:
         assert isinstance(adapter, NativeAdapter)
@@ -73,6 +74,7 @@ def make_request(
 def _make_shared_request(
     case: RequestCase, tensors: Mapping[str, HostTensor], call: ApiCall[Any]
 ) -> PreparedRequest:
+    """Make the request for a server that shares memory: the client's call in place of encoded bytes."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     most_bytes = sum(output.max_bytes for output in (call.expected_results or {}).values())
     return PreparedRequest(case, tensors, b"", (), nbytes, most_bytes, call)

@@ -40,16 +40,17 @@ _MAX_UNRECORDED, _MAX_UNRECORDED_BYTES = 4096, 64 * 2**20
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request in flight, or ended.
+    """A request that was sent, first without and later with its response, or with the reason for its
+    failure.
 
     Attributes:
-        connection: the one it uses.
+        connection: the connection that the request uses.
         scheduled: the request, and its scheduled time.
-        free_at, sent_at, ended_at: when the connection was free, and the request was sent and ended, by the clock.
+        free_at, sent_at, ended_at: when the connection was free, the request sent, and ended, by the clock.
         is_checked: whether the response is compared with the expected one.
-        steps: the remaining steps.
-        descriptor: the one that it waits for.
-        response: the response.
+        steps: the remaining steps of the exchange.
+        descriptor: the socket's descriptor, which the exchange waits for.
+        response: the response; None before it arrives, and after a failure.
         code: as in `RequestOutcome`; "" if it follows from the response.
     """
 
@@ -69,7 +70,12 @@ Records = list[tuple[int, RequestOutcome]]
 
 
 class RequestRecorder:
-    """The creation of the records of one process's exchanges."""
+    """The maker of the records (`RequestOutcome`) of one process's requests, which also checks
+    responses.
+
+    Requests that have ended wait here for their records, which are made while no response waits to be
+    received.
+    """
 
     def __init__(self, pool: Sequence[PreparedRequest], judge: ResponseChecker) -> None:
         """Args:
@@ -95,7 +101,8 @@ class RequestRecorder:
         return records
 
     def add_ended(self, exchange: SentRequest, start: float) -> None:
-        """Keep an ended exchange until there is time for its record, or too many wait.
+        """Keep a request that has ended, to make its record later.  If too many wait, make the records of
+        the oldest ones now.
 
         Args:
             exchange: the ended exchange.
@@ -114,7 +121,7 @@ class RequestRecorder:
             self.record_oldest_ended()
 
     def record_unsent(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:
-        """Create the record of a request that was due and is not sent any more.
+        """Make the record of a request that was due but was not sent before the schedule's cutoff.
 
         Args:
             slot: the request that was due.
@@ -128,16 +135,19 @@ class RequestRecorder:
         )
 
     def record_oldest_ended(self) -> None:
-        """Create the record of the exchange that has waited longest for one."""
+        """Make the record of the ended request that has waited longest; there must be one."""
         exchange, start = self._unrecorded.popleft()
         if exchange.is_checked and exchange.response is not None:
             self._unrecorded_bytes -= exchange.response.nbytes
         self._records.append((exchange.scheduled.phase_index, self.make_record(exchange, start)))
 
     def make_record(self, exchange: SentRequest, start: float) -> RequestOutcome:
-        """Create the record of an ended exchange at once.
+        """Make and return the record of a request that has ended; check its response first if that was
+        chosen.
 
-        Args: as `add_ended`.
+        Args:
+            exchange: the ended exchange.
+            start: of its phase, by the clock.
         """
         slot, answer = exchange.scheduled, exchange.response
         request = self._pool[slot.request_index]
@@ -163,7 +173,12 @@ class RequestRecorder:
         )
 
     def _find_error_code(self, answer: ApiResponse | None) -> str:
-        """Find the API's code of an error; without one, return the status."""
+        """Return the API's error code in a response, or its HTTP status as text if it has no valid code.
+
+        Without a response, return `UNEXPECTED_ANSWER`.
+
+        Only a limited number of different codes is returned, so that a server cannot fill the report.
+        """
         if answer is None:
             return UNEXPECTED_ANSWER
         try:
@@ -180,7 +195,7 @@ class RequestRecorder:
 
 
 def get_error_code(error: ClientError) -> str:
-    """Return the code in the `RequestOutcome` of a request without a response."""
+    """Return the code that the record of a request without a response gets, by the error that ended it."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

@@ -40,14 +40,15 @@ _EXACT_S = 0.01
 
 @dataclass(slots=True)
 class _SegmentState:
-    """The current segment.
+    """The state of the segment (a series of phases without a pause) that is being sent.
 
     Attributes:
-        schedule, starts: of the segment.
+        schedule: of the segment.
+        starts: when each phase of the segment begins, by the clock.
         free: unused connections and since when, the longest unused first.
-        paused: failed connections, and until when they pause.
+        events: polls the sockets that the exchanges in `busy` wait for.
+        paused: until when each failed connection pauses, and the connection.
         busy: exchanges by the descriptor that they wait for.
-        events: the ones that the selector waits for.
         is_over: whether no more requests will be due.
     """
 
@@ -61,7 +62,7 @@ class _SegmentState:
 
 
 class RequestSender:
-    """The connections of one process; they stay open from one segment of a run to the next."""
+    """The sender of one process's requests, on connections that stay open from one segment to the next."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class RequestSender:
     def send_segment(
         self, arrivals: RequestSchedule, connections: int, starts: Sequence[float], report: Callable[[], None]
     ) -> None:
-        """Send all scheduled requests.
+        """Send the requests of a schedule when they are due and a connection is free; return when all have
+        ended.
 
         Args:
             arrivals: the schedule.
@@ -133,7 +135,7 @@ class RequestSender:
     def send_all(self) -> list[RequestOutcome]:
         """Send each request of the pool once, one after another, and check every response.
 
-        It ends early after too many timeouts, each of which takes the full time.
+        After a few timeouts the remaining requests are skipped, because each timeout takes the full time.
         """
         (connection,) = self._get_connections(1)
         records: list[RequestOutcome] = []
@@ -162,13 +164,18 @@ class RequestSender:
         return self._connections[:count]
 
     def _make_connection(self) -> AnyConnection:
+        """Make a connection over shared memory or HTTP, by the server's address, without opening it."""
         if self._address.is_shared_memory:
             assert self._address.socket_path is not None
             return LocalLoadConnection(self._address.socket_path, self._api_key, self._timeout_s)
         return HttpLoadConnection(self._address, self._timeout_s)
 
     def _send_due(self, run: _SegmentState) -> float | None:
-        """Send due requests while connections are free; return the seconds until the next, None if none waits."""
+        """Send the requests that are due while connections are free.
+
+        Return the seconds until the next request is due; None if no connection is free or no request
+        remains. Requests that are due after the cutoff are recorded as not sent.
+        """
         now = time.perf_counter()
         while run.paused and run.paused[0][0] <= now:
             until, connection = run.paused.popleft()
@@ -193,6 +200,12 @@ class RequestSender:
     def _start_request(
         self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free: float
     ) -> None:
+        """Send a request, up to the first wait for its socket; choose at random whether its response is
+        checked.
+
+        Args:
+            free: since when the connection has been free, by the clock.
+        """
         request = self._pool[slot.request_index]
         check = self._choices.random() < self._check_share
         steps = connection.start_exchange(request)
@@ -200,7 +213,15 @@ class RequestSender:
         self._advance(run, exchange, None)
 
     def _wait_for_events(self, run: _SegmentState, due_s: float | None) -> None:
-        """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
+        """Wait until a socket is ready or the next request is due, and continue the exchanges of ready
+        sockets.
+
+        If no socket is ready and the next request is not due soon, make the record of one ended request
+        in place of the wait.
+
+        Args:
+            due_s: seconds until the next request is due; None if none can be sent before a response.
+        """
         most = len(run.busy) + 1
         ready = run.events.poll(0, most)
         if not ready:
@@ -220,6 +241,12 @@ class RequestSender:
                 self._advance(run, exchange, events)
 
     def _advance(self, run: _SegmentState, exchange: SentRequest, ready_events: int | None) -> None:
+        """Run an exchange up to its next wait for a socket, and register that wait; finish it if it has
+        ended.
+
+        Args:
+            ready_events: the events of the socket for which the exchange waited; None for its first step.
+        """
         try:
             descriptor, events = next(exchange.steps) if ready_events is None else exchange.steps.send(ready_events)
         except StopIteration as stop:
@@ -238,6 +265,9 @@ class RequestSender:
                 run.events.register(descriptor, events | select.EPOLLONESHOT)
 
     def _finish_request(self, run: _SegmentState, exchange: SentRequest) -> None:
+        """Pass a request that has ended to the recorder, and free its connection.  A connection that failed
+        pauses first.
+        """
         exchange.ended_at = time.perf_counter()
         self._recorder.add_ended(exchange, run.starts[exchange.scheduled.phase_index])
         if exchange.code == CONNECTION_FAILED:
@@ -246,6 +276,7 @@ class RequestSender:
             run.free.append((exchange.connection, exchange.ended_at))
 
     def _time_out_requests(self, run: _SegmentState, now: float) -> None:
+        """End the requests whose timeout has passed, and close their connections."""
         for exchange in [each for each in run.busy.values() if each.sent_at + self._timeout_s <= now]:
             del run.busy[exchange.descriptor]
             exchange.steps.close()

@@ -13,10 +13,11 @@ from normload.clients.prepared_requests import PreparedRequest
 
 
 class ResponseChecker:
-    """A comparison of responses with the expected ones.
+    """The check of responses against the exact results, for all requests of the pool.
 
-    The first correct response to a request is kept.  A later one with the same bits is correct as well, which only
-    needs a comparison; for one that differs the expected response is computed again, in torch and float64.
+    The first correct response to a request is kept.  A later one with the same bits is correct as
+    well, which only needs a comparison; for one that differs the expected response is computed again,
+    in torch and float64.
     """
 
     def __init__(self, adapter: ProtocolAdapter, pool: Sequence[PreparedRequest]) -> None:
@@ -30,7 +31,10 @@ class ResponseChecker:
         self._compute_lock = threading.Lock()
 
     def find_fault(self, number: int, answer: ApiResponse) -> str | None:
-        """Describe the error in a response to a request of the pool; return None if it is correct."""
+        """Describe the fault of a response; return None if the response is correct.
+
+        Args: number: the request's index in the pool.
+        """
         right = self._correct_contents.get(number)
         try:
             if right is not None and _is_same(right, answer.list_memory()):
@@ -41,6 +45,11 @@ class ResponseChecker:
             return self._compare_with_expected(number, answer)
 
     def _compare_with_expected(self, number: int, answer: ApiResponse) -> str | None:
+        """Compare a response with results that torch computes in float64; return its fault, or None if it is
+        correct.
+
+        The first correct response to each request is kept, so that equal ones need no computation.
+        """
         # torch takes seconds to import, and is not needed to measure times.
         import torch
 
@@ -61,6 +70,7 @@ class ResponseChecker:
 
 
 def _is_same(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
+    """Return whether a response has the same bytes, buffer by buffer, as one that is correct."""
     # numpy compares many bytes at once, a memoryview one by one.
     return len(right) == len(content) and all(
         np.array_equal(each, np.frombuffer(received, np.uint8))

@@ -10,7 +10,7 @@ Floats = NDArray[np.float64]
 
 
 def round_to_tensor(values: Floats, dtype: DType) -> HostTensor:
-    """Round to an element type, to the nearest and ties to even."""
+    """Round values to a tensor of an element type: each to the nearest representable one, ties to even."""
     if dtype is DType.BFLOAT16:
         bits = values.astype("<f4").view(np.uint32)
         elements: NDArray[np.generic] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
@@ -31,8 +31,9 @@ def to_float64(tensor: HostTensor) -> Floats:
 
 
 def _compute_float8_values() -> Floats:
-    """Compute the value of each byte in float8_e4m3fn: sign, 4 bits of exponent, 3 of fraction; NaN if these 7 are
-    set.
+    """Compute the value of each of the 256 bytes that a float8_e4m3fn element can be.
+
+    A byte has a sign, 4 bits of exponent and 3 of fraction; it is NaN if all of these 7 bits are set.
     """
     codes = np.arange(256)
     exponents, fractions = codes >> 3 & 15, (codes & 7) / 8

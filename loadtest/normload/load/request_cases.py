@@ -31,9 +31,11 @@ _Read = Callable[[TomlTable, str], Any]
 
 
 def _declare_key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
-    """Declare a field of `RequestCase` as a key of scenarios.
+    """Make the metadata of a `RequestCase` field that scenarios set by a key of the same name.
 
-    Args: is_option: whether requests have it as a parameter, by the same name.
+    Args:
+        read: takes the key's value from a scenario's table.
+        is_option: whether requests have it as a parameter, by the same name.
     """
     return {"read": read, "is_option": is_option}
 
@@ -48,7 +50,8 @@ def _read_dtype(dtypes: Sequence[DType]) -> _Read:
 
 @dataclass(frozen=True, slots=True)
 class RequestCase:
-    """The description of a request; its values follow from `seed`.
+    """The description of one request: operation, shape, types and options.  Its values follow from
+    `seed`.
 
     Attributes:
         operation: as in the API's path, such as "layer_norm/backward".
@@ -60,11 +63,13 @@ class RequestCase:
         adaptive: whether the request has scale and shift for each sample; only GroupNorm.
         seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
-        heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of GroupNorm.
+        heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of
+            GroupNorm.
         residual_dtype: of the residual; None for x's.
         out_dtype: of y; None for x's.
         norms: number of norms of a chain, 0 elsewhere.
-        parts: number of tensors, with the same parameters, into which x and tensors of its shape are split; 0: one.
+        parts: number of tensors, with the same parameters, into which x and tensors of its shape are
+            split; 0: one.
     """
 
     operation: str = field(metadata=_declare_key(_read_one_of(OPERATIONS)))
@@ -88,7 +93,7 @@ class RequestCase:
 
     @classmethod
     def from_table(cls, table: TomlTable) -> Self:
-        """Take the keys of a case; missing ones have their defaults.
+        """Take a case's keys from a scenario's table; a field without a key has its default.
 
         Raises:
             ScenarioError: a key is missing, or its value is not one of the allowed.
@@ -113,7 +118,7 @@ class RequestCase:
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
     def make_client_options(self) -> dict[str, str | int]:
-        """Make the keyword arguments of the client's methods for the options that are not their defaults."""
+        """Return the options that differ from their defaults, as keyword arguments of the client's methods."""
         options = [each for each in fields(self) if each.metadata.get("is_option")]
         given = {
             each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default
@@ -121,10 +126,10 @@ class RequestCase:
         return {name: value.value if isinstance(value, DType) else value for name, value in given.items()}
 
     def make_tensors(self) -> dict[str, HostTensor]:
-        """Make the request's tensors by name: new ones at each call, with equal values.
+        """Make the request's tensors by name; each call makes new tensors with the same values.
 
-        Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds
-        them can be used with any number of rows.
+        Weight and bias follow from the seed and the size of the normalised axis alone, so that a server
+        that holds them can be used with any number of rows.
         """
         numbers, parameters = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
         size = self.shape[-2:] if self.heads else (self.shape[self.channel_axis],)

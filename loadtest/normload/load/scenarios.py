@@ -41,14 +41,15 @@ _MOST_CYCLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
-    """A period with one kind of load.
+    """A period of a run with one kind of load: requests on a schedule, or a closed loop.
 
     Attributes:
         name: phases with the same name in several cycles are counted together.
-        arrivals: "poisson" and "constant" send on a schedule that does not depend on responses, "closed" sends a
-            request after the response to the previous one.
+        arrivals: "poisson" and "constant" send on a schedule that does not depend on responses,
+            "closed" sends a request after the response to the previous one.
         duration_s: of the schedule.
         rate: of a schedule, in requests per second; with `of_capacity`, as a fraction of the capacity.
+        of_capacity: whether the rate is relative to the measured capacity.
         connections: of a closed loop, requests in flight.
     """
 
@@ -66,7 +67,9 @@ class LoadPhase:
 
 @dataclass(frozen=True, slots=True)
 class LoadScenario:
-    """The settings of a run, which the module's docstring describes."""
+    """A parsed scenario: the requests, the phases, and the settings that the module's docstring
+    explains.
+    """
 
     name: str
     description: str
@@ -79,7 +82,10 @@ class LoadScenario:
     capacity: LoadPhase = LoadPhase("capacity", "closed", 3.0, connections=16)
 
     def list_segments(self) -> list[tuple[LoadPhase, ...]]:
-        """List the groups of phases without a pause between them; before each segment all responses are awaited."""
+        """List the segments of a run: series of phases that are sent without a pause.
+
+        All responses are awaited before the next segment.  A closed loop is a segment of its own.
+        """
         found: list[tuple[LoadPhase, ...]] = []
         for phase in self.phases * self.cycles:
             follows = self.settle_s is None and phase.arrivals != "closed"
@@ -100,14 +106,14 @@ class LoadScenario:
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
     def with_duration(self, duration_s: float) -> "LoadScenario":
-        """Return the scenario with another total duration, of which each phase keeps its share."""
+        """Return the scenario with another total duration; each phase keeps its share."""
         factor = duration_s / self.duration_s
         phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
         return replace(self, phases=phases)
 
 
 def load_built_in_scenarios() -> dict[str, LoadScenario]:
-    """Load the built-in scenarios by name."""
+    """Read and parse all built-in scenarios; return them by name."""
     folder = resources.files("normload") / "scenarios"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {
@@ -116,7 +122,7 @@ def load_built_in_scenarios() -> dict[str, LoadScenario]:
 
 
 def load_scenario(name_or_path: str) -> LoadScenario:
-    """Load a built-in scenario by its name, or the one in a file.
+    """Read and parse a scenario: a built-in one, given its name, or a file, given its path.
 
     Raises:
         ScenarioError: there is no such scenario, or it is not valid.
@@ -133,6 +139,11 @@ def load_scenario(name_or_path: str) -> LoadScenario:
 
 
 def _read_file(path: Path) -> str:
+    """Read the text of a scenario's file.
+
+    Raises:
+        ScenarioError: it is not UTF-8.
+    """
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -140,7 +151,7 @@ def _read_file(path: Path) -> str:
 
 
 def parse_scenario(name: str, text: str) -> LoadScenario:
-    """Parse a scenario in TOML.
+    """Parse the TOML text of a scenario; the name also appears in messages.
 
     Raises:
         ScenarioError: it is not TOML, or not a valid scenario.
@@ -169,6 +180,10 @@ def parse_scenario(name: str, text: str) -> LoadScenario:
 
 
 def _read_capacity_phase(table: TomlTable) -> LoadPhase:
+    """Read the table `[capacity]`: a closed loop whose measured rate is the capacity.
+
+    The scenario's rates in per cent are relative to that.
+    """
     phase = LoadPhase(
         "capacity",
         "closed",
@@ -180,6 +195,7 @@ def _read_capacity_phase(table: TomlTable) -> LoadPhase:
 
 
 def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
+    """Read one table of `[[phases]]`; a list of rates makes a phase of each rate."""
     name, duration_s = table.take_text("name"), table.take_amount("duration_s")
     kind = cast(Arrivals, table.take_one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
@@ -199,6 +215,13 @@ def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
 
 
 def _parse_rate(where: str, given: Any) -> tuple[float, bool]:
+    """Parse a phase's rate.  Return the number, and whether it is a fraction of the capacity, as in
+    "60%".
+
+    Args:
+        where: the table, for messages.
+        given: the value in TOML.
+    """
     of_capacity = isinstance(given, str) and given.endswith("%")
     try:
         number = float(given[:-1]) / 100 if of_capacity else given

@@ -18,7 +18,7 @@ _CHUNK = 4096
 
 
 class ScheduledRequest(NamedTuple):
-    """A scheduled request.
+    """One request of a schedule: when it is due, and which request of the pool it is.
 
     Attributes:
         phase_index: index of its phase in the segment.
@@ -32,7 +32,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class RequestSchedule(Protocol):
-    """A source of scheduled requests."""
+    """A schedule from which a client process takes each request when it is due."""
 
     #: By the clock; requests that are due but not sent by then are not sent any more.
     cutoff: float
@@ -47,7 +47,7 @@ class RequestSchedule(Protocol):
 
 
 class OpenLoopSchedule:
-    """Requests of consecutive phases at their rates, independent of the responses to earlier ones."""
+    """A schedule at the phases' rates, whether or not earlier requests have been answered."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class OpenLoopSchedule:
         self._next_request = next(self._slots, None)
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """Take a request that is due now, as `RequestSchedule.take_due` defines it."""
+        """Take the next request if it is due; else return the seconds until then, or None if none remains."""
         slot = self._next_request
         if slot is None:
             return None
@@ -86,7 +86,7 @@ class OpenLoopSchedule:
 
 
 class ClosedLoopSchedule:
-    """A schedule with a request as soon as a connection has its response, until the phase ends.
+    """A schedule in which every free connection sends its next request at once, until the phase ends.
 
     The rate depends on the server: a slow one gets fewer requests.
     """
@@ -103,7 +103,9 @@ class ClosedLoopSchedule:
         self._requests = draws.iterate_requests()
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """Take a request that is due now, as `RequestSchedule.take_due` defines it."""
+        """Take a request that is due now; before the start return the seconds until then, after the end
+        None.
+        """
         if now >= self._end:
             return None
         return self._start - now if now < self._start else ScheduledRequest(0, now, next(self._requests))
@@ -114,7 +116,7 @@ class ClosedLoopSchedule:
 
 
 class ArrivalGenerator:
-    """The random choices: the times between requests, and the requests themselves."""
+    """A seeded generator of the order of the requests, and of the times when they are due."""
 
     def __init__(self, seed: Sequence[int], shares: Sequence[float]) -> None:
         """Args:
@@ -125,13 +127,13 @@ class ArrivalGenerator:
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
     def iterate_requests(self) -> Iterator[int]:
-        """Yield an endless sequence of indices into the pool."""
+        """Yield random indices into the request pool without end, by the requests' relative frequencies."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()
 
     def iterate_schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
-        """Yield every request of all phases."""
+        """Yield the requests of consecutive phases in order of time, for all client processes together."""
         requests = self.iterate_requests()
         for place, phase in enumerate(phases):
             end = start + phase.duration_s
@@ -142,6 +144,12 @@ class ArrivalGenerator:
             start = end
 
     def _iterate_times(self, place: int, phase: LoadPhase, start: float) -> Iterator[float]:
+        """Yield without end the times when a phase's requests are due: equally spaced, or a Poisson process.
+
+        Args:
+            place: the phase's index, which is a part of the seed.
+            start: of the phase, by the clock.
+        """
         if phase.arrivals == "constant":
             for number in itertools.count():
                 yield start + number / phase.rate

@@ -17,11 +17,15 @@ _MOST_ELEMENTS = 2**32
 
 
 class ScenarioError(ValueError):
-    """An error in a scenario; the message has its location and the expected value."""
+    """An error in a scenario; the message names the location and the expected value."""
 
 
 class TomlTable:
-    """One table; each key is taken once, and `check_no_unknown_keys` refuses the keys that were not taken."""
+    """A TOML table whose keys are taken one by one, each with a check of its value.
+
+    `check_no_unknown_keys` then refuses the keys that were not taken.  Each `take_` method raises
+    `ScenarioError` for an invalid value, and for a missing key that has no default.
+    """
 
     def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
         self.location = where
@@ -34,7 +38,7 @@ class TomlTable:
         return key in self._entries
 
     def take_value(self, key: str, default: Any = _MISSING) -> Any:
-        """Take the value of a key.
+        """Take the value of a key, which may have any type; without the key, return the default.
 
         Raises:
             ScenarioError: it is missing, and there is no default.
@@ -59,28 +63,28 @@ class TomlTable:
         return bool(self._take_checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
     def take_count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
-        """Take a whole number above 0."""
+        """Take a whole number from 1 to `most`."""
         value = self._take_checked(
             key, default, lambda value: _is_integer(value) and value > 0, "a whole number above 0", most
         )
         return int(value)
 
     def take_amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
-        """Take a finite number above 0."""
+        """Take a finite number above 0 and up to `most`."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value > 0, "a number above 0", most
         )
         return float(value)
 
     def take_seconds(self, key: str, default: float = _MISSING) -> float:
-        """Take a finite number of at least 0."""
+        """Take a finite number of seconds, 0 or more."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value >= 0, "a number that is not negative", MOST
         )
         return float(value)
 
     def take_sizes(self, key: str) -> tuple[int, ...]:
-        """Take a list of whole numbers above 0."""
+        """Take the shape of a tensor: a list of whole numbers above 0, with a limited product."""
         value = self.take_value(key)
         if not isinstance(value, list) or not value or not all(_is_integer(size) and size > 0 for size in value):
             raise ScenarioError(
@@ -98,7 +102,7 @@ class TomlTable:
         return TomlTable(f"{self.location}: [{key}]", value)
 
     def take_tables(self, key: str) -> list["TomlTable"]:
-        """Take an array of tables; empty if it is missing."""
+        """Take an array of tables; without the key, return an empty list."""
         value = self._take_checked(
             key,
             [],
@@ -113,7 +117,7 @@ class TomlTable:
         return remaining
 
     def check_no_unknown_keys(self) -> None:
-        """Raise an error if a key was not taken.
+        """Raise an error if the table has a key that was not taken; the message suggests a similar key.
 
         Raises: ScenarioError: a key was not taken.
         """
@@ -123,6 +127,16 @@ class TomlTable:
             raise ScenarioError(f"{self.location}: {key} is unknown{hint}")
 
     def _take_checked(self, key: str, default: Any, holds: Any, expected: str, most: float | None = None) -> Any:
+        """Take a key's value, which must satisfy `holds` and be at most `most`; without the key, return the
+        default unchecked.
+
+        Args:
+            holds: returns whether a value is valid.
+            expected: describes a valid value in messages.
+
+        Raises:
+            ScenarioError: the value is not valid, or it is missing and there is no default.
+        """
         if key not in self._entries:
             return self.take_value(key, default)
         value = self.take_value(key)
@@ -139,7 +153,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def format_value(value: object) -> str:
-    """Format a value for a message, truncated if it is long."""
+    """Format a value for an error message, in at most 100 characters."""
     try:
         text = repr(value)
     # An integer with thousands of digits.

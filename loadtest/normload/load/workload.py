@@ -55,7 +55,7 @@ _MOST_REQUESTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a run.
+    """The requests of a run, or how they are drawn at random.
 
     Attributes:
         cases: requests and their relative frequencies; if empty, the other attributes define the requests.
@@ -71,7 +71,9 @@ class Workload:
     pool: int = 64
 
     def draw_cases(self, seed: int) -> list[tuple[RequestCase, float]]:
-        """Draw the requests, with their relative frequencies."""
+        """Return the run's requests with their relative frequencies: those of the scenario, or `pool` random
+        ones.
+        """
         choices = random.Random(seed)
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
@@ -79,6 +81,7 @@ class Workload:
         return [(_split_sometimes(self._draw_case(operation, choices), choices), 1.0) for operation in operations]
 
     def _draw_case(self, operation: str, choices: random.Random) -> RequestCase:
+        """Draw a request of an operation at random: element type, size within the limits, shape and options."""
         dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
@@ -102,7 +105,10 @@ class Workload:
 
 
 def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
-    """Vary a case of rows by other weights, residuals or heads, as some models have them."""
+    """Change a LayerNorm or RMSNorm request at random, so that some have options of real models.
+
+    These are a weight offset, a float32 residual, heads with own weights, and float8 output.
+    """
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
         case = replace(case, weight_offset=1)
@@ -118,14 +124,14 @@ def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
 
 
 def _split_sometimes(case: RequestCase, choices: random.Random) -> RequestCase:
-    """Split a case into several tensors, with a low probability."""
+    """Set, with a probability of 10 %, into how many tensors the request's rows or samples are split."""
     if choices.random() < 0.1 and case.shape[0] > 1:
         return replace(case, parts=choices.randint(2, min(MOST_PARTS, case.shape[0])))
     return case
 
 
 def read_workload(table: TomlTable) -> Workload:
-    """Read `[workload]`.
+    """Read the table `[workload]`: individual requests, or the mix from which requests are drawn.
 
     Raises:
         ScenarioError: the table is not valid.
@@ -148,6 +154,11 @@ def read_workload(table: TomlTable) -> Workload:
 
 
 def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
+    """Check and return the relative frequency of each operation.
+
+    Raises:
+        ScenarioError: an operation is unknown, or a frequency is not a finite number above 0.
+    """
     for operation, share in entries.items():
         if operation not in OPERATIONS:
             raise ScenarioError(f"{where}: an operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
@@ -157,6 +168,11 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
+    """Read one table of `[[workload.cases]]`: a request and its relative frequency.
+
+    Raises:
+        ScenarioError: a key is not valid, or does not fit the others.
+    """
     case = RequestCase.from_table(table)
     share = table.take_amount("share", 1.0)
     table.check_no_unknown_keys()

@@ -23,7 +23,7 @@ _BUCKETS = _HALF * (38 - _LINEAR_BITS + 2)
 
 
 class LatencyHistogram:
-    """The number of latencies in each bucket, with their exact sum and maximum."""
+    """A histogram of latencies, with their exact sum and maximum."""
 
     def __init__(self) -> None:
         self._counts: NDArray[np.int64] = np.zeros(_BUCKETS, np.int64)
@@ -46,7 +46,7 @@ class LatencyHistogram:
         return self.sum_s / self.count if self.count else math.nan
 
     def add_seconds(self, seconds: Sequence[float]) -> None:
-        """Count latencies, none of them negative."""
+        """Add latencies in seconds, none of them negative."""
         if not seconds:
             return
         values = np.asarray(seconds, np.float64)
@@ -59,14 +59,16 @@ class LatencyHistogram:
         self.max_s = max(self.max_s, float(values.max()))
 
     def merge(self, other: "LatencyHistogram", times: int = 1) -> None:
-        """Add another histogram, `times` times."""
+        """Add the counts of another histogram, each multiplied by `times`."""
         self._counts += other._counts * times
         self.sum_s += other.sum_s * times
         self.max_s = max(self.max_s, other.max_s)
 
     def compute_percentile_s(self, percent: float) -> float:
-        """Compute the seconds that at least `percent` of all do not exceed, as the end of a bucket; NaN without
+        """Compute the latency in seconds that `percent` of all latencies do not exceed; NaN without
         latencies.
+
+        It is the upper end of a bucket, but at most the maximum.
         """
         total = self.count
         if not total:
@@ -77,14 +79,16 @@ class LatencyHistogram:
         return min(float(compute_upper_bounds_s(np.asarray([bucket]))[0]), self.max_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON: the buckets that are not empty, by number, and their counts."""
+        """Convert to a JSON document: the numbers and counts of the buckets that are not empty, sum and
+        maximum.
+        """
         (filled,) = np.nonzero(self._counts)
         counts = self._counts[filled]
         return {"buckets": filled.tolist(), "counts": counts.tolist(), "sum_s": self.sum_s, "max_s": self.max_s}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`."""
+        """Make a histogram from a document of `to_json`."""
         made = cls()
         made._counts[np.asarray(document["buckets"], np.int64)] = document["counts"]
         made.sum_s, made.max_s = float(document["sum_s"]), float(document["max_s"])
@@ -92,7 +96,10 @@ class LatencyHistogram:
 
 
 def compute_upper_bounds_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute the largest value that rounds into each of these buckets."""
+    """Compute the largest latency in seconds that each of these buckets counts.
+
+    Args: buckets: numbers of buckets.
+    """
     shifts = np.maximum(0, buckets // _HALF - 1)
     uppers: NDArray[np.float64] = (((buckets - _HALF * shifts + 1) << shifts) - 0.5) * UNIT_S
     return uppers

@@ -11,7 +11,7 @@ _DECREASE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One phase of a sweep.
+    """The results at one load of a sweep, which is a series of phases with different loads.
 
     Attributes:
         name: of the phase.
@@ -30,15 +30,15 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class LoadSweep:
-    """Results of a sweep.
+    """The results of a sweep, which is a series of phases with different loads.
 
     Attributes:
-        knee: the load with the greatest power, the ratio of requests per second to mean latency.  Above it, more
-            load adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None
-            if that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if
-            there is one, is outside the sweep.
-        sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 % errors; None
-            if no load was sustained.
+        knee: the load with the greatest power, the ratio of requests per second to mean latency.  Above
+            it, more load adds more delay than throughput (L. Kleinrock, Power and deterministic rules
+            of thumb, 1979).  None if that is the lowest load, or if no higher load has less than 80 %
+            of its power: then the knee, if there is one, is outside the sweep.
+        sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 %
+            errors; None if no load was sustained.
         peak: the highest number of answered requests per second, at any load.
     """
 
@@ -48,7 +48,10 @@ class LoadSweep:
 
 
 def find_knee(points: Sequence[SweepPoint]) -> LoadSweep | None:
-    """Evaluate a sweep; None if fewer than three different loads were answered."""
+    """Find the knee, the sustained load and the peak rate of a sweep.
+
+    Return None if fewer than three different loads were answered.
+    """
     answered = sorted(
         (point for point in points if point.rate > 0 and point.mean_s > 0), key=lambda point: point.offered
     )

@@ -19,7 +19,7 @@ _WAIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LoopbackEcho:
-    """The results of the echo.
+    """The measured round trips of messages between processes of this machine.
 
     Attributes:
         nbytes: size of a message.
@@ -40,7 +40,7 @@ class LoopbackEcho:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name is a loopback address."""
+    """Return whether all addresses of a host name are loopback addresses; False if it has none."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     # UnicodeError: the name cannot be encoded for resolution.
@@ -50,7 +50,12 @@ def is_loopback(host: str) -> bool:
 
 
 def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix: bool = False) -> LoopbackEcho:
-    """Send messages back and forth between processes for some time, over TCP or Unix domain sockets.
+    """Measure round trips of messages between pairs of processes, over TCP or Unix domain sockets.
+
+    Args:
+        nbytes: size of a message.
+        pairs: number of pairs of processes, which measure at once.
+        seconds: duration of the measurement.
 
     Raises:
         TimeoutError: a process did not respond in time.
@@ -88,6 +93,7 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
 
 
 def _connect_pair() -> tuple[socket.socket, socket.socket]:
+    """Connect a pair of TCP sockets over the loopback, which send small messages without delay."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
@@ -99,6 +105,11 @@ def _connect_pair() -> tuple[socket.socket, socket.socket]:
 def _receive_in_time(
     pipe: "Connection[None, tuple[float, LatencyHistogram]]", timeout_s: float
 ) -> tuple[float, LatencyHistogram]:
+    """Receive the rate and the latencies that a measuring process reports through its pipe.
+
+    Raises:
+        TimeoutError: nothing was received in time.
+    """
     if not pipe.poll(timeout_s):
         raise TimeoutError("the loopback echo did not respond")
     return pipe.recv()
@@ -114,7 +125,11 @@ def _echo_messages(end: socket.socket, nbytes: int) -> None:
 def _measure_round_trips(
     end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, LatencyHistogram], None]"
 ) -> None:
-    """Send messages one after another, and report round trips per second and their latencies."""
+    """Measure round trips of messages to the echoing process, one after another, for some seconds.
+
+    A first message through the pipe reports that the process is ready; the answer starts the
+    measurement. The second one has the round trips per second and their latencies.
+    """
     message, times = memoryview(bytearray(nbytes)), LatencyHistogram()
     pipe.send((0.0, times))
     pipe.recv()
@@ -131,6 +146,7 @@ def _measure_round_trips(
 
 
 def _receive_fully(end: socket.socket, message: memoryview) -> bool:
+    """Fill a buffer with received bytes; return False if the other end was closed before."""
     have = 0
     while have < len(message):
         got = end.recv_into(message[have:])

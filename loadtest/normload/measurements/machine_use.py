@@ -28,7 +28,7 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True)
 class PeakMachineUse:
-    """The use of the client's machine while it was busiest.
+    """The CPU use of the client's machine during the segment in which it was busiest.
 
     Attributes:
         cores: number of cores that the client may use.
@@ -47,7 +47,9 @@ def count_available_cores() -> int:
 
 
 def read_cpu_times(stat: Path = _STAT) -> CpuTimes | None:
-    """Read the times of all cores that this process may use; None if the system does not provide them."""
+    """Read the CPU time of the cores that this process may use, from Linux's /proc/stat; None if that
+    fails.
+    """
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     busy = total = 0
     try:

@@ -15,7 +15,7 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class LoadObjective:
-    """A bound on a number of the whole run.
+    """A bound that a metric must satisfy over the whole run, such as p99<20ms.
 
     Attributes:
         text: as given.
@@ -33,7 +33,10 @@ class LoadObjective:
     bound: float
 
     def get_value(self, total: RequestTotals, rate: float) -> float:
-        """Return the metric's value; NaN if there were no responses."""
+        """Compute the objective's metric from a run's totals and its rate.
+
+        Return NaN for a latency without successful requests, and for errors without requests.
+        """
         if self.metric == "errors":
             return total.errors / total.requests if total.requests else math.nan
         if self.metric == "rate":
@@ -49,14 +52,14 @@ class LoadObjective:
         return value < self.bound if self.at_most else value > self.bound
 
     def format_value(self, value: float) -> str:
-        """Format a value with the unit in which reports show the metric."""
+        """Format a value of the metric: latencies in ms, errors in per cent, the rate per second."""
         if self.metric == "errors":
             return f"{value:.3%}"
         return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"
 
 
 def parse_objective(text: str) -> LoadObjective:
-    """Read an objective.
+    """Parse the text of an objective, such as "p99<20ms".
 
     Raises:
         ValueError: the text is not an objective.

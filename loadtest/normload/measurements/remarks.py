@@ -13,7 +13,11 @@ _FEW = 1000
 
 
 def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
-    """List the remarks on a run as sentences, the most important one first."""
+    """List the warnings that a reader of a run's numbers needs, as sentences, the most important one
+    first.
+
+    Args: stopped: whether the run was ended early.
+    """
     remarks = []
     if stopped:
         remarks.append("The run was ended early.")
@@ -32,7 +36,7 @@ def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
 
 
 def _list_client_remarks(result: RunResult) -> list[str]:
-    """List the remarks on the CPU time of the client and of its machine."""
+    """List the warnings that the client or its machine may have limited the load."""
     remarks = []
     busiest = max(result.cpu, default=0.0)
     if busiest > _BUSY:
@@ -54,6 +58,9 @@ def _list_client_remarks(result: RunResult) -> list[str]:
 
 
 def _list_lag_remarks(result: RunResult) -> list[str]:
+    """List the warning that the client sent requests late although a connection was free; empty if it
+    did not.
+    """
     lag = LatencyHistogram()
     for each in result.phases:
         lag.merge(each.tally.lag)

@@ -26,13 +26,13 @@ PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 @dataclass(slots=True)
 class PhaseResult:
-    """The results of a phase.
+    """The results of one phase in one cycle of the scenario.
 
     Attributes:
         phase: with its rate in requests per second.
         start_s: seconds since the run's first phase began.
-        segment_s: from its start to the end of the last phase that follows without a pause; late responses until
-            then count in the run's rate, but not in this phase's.
+        segment_s: from its start to the end of the last phase that follows without a pause; late
+            responses until then count in the run's rate, but not in this phase's.
         tally: of its requests.
     """
 
@@ -44,7 +44,8 @@ class PhaseResult:
 
 @dataclass(slots=True)
 class PhaseSummary:
-    """The summed results of the phases of one name, or of all phases.
+    """The summed results of the phases with one name, one in each cycle of the scenario, or of all
+    phases.
 
     Attributes:
         name: of the phases; "all" for all phases.
@@ -88,7 +89,10 @@ class PhaseSummary:
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
     def sum_operation(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
-        """Sum one operation's requests: all, and those that ended in time."""
+        """Sum one operation's requests: first all, then only those that ended within their phase.
+
+        The summary of all phases also counts late responses, up to the end of each segment.
+        """
         total, in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
             total.merge(each.tally.sum_all(operation))
@@ -101,7 +105,7 @@ class PhaseSummary:
 
 @dataclass(slots=True)
 class RunResult:
-    """The results of a run.
+    """The results of a run, as they are written to JSON.
 
     Attributes:
         scenario, description, seed: of the run.
@@ -111,8 +115,8 @@ class RunResult:
         cpu: the greatest fraction of a core that each client process used.
         machine: how busy the client's machine was; None if that is not known.
         echo: the upper bound by the loopback; None if the server is on another machine.
-        capacity: successful requests per second of the closed loop that relative rates refer to; None without
-            relative rates.
+        capacity: successful requests per second of the closed loop that relative rates refer to; None
+            without relative rates.
         apart: requests by status and code that do not count: warm-up and measurement of the capacity.
         phases: in chronological order.
         checked, wrong, faults: results of checked responses, in and before the phases.
@@ -154,7 +158,7 @@ class RunResult:
         return sorted({operation for each in self.phases for operation in each.tally.list_operations()})
 
     def count_by_status(self) -> Counter[int]:
-        """Count all requests that were sent, with the warm-up, by status; 0 without a response."""
+        """Count the requests that were sent, also in the warm-up, for each HTTP status; 0 is no response."""
         outcomes = self.apart + self.all_phases.total.outcomes
         counts: Counter[int] = Counter()
         for (status, code), count in outcomes.items():
@@ -164,7 +168,7 @@ class RunResult:
 
     @property
     def server_name(self) -> str:
-        """Version, backend and device of the server; "" if not known."""
+        """The server's version, backend and device as a text; "" if the server has no `/v1/info`."""
         if not self.server:
             return ""
         device = self.server.get("device")
@@ -186,7 +190,10 @@ class RunResult:
         return compute_rate(total.kernel_bytes, total.kernel_s)
 
     def find_sweep(self) -> LoadSweep | None:
-        """Find the knee and the sustained load; None if the phases are no sweep of rates."""
+        """Find the knee, the sustained load and the peak rate of the phases with rates.
+
+        Return None if fewer than three different rates were answered.
+        """
         parts = [part for part in self.summarise_phases() if not math.isnan(part.offered)]
         return find_knee(
             [
@@ -200,7 +207,10 @@ class RunResult:
         file.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the result to JSON; `summary` is for readers and derived from the other fields."""
+        """Convert the result to a JSON document.
+
+        `summary` is for readers: it is derived from the other fields, and `from_json` ignores it.
+        """
         sweep = self.find_sweep()
         return {
             "format": FORMAT,
@@ -228,7 +238,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`.
+        """Make a result from a document of `to_json`.
 
         Raises:
             ValueError: the document has another form.
@@ -260,7 +270,7 @@ _PLAIN = (
 
 
 def read_result(file: Path) -> RunResult:
-    """Read a result.
+    """Read a run's result from its JSON file.
 
     Raises:
         ValueError: the file contains no result.
@@ -275,6 +285,7 @@ def read_result(file: Path) -> RunResult:
 
 
 def _make_summary(part: PhaseSummary) -> dict[str, Any]:
+    """Make the main numbers of a phase, or of all phases, for people who read the JSON."""
     latency = part.total.latency
     return {
         "name": part.name,

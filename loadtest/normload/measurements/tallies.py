@@ -56,7 +56,8 @@ class RequestOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Sums over the requests of one operation that ended in one interval.
+    """The counts, latencies and summed bytes of requests, such as those of one operation in one
+    interval.
 
     Attributes:
         outcomes: counts by status and code.
@@ -72,7 +73,7 @@ class RequestTotals:
     kernel_s: float = 0.0
 
     def merge(self, other: "RequestTotals") -> None:
-        """Add the sums of another operation or interval."""
+        """Add the counts, latencies and sums of another object to this one."""
         self.outcomes.update(other.outcomes)
         self.latency.merge(other.latency)
         self.sent_bytes += other.sent_bytes
@@ -101,7 +102,7 @@ class RequestTotals:
         return self.sent_bytes + self.received_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the content to JSON."""
+        """Convert to a JSON document."""
         return {
             "outcomes": [[status, code, count] for (status, code), count in self.outcomes.items()],
             "latency": self.latency.to_json(),
@@ -110,7 +111,7 @@ class RequestTotals:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`."""
+        """Make totals from a document of `to_json`."""
         outcomes = Counter({(status, code): count for status, code, count in document["outcomes"]})
         sums = {name: document[name] for name in _SUMS}
         return cls(outcomes, LatencyHistogram.from_json(document["latency"]), **sums)
@@ -120,7 +121,7 @@ _SUMS = ("sent_bytes", "received_bytes", "kernel_bytes", "kernel_s")
 
 
 class PhaseTally:
-    """All requests of a phase.
+    """The results of all requests of a phase, summed by operation and interval of time.
 
     Attributes:
         interval_s: 1 / `INTERVALS` of the phase's time; later responses are in additional intervals.
@@ -142,7 +143,7 @@ class PhaseTally:
         self.faults: list[str] = []
 
     def add_records(self, records: Iterable[RequestOutcome]) -> None:
-        """Add records."""
+        """Add the records of requests that have ended to the sums, histograms and faults."""
         latencies: dict[tuple[str, int], list[float]] = {}
         service, lag = [], []
         for record in records:
@@ -167,7 +168,7 @@ class PhaseTally:
         self.lag.add_seconds(lag)
 
     def merge(self, other: "PhaseTally") -> None:
-        """Add another process's share of the phase."""
+        """Add the results of another client process's requests in the same phase."""
         for key, cell in other.cells.items():
             self.cells.setdefault(key, RequestTotals()).merge(cell)
         self.service.merge(other.service)
@@ -177,7 +178,7 @@ class PhaseTally:
         self.faults = (self.faults + other.faults)[:MAX_FAULTS]
 
     def sum_all(self, operation: str | None = None) -> RequestTotals:
-        """Sum all requests, or those of one operation."""
+        """Sum the requests of all intervals, of one operation or, if None, of all."""
         total = RequestTotals()
         for (of, _), cell in self.cells.items():
             if operation in (None, of):
@@ -185,7 +186,12 @@ class PhaseTally:
         return total
 
     def sum_in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
-        """Sum the requests that ended within a time, by default the phase's; rates are computed from these."""
+        """Sum the requests that ended within a time from the phase's start.  Rates are computed from these.
+
+        Args:
+            operation: None for all operations.
+            within_s: the time, rounded to intervals; None for the phase's duration.
+        """
         intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
         total = RequestTotals()
         for (of, interval), cell in self.cells.items():
@@ -198,14 +204,14 @@ class PhaseTally:
         return sorted({operation for operation, _ in self.cells})
 
     def sum_by_interval(self) -> dict[int, RequestTotals]:
-        """Sum all operations by interval."""
+        """Sum the requests of all operations in each interval; return the sums by the interval's number."""
         found: dict[int, RequestTotals] = {}
         for (_, interval), cell in sorted(self.cells.items()):
             found.setdefault(interval, RequestTotals()).merge(cell)
         return dict(sorted(found.items()))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the content to JSON."""
+        """Convert to a JSON document."""
         return {
             "interval_s": self.interval_s,
             "cells": [[operation, interval, cell.to_json()] for (operation, interval), cell in self.cells.items()],
@@ -218,7 +224,7 @@ class PhaseTally:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`."""
+        """Make a tally from a document of `to_json`."""
         made = cls(document["interval_s"] * INTERVALS)
         cells = document["cells"]
         made.cells = {(operation, interval): RequestTotals.from_json(cell) for operation, interval, cell in cells}

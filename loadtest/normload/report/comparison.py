@@ -41,14 +41,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """A number and its values on both sides.
+    """The comparison of one metric of one phase, before and after, with the interval of the difference.
 
     Attributes:
         phase, metric: identify the number.
         before, after: its values; the mean of several runs.
         low, high: bounds of after/before; for errors, of the difference.
-        spread_before, spread_after: the standard deviation between runs, relative to their mean except for errors;
-            NaN for a single run.
+        spread_before, spread_after: the standard deviation between runs, relative to their mean except
+            for errors; NaN for a single run.
         is_change: whether the difference is beyond noise.
         is_worse: whether it is a change for the worse.
         format_value: formats a value in the unit of the metric.
@@ -69,13 +69,15 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class _BootstrapMetric:
-    """A number that is computed from drawn intervals.
+    """A metric that is compared, and a function that computes it for many random draws of a phase's
+    intervals.
 
     Attributes:
         name: in reports.
         more_is_better: whether an increase is good.
         format_value: formats a value.
-        compute: from the number of times that each interval is drawn, [draws, intervals], to a value for each draw.
+        compute: from the number of times that each interval is drawn, [draws, intervals], to a value
+            for each draw.
     """
 
     name: str
@@ -85,7 +87,10 @@ class _BootstrapMetric:
 
 
 class _IntervalArrays:
-    """The intervals of a part as arrays, with one entry per interval."""
+    """The results of a phase as arrays, with one entry for each interval of time.
+
+    If a phase is repeated, the intervals of all repetitions follow one another.
+    """
 
     def __init__(self, part: PhaseSummary) -> None:
         cells: list[RequestTotals] = []
@@ -109,7 +114,12 @@ class _IntervalArrays:
         return len(self.seconds)
 
     def compute_percentiles(self, times: Floats, percent: float) -> Floats:
-        """Compute the percentile of the latencies in the drawn intervals, each counted as often as it was drawn."""
+        """Compute a percentile of the latencies for each draw, which counts each interval as often as it was
+        drawn.
+
+        Args:
+            times: how often each interval was drawn, [draws, intervals].
+        """
         if not len(self.upper_s):
             return np.full(len(times), math.nan)
         cumulated = np.cumsum(times @ self.counts, axis=1)
@@ -124,6 +134,7 @@ def _divide(numerator: Floats, denominator: Floats) -> Floats:
 
 
 def _make_percentile_metric(percent: float) -> _BootstrapMetric:
+    """Make the metric of a percentile of latency."""
     return _BootstrapMetric(
         f"p{percent:g}",
         False,
@@ -161,7 +172,7 @@ _METRICS = (
 
 
 def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[MetricChange]:
-    """Compare every number of every phase.
+    """Compare every metric of every phase between runs before and runs after a change.
 
     Args:
         before, after: one run each, or several on at least one side.
@@ -193,7 +204,9 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
 
 
 def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
-    """Describe phases whose offered loads differ, so that their latencies are hardly comparable."""
+    """Describe the phases whose offered loads differ by more than 5 %: their latencies are hardly
+    comparable.
+    """
     sentences = []
     for number, part in enumerate(before[0].summarise_phases()):
         old, new = (
@@ -207,6 +220,14 @@ def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunRe
 def _compare_single_runs(
     phase: str, metric: _BootstrapMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
 ) -> MetricChange:
+    """Compare a metric between one run before and one after.
+
+    The interval of the difference is computed from random draws of the runs' intervals.  The spread
+    between runs is unknown (NaN); smaller differences than the usual spread are no change.
+
+    Args:
+        drawn: for each run, how often each interval was drawn, [draws, intervals].
+    """
     before, after = _compute_value(metric, old), _compute_value(metric, new)
     first, second = metric.compute(drawn[0], old), metric.compute(drawn[1], new)
     if metric.name == ERRORS:
@@ -225,6 +246,11 @@ def _compare_repeated_runs(
     new: Sequence[_IntervalArrays],
     confidence: float,
 ) -> MetricChange:
+    """Compare the means of a metric over several runs, with a confidence interval from the spread
+    between runs.
+
+    The interval is that of the ratio of the means, for errors that of their difference.
+    """
     before, after = ([_compute_value(metric, run) for run in side] for side in (old, new))
     means = float(np.mean(before)), float(np.mean(after))
     if metric.name == ERRORS:
@@ -241,7 +267,9 @@ def _compare_repeated_runs(
 
 
 def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Compute bounds of the difference of means, after less before, of numbers with equal spread in both sets.
+    """Compute a confidence interval of the difference of two means, after less before.
+
+    The numbers are assumed to have equal spread in both sets.
 
     Args:
         before, after: a number for each run; three or more together, all finite.
@@ -257,9 +285,10 @@ def compute_interval(before: Sequence[float], after: Sequence[float], confidence
 
 @functools.cache
 def compute_student_quantile(probability: float, degrees: int) -> float:
-    """Compute the quantile of Student's distribution.
+    """Compute the quantile of Student's t distribution.
 
-    With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.
+    With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is
+    integrated here.
     """
     angle = np.linspace(-math.pi / 2, math.pi / 2, _POINTS)
     density = np.cos(angle) ** (degrees - 1)
@@ -268,6 +297,9 @@ def compute_student_quantile(probability: float, degrees: int) -> float:
 
 
 def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:
+    """Compute the standard deviation between runs, relative to their mean except for errors; NaN for one
+    run.
+    """
     if len(values) < 2:
         return math.nan
     deviation, mean = float(np.std(values, ddof=1)), float(np.mean(values))
@@ -288,7 +320,14 @@ def _evaluate_change(
     spreads: tuple[float, float],
     least: float,
 ) -> MetricChange:
-    """Evaluate a difference, which is a change if its whole interval is beyond `least`."""
+    """Make the comparison of a metric: it has changed if the entire interval is beyond `least`.
+
+    Args:
+        values: of the metric, before and after.
+        bounds: of the interval of after/before, or for errors of the difference.
+        spreads: between runs, before and after.
+        least: smallest relative change that counts; errors have a fixed one.
+    """
     low, high = bounds
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
@@ -299,7 +338,10 @@ def _evaluate_change(
 
 
 def _draw_intervals(count: int, random: np.random.Generator) -> Floats:
-    """Draw intervals in blocks of neighbours; return how often each was drawn: [draws, count]."""
+    """Draw the intervals of a phase with replacement, a thousand times, in blocks of neighbours.
+
+    Return how often each was drawn, [draws, count].
+    """
     blocks = math.ceil(count / _BLOCK)
     starts = random.integers(0, max(1, count - _BLOCK + 1), (_DRAWS, blocks))
     drawn = (starts[:, :, None] + np.arange(_BLOCK)).reshape(_DRAWS, -1)[:, :count]

@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> None:
-    """Print the changes beyond noise, or that there are none."""
+    """Print a table of the changes beyond noise, or that there are none, and then the remarks."""
     changed = [change for change in changes if change.is_change]
     if changed:
         first, second, *others = _list_headings(changed)
@@ -41,7 +41,7 @@ def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Se
 
 
 def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> str:
-    """Render a summary of the changes beyond noise, to paste into an issue or a pull request."""
+    """Render the changes beyond noise as Markdown, to paste into an issue or a pull request."""
     changed = [change for change in changes if change.is_change]
     rows = [[*_format_row(change), "worse" if change.is_worse else "better"] for change in changed]
     blocks = [
@@ -79,6 +79,9 @@ def _list_headings(changed: Sequence[MetricChange]) -> tuple[str, ...]:
 
 
 def _format_row(change: MetricChange) -> list[str]:
+    """Format the cells of a change for a table: values, difference and interval, and the spreads if
+    known.
+    """
     if change.metric == ERRORS:
         how_much = f"{change.after - change.before:+.2%}", f"{change.low:+.2%} to {change.high:+.2%}"
     else:

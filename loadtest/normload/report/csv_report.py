@@ -26,7 +26,10 @@ COLUMNS = (
 
 
 def render_csv(result: RunResult) -> str:
-    """Render the text; phase or operation "all" is the total, and an unknown value is empty."""
+    """Render a run as CSV, with a line for each phase and operation.
+
+    The phase or operation "all" is the total, and an unknown value is empty.
+    """
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
@@ -45,6 +48,12 @@ def _make_line(
     total: RequestTotals,
     in_time: RequestTotals,
 ) -> list[str | float]:
+    """Make the cells of a line, in the order of `COLUMNS`; NaN becomes an empty cell.
+
+    Args:
+        total: all requests of the phase and operation.
+        in_time: those that ended within the phase, from which rates are computed.
+    """
     latency = total.latency
     numbers = (
         part.duration_s,

@@ -22,7 +22,10 @@ _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
 def render_html(result: RunResult, outcomes: Sequence[report_tables.Outcome] = ()) -> str:
-    """Render the page; `outcomes` are the run's objectives."""
+    """Render a run as one HTML page.
+
+    Args: outcomes: the run's objectives with their results.
+    """
     assets = resources.files("normload.report") / "assets"
 
     def read_asset(name: str) -> str:
@@ -53,6 +56,9 @@ def make_plot_data(result: RunResult) -> dict[str, Any]:
 
 
 def _make_time_series(result: RunResult) -> dict[str, Any]:
+    """Make the plots over the run's time: rates, bandwidths, latencies and errors, and their upper
+    bounds.
+    """
     bins = _make_bins(result.phases)
     outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
     peak = result.copy_bandwidth
@@ -79,7 +85,7 @@ def _make_time_series(result: RunResult) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _TimeBin:
-    """A point of the plots over time.
+    """An interval of the run's time that is one point of the plots over time.
 
     Attributes:
         middle_s: its middle, in seconds since the first phase began.
@@ -102,7 +108,9 @@ class _TimeBin:
 
 
 def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
-    """Divide the run's time into equal parts, without partial ones at its end and before pauses.
+    """Divide the run's time into bins of equal width, the points of the plots over time.
+
+    Incomplete bins at the run's end and before pauses are left out.
 
     Consecutive phases share the bins in which both have responses.
     """
@@ -132,6 +140,17 @@ def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
 
 
 def _make_bin(number: int, width: float, cell: RequestTotals | None, covered: int) -> _TimeBin:
+    """Make a bin of the plots over time.
+
+    A bin without requests is a gap between phases, but within a phase it shows that the server
+    stalled.
+
+    Args:
+        number: of the bin, from the start of the first phase.
+        width: of all bins, in seconds.
+        cell: the requests that ended in the bin, if any.
+        covered: how much of the bin is within phases, in thousandths.
+    """
     # If no request ended within a phase, the server stalled.  A bin at the edge of a phase may just be short.
     inside = covered >= 500
     seconds = width * covered / 1000 if inside else width
@@ -139,8 +158,9 @@ def _make_bin(number: int, width: float, cell: RequestTotals | None, covered: in
 
 
 def _make_percentile_curves(result: RunResult) -> dict[str, Any]:
-    """Make latency by percentile of each phase; x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally
-    spaced.
+    """Make the plot of latency by percentile, a curve for each phase.
+
+    x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally spaced.
     """
     return {
         "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
@@ -153,6 +173,7 @@ def _make_percentile_curves(result: RunResult) -> dict[str, Any]:
 
 
 def _make_load_curves(result: RunResult) -> dict[str, Any] | None:
+    """Make the plot of rate and latencies by offered load; None if the phases are no sweep of loads."""
     sweep = result.find_sweep()
     if sweep is None:
         return None
@@ -178,6 +199,7 @@ def _render_facts(facts: Mapping[str, str]) -> str:
 
 
 def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render an HTML table whose rows begin with a heading; "" if there are no rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{escape(heading)}" for heading in headings)

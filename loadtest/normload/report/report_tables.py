@@ -32,7 +32,7 @@ def make_phase_rows(result: RunResult) -> list[list[str]]:
 
 
 def make_operation_rows(result: RunResult) -> list[list[str]]:
-    """Make a row for each operation, and a last row of totals."""
+    """Make a table row for each operation, and a last row of totals."""
     all_phases = result.all_phases
     rows = [
         [name, *_make_total_cells(*all_phases.sum_operation(name), all_phases.duration_s)]
@@ -42,7 +42,7 @@ def make_operation_rows(result: RunResult) -> list[list[str]]:
 
 
 def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Make a row for each objective."""
+    """Make a table row for each objective: its text, the measured value, and whether it passed."""
     return [
         [objective.text, objective.format_value(value), "passed" if passed else "failed"]
         for objective, value, passed in outcomes
@@ -56,14 +56,14 @@ def format_statuses(result: RunResult) -> str:
 
 
 def format_errors(result: RunResult) -> str:
-    """Format the counts of the errors of all phases by code, the most frequent first; "" if there are none."""
+    """Format how often each error occurred in all phases, the most frequent first; "" if there are none."""
     outcomes = result.all_phases.total.outcomes.most_common()
     failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
     return ", ".join(f"{what}: {count}" for what, count in failed)
 
 
 def list_facts(result: RunResult) -> dict[str, str]:
-    """List the facts about the run, its client and its server, by name."""
+    """List facts about the run, its client and its server as texts by name; unknown ones are left out."""
     facts = {
         "server": result.server_name or "?",
         "URL": result.url,
@@ -80,6 +80,9 @@ def list_facts(result: RunResult) -> dict[str, str]:
 
 
 def _format_cpu(result: RunResult) -> str:
+    """Format the CPU use of the busiest client process and of the client's machine; "" if neither was
+    measured.
+    """
     shares = [f"busiest process {max(result.cpu):.0%} of a core"] if result.cpu else []
     if result.machine is not None:
         shares.append(f"its machine {result.machine.busy:.0%} of {result.machine.cores} cores")
@@ -92,6 +95,9 @@ def list_sentences(result: RunResult) -> list[str]:
 
 
 def _list_bandwidth_sentences(result: RunResult) -> list[str]:
+    """Describe the bandwidths end to end and of the kernels, relative to their upper bounds; unknown
+    ones are left out.
+    """
     sentences = []
     all_phases, echo = result.all_phases, result.echo
     if echo is not None and all_phases.bytes_per_second > 0:
@@ -110,6 +116,9 @@ def _list_bandwidth_sentences(result: RunResult) -> list[str]:
 
 
 def _list_sweep_sentences(result: RunResult) -> list[str]:
+    """Describe the knee, the sustained load and the peak rate; an empty list if the phases are no sweep
+    of loads.
+    """
     sweep = result.find_sweep()
     if sweep is None:
         return []
@@ -124,6 +133,7 @@ def _list_sweep_sentences(result: RunResult) -> list[str]:
 
 
 def _format_phase_row(part: PhaseSummary) -> list[str]:
+    """Format the cells of a phase, or of all phases, under `PART_HEADINGS`; a dash is an unknown value."""
     offered = "-" if math.isnan(part.offered) else f"{part.offered:.1f}"
     latency = part.total.latency
     return [
@@ -138,6 +148,13 @@ def _format_phase_row(part: PhaseSummary) -> list[str]:
 
 
 def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: float) -> list[str]:
+    """Format the cells of an operation after its name, under `OPERATION_HEADINGS`; a dash is an unknown
+    value.
+
+    Args:
+        total: all requests.
+        in_time: those that ended within their phases, from which rates are computed.
+    """
     kernel = compute_rate(total.kernel_bytes, total.kernel_s)
     return [
         str(total.requests),
@@ -156,7 +173,7 @@ def format_milliseconds(seconds: float) -> str:
 
 
 def make_markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Make the lines of a Markdown table; none if there are no rows."""
+    """Make the lines of a Markdown table; an empty list if there are no rows."""
     if not rows:
         return []
     lines = [
@@ -182,7 +199,10 @@ def _format_bytes(nbytes: int) -> str:
 
 
 def render_markdown(result: RunResult, outcomes: Sequence[Outcome] = ()) -> str:
-    """Render the summary; `outcomes` are the results of its objectives."""
+    """Render the results of a run as Markdown, to paste into an issue or a pull request.
+
+    Args: outcomes: the run's objectives with their results.
+    """
     title = f"{result.scenario}: {result.description}" if result.description else result.scenario
     facts = [f"- {name}: {escape_markdown(value)}" for name, value in list_facts(result).items()]
     remarks = [f"- {escape_markdown(text)}" for text in (*list_sentences(result), *result.faults, *result.remarks)]

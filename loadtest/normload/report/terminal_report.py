@@ -25,7 +25,7 @@ def make_console() -> Console:
 
 
 class ProgressBar(load_run.RunObserver):
-    """A bar that shows the progress of a run."""
+    """A progress bar on the terminal, with rates and errors of the current stage."""
 
     def __init__(self, progress: Progress, on_control: Callable[[Callable[[], None]], None]) -> None:
         self._progress = progress
@@ -36,7 +36,7 @@ class ProgressBar(load_run.RunObserver):
         self._requests = self._errors = self._moved = 0
 
     def begin_stage(self, name: str, duration_s: float | None) -> None:
-        """Show that a stage begins."""
+        """Replace the bar with one for a new stage of the run, whose duration is None if not known."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=duration_s, state="")
@@ -44,7 +44,7 @@ class ProgressBar(load_run.RunObserver):
         self._requests = self._errors = self._moved = 0
 
     def add_progress(self, progress: client_worker.LoadProgress) -> None:
-        """Show that requests have ended."""
+        """Add requests that have ended to the stage's counts, and update the bar."""
         if self._task is None:
             return
         self._requests += progress.requests
@@ -64,7 +64,10 @@ class ProgressBar(load_run.RunObserver):
 def show_progress(
     console: Console, on_control: Callable[[Callable[[], None]], None]
 ) -> Iterator[load_run.RunObserver]:
-    """Show a bar while the block runs."""
+    """Show a progress bar while the `with` block runs; yield the observer that updates it.
+
+    Args: on_control: receives the function that ends the run early.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -76,7 +79,7 @@ def show_progress(
 
 
 def print_result(console: Console, result: RunResult) -> None:
-    """Print the results of a run."""
+    """Print a run's tables, bandwidths, errors, wrong responses and remarks."""
     _print_line(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
     _print_line(console, _format_server(result))
     console.print(_make_table(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)))
@@ -98,6 +101,7 @@ def print_objectives(console: Console, outcomes: Sequence[report_tables.Outcome]
 
 
 def _format_server(result: RunResult) -> str:
+    """Format a line about the server, the client's settings, and the numbers of requests and checks."""
     server_prefix = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
     sent = sum(result.count_by_status().values())
@@ -109,7 +113,7 @@ def _format_server(result: RunResult) -> str:
 
 
 def _make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table whose last row is the total."""
+    """Make a terminal table whose last row is the total, in bold."""
     # Narrow enough for 80 columns: the box separates columns with a blank, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(headings[0], no_wrap=True)

@@ -36,7 +36,10 @@ _ENVIRONMENT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the process's exit code.
+    """Run the command `normserve` with these arguments, by default the process's, and return the exit
+    code.
+
+    `normserve serve` returns when the server has ended.
 
     Raises:
         ModuleNotFoundError: torch, which the server needs, is not installed.
@@ -87,13 +90,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_setting_error(name: str, what: str) -> None:
-    """Print the error of a setting."""
+    """Print to stderr why a setting is not valid, with its option and its environment variable.
+
+    Args:
+        name: of the setting; "" for an error of several settings together.
+        what: the error.
+    """
     # An error of several settings together has no name.
     where = f"{_format_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
     print(f"normserve serve: {where}{what}", file=sys.stderr)
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line; `normserve serve` has an option for every setting.
+
+    Removed settings have hidden options, so that their use is refused with a hint.
+    """
     parser = argparse.ArgumentParser(
         prog="normserve",
         description="Fused LayerNorm, RMSNorm and GroupNorm as a service.",
@@ -127,6 +139,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _run_api_key_command(name: str) -> int:
+    """Make an API key: print the key to stderr, and its entry for the keys file to stdout.  Return the
+    exit code.
+    """
     key = generate_key()
     try:
         table = format_key_table(name, key)
@@ -143,7 +158,9 @@ def _format_option(name: str) -> str:
 
 
 def _make_argument_options(name: str, field: FieldInfo) -> dict[str, Any]:
-    """Make the `add_argument` options of a setting; Settings itself checks the value."""
+    """Make the keyword arguments of `add_argument` for a setting.  Its value stays text, which
+    `Settings` checks.
+    """
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": field.description, "default": None}
     default = "" if field.default is None else f" [default: {field.default}]"
@@ -151,6 +168,9 @@ def _make_argument_options(name: str, field: FieldInfo) -> dict[str, Any]:
 
 
 def _make_metavar(name: str, field: FieldInfo) -> str:
+    """Make the placeholder for an option's value in the help: the allowed values, or the name's last
+    word.
+    """
     choices = getattr(field.annotation, "__args__", ())
     if all(isinstance(choice, str) for choice in choices) and choices:
         return "{" + ",".join(choices) + "}"

@@ -46,7 +46,7 @@ operating system for the server's process.
 
 
 def make_settings_page() -> str:
-    """Make docs/settings.md."""
+    """Make the text of docs/settings.md, with a table of all settings."""
     rows = [
         (
             f"`--{name.replace('_', '-')}`",
@@ -60,7 +60,7 @@ def make_settings_page() -> str:
 
 
 def make_metrics_page() -> str:
-    """Make docs/metrics.md."""
+    """Make the text of docs/metrics.md, with a table of all metrics."""
     families = (*Metrics().families, make_process_up_family())
     rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.help_text) for each in families]
     return _METRICS + _format_table(("metric", "kind", "labels", "meaning"), rows)

@@ -31,7 +31,8 @@ def compute_ancillary_bytes(max_descriptors: int) -> int:
 
 
 class FrameReader:
-    """A splitter of received bytes into frames, which keeps an incomplete frame and the received descriptors.
+    """A splitter of received bytes into frames; it keeps an incomplete frame and the received
+    descriptors.
 
     Attributes:
         max_bytes: the most bytes of a frame's content.
@@ -106,6 +107,11 @@ class FrameReader:
         self.descriptors.clear()
 
     def _add_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        """Add the descriptors that `recvmsg` received to those that were not taken.
+
+        Raises:
+            TooLargeError: there are too many, or the system dropped some; all are closed.
+        """
         for level, kind, rights in ancillary:
             if level == _SOCKET and kind == _RIGHTS:
                 complete_bytes = len(rights) // _INT.size * _INT.size
@@ -148,7 +154,12 @@ class SendQueue:
         self._frames.append((frame, descriptors, on_lost))
 
     def add_and_send_all(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
-        """Add a frame and send all frames of the queue; raises as `send_all`."""
+        """Add a frame to the end of the queue, and send all frames.
+
+        Raises:
+            BlockingIOError: the socket accepts no more now; the unsent bytes stay in the queue.
+            OSError: the peer accepts no more; the unsent bytes stay in the queue.
+        """
         if self._frames:
             self.add(frame)
         else:
@@ -188,7 +199,10 @@ class SendQueue:
                 self.has_partial_frame = True
 
     def discard_all(self) -> list[Callable[[], None]]:
-        """Discard all frames; return the `on_lost` of those that have one."""
+        """Discard all frames, and close their descriptors.
+
+        Return the `on_lost` callbacks of the discarded frames, for the caller to call.
+        """
         lost = []
         for _, descriptors, on_lost in self._frames:
             close_descriptors(descriptors)
@@ -200,7 +214,7 @@ class SendQueue:
 
 
 def close_descriptors(descriptors: Sequence[int]) -> None:
-    """Close all descriptors, ignoring errors of single ones."""
+    """Close all of these descriptors, even if closing some of them fails."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

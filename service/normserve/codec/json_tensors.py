@@ -29,13 +29,13 @@ _STORED: dict[DType, np.dtype[Any]] = {
 
 
 def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryview) -> HostTensor:
-    """Decode a JSON array to a tensor with its own buffer.
+    """Decode a JSON array, nested by the shape or flat, to a tensor with its own buffer.
 
     Args: name: the tensor's name in messages.
 
     Raises:
-        MalformedPayloadError: the array has another shape, holds something else than numbers, or one that the
-            element type cannot hold.
+        MalformedPayloadError: the array has another shape, holds something else than numbers, or one
+            that the element type cannot hold.
         TooLargeError: it has more than `MAX_ELEMENTS`, or more nested arrays.
     """
     count_bits(shape, dtype.itemsize * 8)
@@ -56,7 +56,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
 
 
 def encode(name: str, tensor: HostTensor) -> list[float]:
-    """Return the elements in row-major order, as numbers whose JSON text restores them exactly.
+    """Return a tensor's elements in row-major order, as numbers whose JSON text restores them exactly.
 
     Raises:
         TooLargeError: there are more than `MAX_ELEMENTS`.
@@ -79,6 +79,14 @@ def require_json_size(name: str, count: int) -> None:
 
 
 def _decode_values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
+    """Parse a JSON array of numbers, flat or nested by the shape.
+
+    Brackets and commas are counted first, so that no more numbers are decoded than the shape has.
+
+    Raises:
+        MalformedPayloadError: the array has another shape, or holds something else than numbers.
+        TooLargeError: there are too many nested arrays.
+    """
     # Before anything is decoded, so that no more is than the shape declares.
     text = np.frombuffer(data, np.uint8)
     arrays, commas = (int(np.count_nonzero(text == ord(each))) for each in "[,")
@@ -102,6 +110,7 @@ def _count_arrays(shape: Sequence[int]) -> int:
 
 
 def _make_shape_error(name: str, shape: Sequence[int]) -> MalformedPayloadError:
+    """Make the error for a JSON array that does not have the tensor's shape."""
     count = prod(shape)
     return MalformedPayloadError(
         f"{name} must be an array of {count} numbers, flat or nested by shape {list(shape)}"
@@ -110,7 +119,10 @@ def _make_shape_error(name: str, shape: Sequence[int]) -> MalformedPayloadError:
 
 @functools.cache
 def _make_nested_decoder(rank: int) -> msgspec.json.Decoder[list[object]]:
-    """Make a decoder of arrays nested `rank` deep; `count_bits` bounds the rank."""
+    """Make a decoder of numbers in arrays that are nested `rank` deep.
+
+    The decoders are kept: `count_bits` limits the rank, and so their number.
+    """
     kind: GenericAlias | type = float
     for _ in range(max(1, rank)):
         kind = GenericAlias(list, (kind,))

@@ -36,7 +36,7 @@ Shape = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=64)]
 
 
 class TensorReference(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A reference to a tensor in a segment of the arena.
+    """A reference to a tensor in the memory that client and server share (the arena, made of segments).
 
     Attributes:
         segment: the number of a segment of this connection's arena.
@@ -52,7 +52,7 @@ class TensorReference(msgspec.Struct, forbid_unknown_fields=True, frozen=True, g
 
 
 class SegmentRange(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True, gc=False):
-    """A range of a segment for a result, or for a block of the arena."""
+    """A range of bytes in a segment of the shared memory (the arena), such as the buffer for a result."""
 
     segment: Whole
     offset: Whole
@@ -60,7 +60,7 @@ class SegmentRange(msgspec.Struct, forbid_unknown_fields=True, frozen=True, orde
 
 
 class HelloMessage(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=True, frozen=True):
-    """The first message of a connection.
+    """The first message of a connection, with the version of the protocol and the API key.
 
     Attributes:
         version: of this protocol.
@@ -72,26 +72,35 @@ class HelloMessage(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_f
 
 
 class GrowArenaMessage(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
-    """A request for another segment of the arena, in host or device memory; the response carries its descriptor."""
+    """A request for another segment of shared memory (the arena), on the host or the device.
+
+    The response carries the segment's file descriptor.
+    """
 
     nbytes: Whole
     memory: Literal["host", "device"] = "host"
 
 
 class FreeSegmentMessage(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
-    """The return of a segment that the client does not use any more.  It has no response."""
+    """A message that a segment of the shared memory is no longer used, so that the server may free it.
+
+    There is no response.
+    """
 
     segment: Whole
 
 
 class CancelRequestMessage(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
-    """The cancellation of a queued request; that request is always answered, this message never."""
+    """A message that cancels a queued request, given by its tag.
+
+    The server responds to the cancelled request in any case, and to this message never.
+    """
 
     request: Whole
 
 
 class ComputeMessage(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fields=True, frozen=True):
-    """A request for one operation.
+    """A request to compute one operation.
 
     Attributes:
         op: "layer_norm", "rms_norm" or "group_norm".
@@ -111,7 +120,7 @@ class ComputeMessage(msgspec.Struct, tag_field="do", tag="compute", forbid_unkno
 
 
 class PutLayerMessage(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):
-    """A request to register parameters under a name; the query is as in HTTP."""
+    """A request to register a layer: the parameters of a norm, under a name.  The query is as in HTTP."""
 
     name: Name
     query: Text
@@ -187,7 +196,8 @@ class LocalResponse(msgspec.Struct, omit_defaults=True):
 
 
 class LazyLocalResponse(LocalResponse, omit_defaults=True):
-    """A `LocalResponse` whose results are not decoded yet, as a client reads it.
+    """A response as a client decodes it: a `LocalResponse` whose results stay encoded for
+    `decode_results`.
 
     Attributes:
         results: the encoded results, for `decode_results`.
@@ -197,7 +207,7 @@ class LazyLocalResponse(LocalResponse, omit_defaults=True):
 
 
 class StageMilliseconds(msgspec.Struct, gc=False):
-    """Milliseconds in the stages of an operation, as the server encodes them."""
+    """The milliseconds of an operation in each stage of the server, as the server encodes them."""
 
     recv: float
     queue: float
@@ -207,7 +217,10 @@ class StageMilliseconds(msgspec.Struct, gc=False):
 
 
 class ComputeResponse(msgspec.Struct, gc=False):
-    """The response to an operation as the server encodes it: a `LocalResponse` with encoded results."""
+    """The response to an operation as the server encodes it, with results that are encoded already.
+
+    Clients decode it as a `LocalResponse`.
+    """
 
     request_id: str
     results: msgspec.Raw
@@ -254,7 +267,11 @@ def decode_response(content: bytes) -> LocalResponse:
 
 
 def decode_lazy_response(content: bytes) -> LazyLocalResponse:
-    """Do as `decode_response`, with the results left encoded."""
+    """Decode a server's frame to its response; its results stay encoded, for `decode_results`.
+
+    Raises:
+        MalformedPayloadError: it holds anything else.
+    """
     try:
         return _replies.decode(content)
     except _NOT_AS_DECLARED as error:
@@ -282,13 +299,13 @@ def _make_malformed_error(error: Exception) -> MalformedPayloadError:
 def encode_frame(
     tag: int, message: Message | LocalResponse | ComputeResponse | msgspec.Raw | Sequence[Message]
 ) -> bytes:
-    """Encode a complete frame; a `msgspec.Raw` counts as encoded content."""
+    """Encode a frame: its prefix, and the message in JSON.  A `msgspec.Raw` is JSON already."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content
 
 
 def _quote_printable(text: str) -> str:
-    """Return a decoder's message, which may quote its input, shortened and printable."""
+    """Shorten a decoder's error message, which may quote its input, and replace unprintable characters."""
     printable = "".join(
         [each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]]
     )

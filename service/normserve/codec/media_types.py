@@ -38,7 +38,8 @@ _FAMILIAR = (
 
 
 def describe_unsupported_format(head: bytes | memoryview) -> str:
-    """Describe an unsupported format and the remedy; return "" for an unrecognised one.
+    """Describe the unsupported format of a body, and how to send the data instead; return "" for an
+    unknown one.
 
     Args:
         head: the first bytes, or the complete body.
@@ -57,7 +58,7 @@ def describe_unsupported_format(head: bytes | memoryview) -> str:
 
 
 def _describe_archive(head: bytes | memoryview) -> str:
-    """Describe a zip archive by the name of its first file."""
+    """Describe a zip archive by the name of its first file, and how to send its arrays instead."""
     name = bytes(head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[_ZIP_NAME_BYTES], "little")])
     if name.endswith(b".npy"):
         return "an .npz archive of numpy's: send one array as .npy, or all of them as safetensors"
@@ -67,7 +68,8 @@ def _describe_archive(head: bytes | memoryview) -> str:
 
 
 def detect_media_type(head: bytes | memoryview) -> str | None:
-    """Return the media type that a body's first bytes show; None if they show none of the supported ones.
+    """Detect by a body's first bytes whether it is npy or safetensors, and return that media type, else
+    None.
 
     Args:
         head: at least the first `SNIFF_BYTES` bytes of the body, or all of a shorter one.

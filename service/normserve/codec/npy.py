@@ -57,13 +57,15 @@ DATA_ALIGNMENT = 64
 
 
 class _NpyHeader(NamedTuple):
+    """The three fields of a header; their types are checked, but not yet whether they are supported."""
+
     descr: str
     fortran_order: bool
     shape: tuple[int, ...]
 
 
 class _ArrayDescription(NamedTuple):
-    """The array that a header describes, whose dtype is None where this API does not support it."""
+    """The array that a header describes; dtype is None if this API does not support its elements."""
 
     dtype: DType | None
     descr: str
@@ -74,7 +76,7 @@ class _ArrayDescription(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NpyEntry:
-    """The validated description of the array in a body.
+    """The validated description of the array in an npy body.
 
     Attributes:
         start: offset of the data, which end where the body does.
@@ -120,7 +122,11 @@ def read_entry(body: memoryview) -> NpyEntry:
 
 
 def _find_header(body: memoryview) -> tuple[int, int, str]:
-    """Return the start and stop of the header's text, and its encoding."""
+    """Find the header's text: return the offsets of its start and stop, and its encoding.
+
+    Raises:
+        MalformedPayloadError: the magic, the version or the header's length is not valid.
+    """
     if body[: len(NPY_MAGIC)] != NPY_MAGIC or len(body) < _VERSION_END:
         raise MalformedPayloadError("npy must begin with its magic and a version")
     version = (body[_VERSION_END - 2], body[_VERSION_END - 1])
@@ -138,6 +144,11 @@ def _find_header(body: memoryview) -> tuple[int, int, str]:
 
 
 def _parse_description(text: bytes, encoding: str) -> _ArrayDescription:
+    """Parse a header's text, and return the description of its array, with the size in bytes.
+
+    Raises:
+        MalformedPayloadError: the header is not one of a plain array.
+    """
     try:
         decoded = text.decode(encoding)
     except UnicodeDecodeError as error:
@@ -153,6 +164,11 @@ def _parse_description(text: bytes, encoding: str) -> _ArrayDescription:
 
 
 def _parse_fields(text: str) -> _NpyHeader:
+    """Parse a header's text, and check that it has exactly the three fields with their types.
+
+    Raises:
+        MalformedPayloadError: it is not such a header.
+    """
     items = _parse_dictionary(text)
     if items.keys() != {"descr", "fortran_order", "shape"}:
         raise MalformedPayloadError("the header must have exactly descr, fortran_order and shape")
@@ -167,7 +183,9 @@ def _parse_fields(text: str) -> _NpyHeader:
 
 
 def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
-    """Parse `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
+    """Parse `{'key': value, ...}`, in which a value is a string, a truth value or a tuple of whole
+    numbers.
+    """
     items: dict[str, str | bool | tuple[int, ...]] = {}
     # The format pads with blanks and ends with one newline; numpy reads no other line.
     literal = text.removesuffix("\n").strip(" \t")
@@ -190,6 +208,9 @@ def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
 
 
 def _parse_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
+    """Convert a value that was matched in the header to a truth value, a tuple of whole numbers or a
+    string.
+    """
     if match["flag"] is not None:
         return match["flag"] == "True"
     if match["sizes"] is not None:
@@ -198,7 +219,7 @@ def _parse_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse the text between the parentheses of a tuple; (3) is no tuple, (3,) is."""
+    """Parse the text between the parentheses of a shape; as in Python, one size needs a comma: (3,)."""
     if not text.strip(_SPACE):
         return ()
     *sizes, last = (size.strip(_SPACE) for size in text.split(","))
@@ -210,6 +231,11 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _parse_element_bytes(descr: str) -> int:
+    """Return the size of an element in bytes, by numpy's name of its type, such as '<f4'.
+
+    Raises:
+        MalformedPayloadError: there is no such type, or its elements are not plain numbers or strings.
+    """
     match = _DESCR.fullmatch(descr)
     if descr.lstrip("<>|=")[:1] == "O":
         raise MalformedPayloadError("arrays of Python objects are not accepted")
@@ -241,6 +267,9 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
 
 @functools.lru_cache(maxsize=1024)
 def _encode_header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
+    """Encode all bytes that precede the data: magic, version 1.0, the header's length and its padded
+    text.
+    """
     header = repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
     unpadded = _VERSION_END + 2 + len(header) + 1
     text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")

@@ -84,10 +84,22 @@ class SafetensorsEntry:
         return self._view_as(_DTYPES, body)
 
     def view_result(self, body: memoryview) -> HostTensor:
-        """Do as `view_tensor` for a response, which may hold float8_e4m3fn as well."""
+        """Return the tensor of a response as a view of its body.
+
+        Raises:
+            UnsupportedDtypeError: the element type is not float32, float16, bfloat16 or float8_e4m3fn.
+        """
         return self._view_as(_RESULT_DTYPES, body)
 
     def _view_as(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
+        """Return the tensor as a view of its body, with the element type from `dtypes`.
+
+        Args:
+            dtypes: the accepted element types, by the format's names.
+
+        Raises:
+            UnsupportedDtypeError: the tensor has another element type.
+        """
         dtype = dtypes.get(self.dtype)
         if dtype is None:
             raise UnsupportedDtypeError(
@@ -131,6 +143,11 @@ def read_entries(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> Seq
 
 
 def _find_header_end(body: memoryview, limits: HeaderLimits) -> int:
+    """Return the offset at which the JSON header ends and the tensors' data begin.
+
+    Raises:
+        MalformedPayloadError: the header is longer than the limit or the body.
+    """
     if len(body) < _LENGTH_BYTES:
         raise MalformedPayloadError(
             f"safetensors must begin with {_LENGTH_BYTES} bytes of header length, got {len(body)} bytes"
@@ -145,6 +162,11 @@ def _find_header_end(body: memoryview, limits: HeaderLimits) -> int:
 
 
 def _parse_header(raw: bytes) -> dict[str, object]:
+    """Parse the JSON header: the fields of each tensor by name, and the metadata.
+
+    Raises:
+        MalformedPayloadError: it is not UTF-8, or not such JSON.
+    """
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -153,6 +175,7 @@ def _parse_header(raw: bytes) -> dict[str, object]:
 
 
 def _check_metadata(metadata: object) -> None:
+    """Raise MalformedPayloadError unless the header's metadata is null or maps strings to strings."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -160,6 +183,11 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _parse_entry(name: str, fields: object, data_start: int) -> SafetensorsEntry:
+    """Check the fields of one tensor in the header, and return its description with offsets in the body.
+
+    Raises:
+        MalformedPayloadError: a field is missing or not valid, or its size does not follow from its shape.
+    """
     # Other fields are ignored, as the format's own library ignores them.
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
         raise MalformedPayloadError(f"{_format_label(name)} must have dtype, shape and data_offsets")
@@ -190,6 +218,7 @@ def _is_size_list(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_contiguity(entries: Sequence[SafetensorsEntry], data_start: int, body_bytes: int) -> None:
+    """Raise MalformedPayloadError unless the tensors fill the body's data without a hole or an overlap."""
     position = data_start
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != position:
@@ -208,10 +237,11 @@ def _format_label(name: str) -> str:
 
 
 def sort_by_element_size(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
-    """Return the names in the order in which their data must follow the header.
+    """Sort the tensors' names by the size of an element, widest first: their data follow the header in
+    this order.
 
-    Widest elements first, otherwise as given: so every tensor starts at a multiple of its element size, which
-    readers that reinterpret the buffer rely on.
+    Tensors of equal element size stay in the given order.  So every tensor starts at a multiple of
+    its element size, which readers that reinterpret the buffer rely on.
     """
     return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
 
@@ -229,7 +259,7 @@ def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
-    """Encode the header of tensors given by name, dtype and shape, in the order of their data."""
+    """Encode the header of tensors, given by name, dtype and shape in the order of their data."""
     header: dict[str, Any] = {}
     position = 0
     for name, dtype, shape in described:
@@ -242,7 +272,8 @@ def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) ->
 
 
 def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """Encode the payload in pieces: the header, then each tensor's own buffer in `sort_by_element_size`.
+    """Encode tensors as a list of pieces: the header, then each tensor's own buffer, sorted by element
+    size.
 
     Raises:
         ValueError: a tensor is in column-major order, which safetensors cannot express, or its buffer is of

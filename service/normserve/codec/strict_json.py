@@ -20,11 +20,13 @@ _MAX_DIGITS = 19
 
 
 def parse_object(text: str, max_depth: int) -> dict[str, object]:
-    """Parse a text to a JSON object.
+    """Parse a JSON object, and refuse text that Python's own parser accepts although it is not valid
+    here.
 
     Raises:
-        MalformedPayloadError: it is no JSON object, nests deeper than `max_depth`, repeats a key, or holds a
-            number that is negative, fractional, beyond 64 bits or not finite, or a string with a lone surrogate.
+        MalformedPayloadError: it is no JSON object, nests deeper than `max_depth`, repeats a key, or
+            holds a number that is negative, fractional, beyond 64 bits or not finite, or a string with
+            a lone surrogate.
     """
     _check_depth(text, max_depth)
     try:
@@ -43,6 +45,9 @@ def parse_object(text: str, max_depth: int) -> dict[str, object]:
 
 
 def _check_depth(text: str, max_depth: int) -> None:
+    """Raise MalformedPayloadError if the text nests deeper than allowed, before the recursive parser
+    reads it.
+    """
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         token = match[0]
@@ -55,6 +60,11 @@ def _check_depth(text: str, max_depth: int) -> None:
 
 
 def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make the dictionary of a JSON object from the pairs that Python's parser has read.
+
+    Raises:
+        MalformedPayloadError: a key is repeated, or a string has half of a surrogate pair.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         raise MalformedPayloadError("the header repeats a key")

@@ -19,8 +19,10 @@ _LARGE_BYTES = 256 * 2**10
 
 
 class Batcher:
-    """A first-in, first-out queue for each lane, from which the oldest job is taken together with others of its
-    class.
+    """The waiting jobs, in a first-in, first-out queue for each lane; a lane is for small or for large
+    jobs.
+
+    The oldest job of a lane is taken together with others of its class, which may share a launch.
     """
 
     def __init__(self, *, max_requests: int, max_bytes: int) -> None:
@@ -49,7 +51,7 @@ class Batcher:
         return QueueLane.SMALL if job.nbytes <= self._max_small_bytes else QueueLane.LARGE
 
     def add(self, job: NormJob) -> None:
-        """Queue a job."""
+        """Add a job to the queue of its lane; a job larger than the limit of a batch will run alone."""
         lane = self.choose_lane(job)
         queue = self._lanes[lane]
         if not queue:
@@ -65,8 +67,14 @@ class Batcher:
                 self._job_count -= 1
 
     def take_batch(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
-        """Remove and return the next batch for a device with capacity in these lanes; None if no job
-        waits there.
+        """Remove and return the next batch: the oldest job of a lane, with others that may share its launch.
+
+        Of several lanes with jobs, the one is chosen that has run the fewest bytes.
+
+        Args:
+            lanes: those in which the device has capacity.
+
+        Returns: None if no job waits in these lanes.
         """
         waiting = [lane for lane in QueueLane if lane in lanes and self._lanes[lane]]
         if not waiting:
@@ -82,7 +90,7 @@ class Batcher:
         return batch
 
     def _limit_batch(self, members: Iterable[NormJob]) -> Iterator[NormJob]:
-        """Yield the first jobs, at least one and at most as many as one launch takes."""
+        """Yield the first of these jobs: at least one, and then as many as the limits of one launch allow."""
         nbytes = 0
         for count, job in enumerate(members):
             nbytes += job.nbytes
@@ -92,7 +100,9 @@ class Batcher:
 
 
 class _LaneQueue:
-    """Jobs in order of arrival, indexed by class."""
+    """The waiting jobs of a lane in order of arrival, indexed by batch class: the jobs that may share a
+    launch.
+    """
 
     def __init__(self) -> None:
         self._batch_classes: dict[NormJob, Hashable] = {}

@@ -16,10 +16,11 @@ _LEAST_CORES = 2
 
 
 class BusyPoller:
-    """A poller that keeps the event loop from sleeping while a prompt next message is expected.
+    """A poller that keeps the event loop awake for a moment while the next message is expected very
+    soon.
 
-    To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The loop polls
-    its sockets in each iteration as always; nothing that is ready waits for this.
+    To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The
+    loop polls its sockets in each iteration as always; nothing that is ready waits for this.
     """
 
     def __init__(self, progress: CompletionTracker | None = None) -> None:
@@ -35,7 +36,7 @@ class BusyPoller:
         self._is_prompt = time.perf_counter() - self._sent_at <= SOON_S
 
     def record_sent(self) -> None:
-        """Record a sent message, and poll from now on if the last received message was prompt."""
+        """Record a sent message; if the last received one was prompt, poll for the next one from now on."""
         self._sent_at = time.perf_counter()
         if not self._is_prompt:
             return
@@ -45,6 +46,11 @@ class BusyPoller:
             asyncio.get_running_loop().call_soon(self._poll)
 
     def _poll(self) -> None:
+        """Schedule this method for the next iteration of the event loop, which therefore does not sleep.
+
+        The polling ends when its time is over, or while requests are open: other threads then need
+        Python's lock.
+        """
         may_poll = self._request_progress is None or self._request_progress.is_idle
         if may_poll and time.perf_counter() < self._poll_until:
             asyncio.get_running_loop().call_soon(self._poll)
@@ -53,7 +59,8 @@ class BusyPoller:
 
 
 def make_busy_poller(progress: CompletionTracker | None = None) -> BusyPoller | None:
-    """Make a poller for this process; None if the process may run on too few cores.
+    """Make a poller for this process.  Return None if the process may use only one core, which the
+    sender of the next message needs.
 
     Args: progress: as of `BusyPoller`.
     """

@@ -12,9 +12,10 @@ from normserve.jobs.job import NormJob
 
 
 class CompilationQueue:
-    """The classes with compiled kernels, and the jobs of classes whose compilation has not ended.
+    """The classes whose kernels are compiled, and the jobs that wait for the compilation of another
+    class.
 
-    Not thread-safe: it belongs to the event loop's thread.
+    Jobs of one class need the same kernels.  Not thread-safe: it belongs to the event loop's thread.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class CompilationQueue:
         self._compiled_classes.update(kinds)
 
     def add_job(self, kind: Hashable, job: NormJob) -> bool:
-        """Let a job wait for its class; return whether the caller must start the compilation.
+        """Add a job that waits for the kernels of its class.
+
+        Return whether it is the first one, so that the caller must start the compilation.
 
         Raises:
             OverloadedError: the limit of compiled classes is reached, or the rate of compilations is too high.
@@ -56,7 +59,10 @@ class CompilationQueue:
         return is_new
 
     def end_compilation(self, kind: Hashable, *, compiled: bool) -> Collection[NormJob]:
-        """Record the end of a class's compilation; return the jobs that still wait for it."""
+        """Record that the compilation of a class has ended; remove and return the jobs that waited for it.
+
+        Args: compiled: whether it succeeded, so that later jobs of the class need not wait.
+        """
         jobs = self._waiting_jobs.pop(kind)
         for job in jobs:
             del self._waiting_classes[job]
@@ -74,6 +80,11 @@ class CompilationQueue:
         return tuple(self._waiting_classes)
 
     def _take_token(self) -> None:
+        """Count a new compilation against the limits of classes and of compilations per minute.
+
+        Raises:
+            OverloadedError: a limit is reached.
+        """
         if len(self._compiled_classes) + len(self._waiting_jobs) >= self._max_classes:
             raise OverloadedError(
                 f"kernels of {self._max_classes} classes are compiled, no more than that are kept", 60.0

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """The engine's ability to take requests."""
+    """The states of the engine; only a ready engine takes requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -44,7 +44,7 @@ class EngineState(Enum):
 
 
 class Engine:
-    """The queueing, batching and computation of jobs, with one executor.
+    """The service that queues submitted jobs, launches them in batches and returns their results.
 
     Attributes:
         launch_progress: of the batches that the dispatcher has in flight or had.
@@ -79,7 +79,7 @@ class Engine:
         return self._executor.last_error
 
     async def start(self) -> DeviceDescription:
-        """Start the device; the engine still takes no jobs until `accept_jobs`.
+        """Start the device and return its description; jobs are accepted only after `accept_jobs`.
 
         Raises:
             NormserveError: the device cannot be used.
@@ -116,7 +116,7 @@ class Engine:
         self._executor.stop(timeout_s)
 
     def require_ready(self) -> None:
-        """Raise an error unless the engine accepts jobs.
+        """Raise an error unless the engine accepts jobs; which one depends on the engine's state.
 
         Raises:
             NotReadyError, DrainingError: by state.
@@ -132,7 +132,7 @@ class Engine:
                 raise _make_not_launched_error()
 
     async def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
-        """Load a layer's parameters into the memory that the backend needs.
+        """Load a layer's weight and bias into the backend's memory; return the backend's handle for them.
 
         Raises:
             NormserveError: the device could not take them.
@@ -140,22 +140,25 @@ class Engine:
         return await self._run_on_executor(lambda reply: self._executor.load_parameters(op, weight, bias, reply))
 
     def register_host_memory(self, memory: memoryview) -> object:
-        """Prepare memory shared with clients on this host for the device, for as long as the returned object lives.
+        """Prepare memory that clients on this host share, so that copies between it and the device are fast.
 
-        Called from any thread, once the engine is ready.
+        It stays prepared for as long as the returned object lives.  Called from any thread, once the
+        engine is ready.
         """
         return self._executor.backend.register_host_memory(memory)
 
     @property
     def shareable_device(self) -> ShareableDevice | None:
-        """The device whose memory can be shared with clients on this host; None if there is none.  Read once the
-        engine is ready.
+        """The device whose memory can be shared with clients on this host; None if the backend has none.
+
+        Read once the engine is ready.
         """
         return self._executor.backend.shareable_device
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """Make an object that answers recurring requests without `submit`; None if the backend has none.  Called
-        once the engine is ready.
+        """Make an object that answers repeated requests by captured launches, in place of `submit`.
+
+        Return None if the backend captures no launches.  Called once the engine is ready.
         """
         return self._executor.backend.make_replayer()
 
@@ -173,16 +176,19 @@ class Engine:
         return self.state is EngineState.READY and not self._dispatcher.is_launching
 
     def record_failed_replay(self, code: int) -> NormserveError:
-        """Record that a captured launch, and with it the device, has failed; return the error for the caller.
+        """Record that the replay of a captured launch has failed, and the device with it; return the error
+        for the caller.
 
-        Args: code: the driver's.
+        Args: code: the error code of the CUDA driver.
         """
         error = self._executor.translate_error(RuntimeError(f"CUDA error: {code}, of a captured launch"))
         self._record_failure(error)
         return error
 
     def submit(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Run a job; its caller calls `release` after `on_end`, or when the result is not wanted any more.
+        """Queue a job and return; `on_end` is called later with its result or error.
+
+        The caller calls `release` after `on_end`, or when the result is not wanted any more.
 
         Args:
             deadline: when execution must have begun, by `time.perf_counter`.
@@ -212,14 +218,17 @@ class Engine:
             self._remove_job(job)
 
     def cancel(self, job: NormJob) -> None:
-        """Refuse a job whose client has left; a job that already runs gets its result."""
+        """Remove a queued job whose client has left, and end it with an error; a running job still gets its
+        result.
+        """
         if self._pending_jobs.is_running(job):
             return
         self._remove_job(job)
         self._pending_jobs.fail((job,), ClientLeftError("the client left before its result was ready"))
 
     def _ensure_compiled(self, job: NormJob) -> bool:
-        """Return whether a job may run now; if not, it is queued after the compilation of its kernels.
+        """Return whether a job's kernels are compiled; if not, queue the job and start the compilation if
+        needed.
 
         Raises:
             OverloadedError: too much is being compiled.
@@ -237,6 +246,7 @@ class Engine:
         return False
 
     def _end_compilation(self, kind: Hashable, outcome: WorkOutcome) -> None:
+        """Queue and launch the jobs that waited for a compilation, or fail them with its error."""
         jobs = self._compilation_queue.end_compilation(kind, compiled=outcome.error is None)
         if outcome.error is not None:
             self._record_failure(outcome.error)
@@ -248,7 +258,9 @@ class Engine:
         self._launch_waiting()
 
     def _admit_new_jobs(self) -> None:
-        """Launch or queue the jobs of this iteration of the loop, and start the deadlines of those that wait."""
+        """Launch or queue the jobs submitted in this iteration of the event loop; start the deadline timers
+        of those that wait.
+        """
         if len(self._new_jobs) == 1 and self.state is not EngineState.FAILED:
             self._admit_single_job(*self._new_jobs.popitem())
             return
@@ -266,8 +278,9 @@ class Engine:
             self._pending_jobs.enforce_deadline(job)
 
     def _admit_single_job(self, job: NormJob, is_compiled: bool) -> None:
-        """Do the work of `_admit_new_jobs` for a single job, without a search for others of its class if none
-        waits.
+        """Launch the only new job at once if no other waits and the device has capacity; else queue it.
+
+        A single job is the usual case, and this avoids a search for others of its class.
         """
         if not self._pending_jobs.is_pending(job):
             return
@@ -281,6 +294,7 @@ class Engine:
         self._pending_jobs.enforce_deadline(job)
 
     def _launch_waiting(self) -> None:
+        """Launch batches of waiting jobs for as long as the device has capacity."""
         while self.state is not EngineState.FAILED:
             batch = self._batcher.take_batch(self._dispatcher.list_free_lanes())
             if batch is None:
@@ -288,6 +302,9 @@ class Engine:
             self._launch_batch(batch)
 
     def _launch_batch(self, batch: Batch) -> None:
+        """Launch a batch and record that its jobs run; if it has ended already, give its callers the
+        results.
+        """
         self._pending_jobs.record_start(batch)
         outcome = self._dispatcher.launch(batch)
         if outcome is not None:
@@ -298,6 +315,9 @@ class Engine:
         self._launch_waiting()
 
     def _resolve_batch(self, batch: Batch, outcome: WorkOutcome) -> None:
+        """Give the callers of a batch its results, or the error of its launch; a failed device fails the
+        engine.
+        """
         if outcome.error is not None:
             self._record_failure(outcome.error, batch)
             self._pending_jobs.fail(batch.jobs, outcome.error)
@@ -309,10 +329,12 @@ class Engine:
         self._metrics.observe_launch(batch, execution)
 
     def _record_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
-        """Refuse the jobs that wait and notify the process, if the error is a failure of the device.
+        """Fail the engine if an error is a failure of the device: refuse the waiting jobs, and notify the
+        process.
 
-        Only jobs of a launch that failed get the device's error: one of them may be its cause, and would make the
-        next server fail.  Jobs that were in no launch may be sent again.
+        Other errors are ignored.  Only jobs of a launch that failed get the device's error: one of them
+        may be its cause, and would make the next server fail.  Jobs that were in no launch may be sent
+        again.
         """
         if not isinstance(error, DeviceFailureError) or self.state is EngineState.FAILED:
             return
@@ -334,7 +356,10 @@ class Engine:
         self._metrics.set_ready(state is EngineState.READY)
 
     async def _run_on_executor(self, request: Callable[[Reply], None]) -> object:
-        """Hand work to the executor and wait for its reply."""
+        """Wait for work of the executor, which replies to a callback; return its value or raise its error.
+
+        Args: request: starts the work with the callback.
+        """
         future: asyncio.Future[WorkOutcome] = asyncio.get_running_loop().create_future()
         request(wrap_for_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future

@@ -41,7 +41,7 @@ _WORDLESS = DeviceOutOfMemoryError("there is not enough memory for this request 
 
 
 class WorkOutcome(NamedTuple):
-    """The outcome of a piece of work: a value or an error, never both.
+    """The outcome of work on the device: a value or an error, never both.
 
     Attributes:
         started_at: when the work began, by `time.perf_counter`.
@@ -56,8 +56,9 @@ Reply = Callable[[WorkOutcome], None]
 
 
 def wrap_for_loop(reply: Reply) -> Reply:
-    """Wrap a reply so that any thread may call it: it runs on the current event loop, or not at all if that is
-    closed.
+    """Wrap a callback of the event loop so that any thread may call it; it then runs on the loop.
+
+    It does not run if the loop is closed.
     """
     loop = asyncio.get_running_loop()
 
@@ -73,6 +74,14 @@ def wrap_for_loop(reply: Reply) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
+    """A function for a worker thread to call, and the callbacks for its outcome.
+
+    Attributes:
+        on_done: called with the outcome.
+        lane: of the batch that the function launches.
+        on_launched: called before, if the function has launched a batch that has not ended.
+    """
+
     function: Callable[[], object]
     on_done: Reply
     lane: QueueLane
@@ -104,6 +113,10 @@ class _WorkerThread:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        """Process the items of the queue until None is received.
+
+        An item that fails for lack of memory still gets a reply.
+        """
         while (work := self._inbox.get()) is not None:
             try:
                 self._process(work)
@@ -114,11 +127,12 @@ class _WorkerThread:
 
 
 class Executor:
-    """The threads that run work on the device and wait for its batches.
+    """The threads that use the device: one owns and launches, others wait for its batches or compile
+    kernels.
 
-    The owner's thread launches batches one after another.  For each lane, another thread waits for the batches in
-    flight, so that the owner is free to launch the next batch, and a small batch need not wait for a large one.
-    Replies are called on any of these threads.
+    The owner's thread launches batches one after another.  For each lane, another thread waits for
+    the batches in flight, so that the owner is free to launch the next batch, and a small batch need
+    not wait for a large one.  Replies are called on any of these threads.
 
     Attributes:
         last_error: the traceback of the last error that no request caused.
@@ -136,13 +150,13 @@ class Executor:
         self._threads = (self._owner, *self._waiting_threads.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
-        """Start the threads and the device; the reply's value is a `DeviceDescription`."""
+        """Start the threads, and the device on the thread that owns it; `reply` gets a `DeviceDescription`."""
         for thread in self._threads:
             thread.start()
         self._owner.enqueue(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
 
     def run_batch(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
-        """Run a batch on the owner's thread; the reply's value is a `BatchResult`.
+        """Queue a batch for the thread that owns the device; `reply` gets its `BatchResult`.
 
         Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
         """
@@ -151,7 +165,7 @@ class Executor:
         )
 
     def is_inline_size(self, batch: Batch) -> bool:
-        """Return whether a batch takes less time than handing it to a thread."""
+        """Return whether a batch is so small that running it takes less time than handing it to a thread."""
         if batch.nbytes <= self.backend.max_inline_bytes:
             return True
         return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
@@ -161,17 +175,19 @@ class Executor:
         return self.backend.can_launch_without_waiting(batch)
 
     def launch_inline(self, batch: Batch) -> WorkOutcome:
-        """Launch a batch on the caller's thread; the outcome's value is a `PendingLaunch`, or a `BatchResult`.
+        """Launch a batch on the caller's thread; the outcome's value is a `PendingLaunch`, or a
+        `BatchResult` if the batch has ended.
 
-        No batch may be between `run_batch` and its `on_launched`: a backend launches one at a time.
+        No batch may still wait for its launch by the owner's thread: a backend launches one at a time.
         """
         return self._run_catching(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
     def run_inline(self, batch: Batch) -> WorkOutcome:
-        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.max_inline_bytes`).
+        """Run a batch on the caller's thread, for an idle device that allows it
+        (`Backend.max_inline_bytes`).
 
-        All batches of `run_batch` must have ended: a backend runs one batch at a time.  If the batch takes long,
-        the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
+        All batches of the owner's thread must have ended: a backend runs one batch at a time.  If the
+        batch takes long, the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
         """
         started = time.perf_counter()
         try:
@@ -185,7 +201,10 @@ class Executor:
         return _WATCHED_S
 
     def poll_launch(self, outcome: WorkOutcome) -> WorkOutcome | None:
-        """Return the outcome of a batch in flight, or None if it has not ended.  Does not block."""
+        """Return the outcome of a batch in flight if it has ended, else None; do not wait.
+
+        Args: outcome: of the launch, with the `PendingLaunch`.
+        """
         flight = outcome.value
         assert isinstance(flight, PendingLaunch)
         try:
@@ -194,7 +213,7 @@ class Executor:
             return self._make_failed_outcome(outcome.started_at, error)
 
     def wait_on_thread(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
-        """Have a thread wait for a batch in flight; the reply's value is a `BatchResult`."""
+        """Queue a batch in flight for the thread that waits for its lane; `reply` gets the `BatchResult`."""
         started, flight = outcome.started_at, outcome.value
         assert isinstance(flight, PendingLaunch)
         self._waiting_threads[lane].enqueue(
@@ -208,8 +227,8 @@ class Executor:
         return meaning
 
     def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
-        """Load parameters on the compiler's thread, in parallel with batches; the reply's value is the backend's
-        handle for them.
+        """Queue the loading of a layer's parameters, in parallel with batches; `reply` gets the backend's
+        handle.
         """
         self._compiler.enqueue(
             _WorkItem(lambda: self.backend.load_parameters(op, weight, bias), reply, QueueLane.SMALL)
@@ -220,7 +239,9 @@ class Executor:
         self._compiler.enqueue(_WorkItem(lambda: self.backend.compile_kernels(job), reply, QueueLane.SMALL))
 
     def stop(self, timeout_s: float) -> None:
-        """End the threads once their queues are empty; leave those behind that still run after `timeout_s`."""
+        """End the threads once their queues are empty.  After `timeout_s` the threads that still run are
+        left alone.
+        """
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.stop(max(0.0, give_up - time.monotonic()))
@@ -232,7 +253,11 @@ class Executor:
 
     @property
     def backend(self) -> Backend:
-        """The device's backend, once it has started."""
+        """The device's backend.
+
+        Raises:
+            RuntimeError: the backend has not started.
+        """
         if self._backend is None:
             raise RuntimeError("the backend has not started")
         return self._backend
@@ -242,6 +267,10 @@ class Executor:
         return self._backend.start()
 
     def _process_device_work(self, work: _WorkItem) -> None:
+        """Process an item on the thread that owns the device.
+
+        A batch that is then in flight is left to the thread that waits for its lane.
+        """
         outcome = self._run_catching(work.function)
         if isinstance(outcome.value, PendingLaunch):
             if work.on_launched is not None:
@@ -254,6 +283,7 @@ class Executor:
         work.on_done(self._run_catching(work.function))
 
     def _run_catching(self, work: Callable[[], object]) -> WorkOutcome:
+        """Call a function, and return its value or its translated exception as an outcome."""
         started = time.perf_counter()
         try:
             return WorkOutcome(started, value=work())
@@ -261,6 +291,7 @@ class Executor:
             return self._make_failed_outcome(started, error)
 
     def _make_failed_outcome(self, started: float, error: Exception) -> WorkOutcome:
+        """Make the outcome of work that raised an exception; keep its traceback if no request caused it."""
         try:
             meaning = self._translate(error)
             if type(meaning) in (NormserveError, DeviceFailureError):
@@ -271,6 +302,7 @@ class Executor:
             return WorkOutcome(started, error=_WORDLESS)
 
     def _translate(self, error: Exception) -> NormserveError:
+        """Translate an exception into the error for callers, and log it if it is not such an error already."""
         if isinstance(error, NormserveError):
             return error
         meaning = None if self._backend is None else self._backend.translate_error(error)
@@ -282,8 +314,10 @@ class Executor:
 
 
 def _report_no_memory(work: _WorkItem) -> None:
-    """Reply to work that failed for lack of memory, as soon as there is enough for the reply: a caller waits for
-    it.
+    """Reply to work that failed for lack of memory: try again until there is enough memory for the
+    reply.
+
+    A caller waits for the reply.
     """
     while True:
         try:
@@ -300,7 +334,10 @@ def _run_and_poll(backend: Backend, batch: Batch) -> BatchResult | PendingLaunch
 
 
 def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> BatchResult | PendingLaunch:
-    """Copy results into the result buffers of jobs that have them, now or when the pending launch has ended."""
+    """Copy the results of a batch into the result buffers of those jobs that have them.
+
+    For a pending launch, return one that copies the results after it has ended.
+    """
     if isinstance(value, BatchResult) and value.has_filled_buffers:
         return value
     for job in batch.jobs:
@@ -314,6 +351,8 @@ def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> Bat
 
 
 class _BufferedPendingLaunch(PendingLaunch):
+    """A pending launch whose results are copied into the jobs' result buffers after it has ended."""
+
     def __init__(self, batch: Batch, flight: PendingLaunch) -> None:
         self._batch = batch
         self._launch = flight
@@ -326,6 +365,9 @@ class _BufferedPendingLaunch(PendingLaunch):
 
 
 def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
+    """Copy the results of an ended batch into the jobs' result buffers, unless the backend has filled
+    them.
+    """
     if execution.has_filled_buffers:
         return execution
     began = time.perf_counter()
@@ -340,6 +382,11 @@ def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
 
 
 def _copy_results(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+    """Copy one job's results into its result buffers, unless they are there; return tensors of the
+    buffers.
+
+    Args: places: the buffer for each result, by name.
+    """
     moved = {}
     for name, tensor in results.items():
         nbytes = len(tensor.data)

@@ -28,7 +28,7 @@ class _PolledLaunch(NamedTuple):
 
 
 class LaunchDispatcher:
-    """A dispatcher that gives batches to an executor and counts those in flight.
+    """A dispatcher that launches batches, on this thread or by the executor, and polls those in flight.
 
     Attributes:
         progress: of all batches that did not end within `launch`.
@@ -72,7 +72,10 @@ class LaunchDispatcher:
         return [lane for lane in QueueLane if self.has_capacity(lane)]
 
     def launch(self, batch: Batch) -> WorkOutcome | None:
-        """Launch a batch; return its outcome, or None if `on_end` will be called with it."""
+        """Launch a batch, on this thread if that is faster than handing it to another.
+
+        Return its outcome if it has ended; else None, and `on_end` is called with the outcome later.
+        """
         executor = self._executor
         outcome: WorkOutcome | None = None
         # The executor's threads have no batch, so that none of them uses the device now.
@@ -104,13 +107,16 @@ class LaunchDispatcher:
         return wrap_for_loop(functools.partial(self._end_launch, batch))
 
     def _add_polled(self, flight: _PolledLaunch) -> None:
+        """Poll a batch in flight from the next iteration of the event loop on."""
         self._polled.append(flight)
         if not self._is_poll_scheduled:
             self._is_poll_scheduled = True
             asyncio.get_running_loop().call_soon(self._poll_all)
 
     def _poll_all(self) -> None:
-        """End the batches that have completed; poll others again in the next iteration of the loop, or leave them
+        """Poll the batches in flight, and end those that have completed.
+
+        The others are polled again in the next iteration of the event loop, or, if they take long, left
         to a thread.
         """
         self._is_poll_scheduled = False
@@ -134,6 +140,7 @@ class LaunchDispatcher:
             self._batch_to_launch = None
 
     def _end_launch(self, batch: Batch, outcome: WorkOutcome) -> None:
+        """Record that a batch is no longer in flight, and call `on_end` with its outcome."""
         self._clear_batch_to_launch(batch)
         self._lane_counts[batch.lane] -= 1
         self._launch_count -= 1
@@ -142,7 +149,7 @@ class LaunchDispatcher:
 
 
 def describe_batch(batch: Batch) -> str:
-    """Describe the jobs of a launch, for the crash report."""
+    """Describe the jobs of a launch in a text for the crash report."""
     job = batch.jobs[0]
     tensors = {name: f"{tensor.dtype.label}{list(tensor.shape)}" for name, tensor in job.tensors.items()}
     return f"{len(batch.jobs)} requests of {job.spec}, the first with {tensors}"

@@ -19,7 +19,12 @@ OnEnd = Callable[[NormResult | NormserveError], None]
 
 @dataclass(eq=False, slots=True)
 class _PendingJob:
-    """The callback and the deadline of a job whose caller waits."""
+    """The callback and the deadline of a job whose caller waits.
+
+    Attributes:
+        submitted_at, start_deadline: by `time.perf_counter`; the job must begin to run by the deadline.
+        is_resolved: whether the callback has been called.
+    """
 
     on_end: OnEnd
     submitted_at: float
@@ -34,7 +39,9 @@ class _PendingJob:
 
 
 class PendingJobs:
-    """The jobs whose callers wait."""
+    """The submitted jobs whose callers still wait, and the deadlines by which these jobs must begin to
+    run.
+    """
 
     def __init__(self, on_late: Callable[[NormJob], None]) -> None:
         """Args: on_late: called with a job that has not begun to run by its deadline, before its caller gets the
@@ -84,7 +91,10 @@ class PendingJobs:
             self._pending[job].is_running = True
 
     def resolve(self, batch: Batch, execution: BatchResult, started: float) -> None:
-        """Give each caller of a batch its result; `started` is when the batch began, by `time.perf_counter`."""
+        """Call the callbacks of a batch's jobs with their results, except for callers that no longer wait.
+
+        Args: started: when the batch began, by `time.perf_counter`.
+        """
         launch_bytes = sum(execution.kernel_bytes)
         for job, tensors, kernel_bytes in zip(batch.jobs, execution.results, execution.kernel_bytes, strict=True):
             waiting = self._pending.get(job)
@@ -106,7 +116,7 @@ class PendingJobs:
             )
 
     def fail(self, jobs: Iterable[NormJob], error: NormserveError) -> None:
-        """Give the error to the callers of these jobs that still wait."""
+        """Call the callbacks of these jobs with the error, except for callers that no longer wait."""
         for job in jobs:
             waiting = self._pending.get(job)
             if waiting is not None and not waiting.is_resolved:
@@ -131,7 +141,9 @@ class PendingJobs:
         )
 
     def _fail_expired(self) -> None:
-        """Fail the jobs whose deadlines have passed, and set the timer to the next deadline."""
+        """End the jobs that have not begun to run by their deadlines with an error; set the timer to the
+        next one.
+        """
         self._timer, self._next_expiry_at = None, math.inf
         now = time.perf_counter()
         may_be_late = [(job, waiting) for job, waiting in self._pending.items() if waiting.can_expire]

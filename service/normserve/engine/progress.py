@@ -12,7 +12,7 @@ _RETRY_AFTER_S = 5.0
 
 
 class CompletionTracker:
-    """The number of pieces of work in progress, and the time since one was completed."""
+    """The number of requests or launches in progress, and the time since the last one ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -20,7 +20,7 @@ class CompletionTracker:
         self._last_change_at = 0.0
 
     def begin_work(self) -> None:
-        """Count the begin of a piece of work."""
+        """Count a request or a launch that begins."""
         if not self._open_count:
             self._last_change_at = self._clock()
         self._open_count += 1
@@ -42,7 +42,7 @@ class CompletionTracker:
 
 
 class StallDetector:
-    """A detector of requests, or launches, of which none ends any more.
+    """A detector of a server that hangs: requests or launches are in progress, and none of them ends.
 
     Attributes:
         request_progress: of requests that have been received completely and not answered yet.
@@ -65,7 +65,7 @@ class StallDetector:
         return self.stalled_s > self._stall_s
 
     def require_progress(self) -> None:
-        """Raise an error if nothing has ended for longer than the limit.
+        """Raise StalledError if no request, or no launch, has ended for longer than the limit.
 
         Raises: StalledError: nothing has been finished for too long.
         """
