@@ -49,7 +49,7 @@ class NullBackend:
     def is_better_unbatched(self, job: NormJob) -> bool:
         return False
 
-    def get_captured_launch(self, recurrence: ReplaySlot) -> None:
+    def get_captured_launch(self, replay_slot: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:

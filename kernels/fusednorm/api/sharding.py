@@ -90,14 +90,14 @@ class _ShardingPlacements(NamedTuple):
         ]
 
 
-def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
+def _list_shardings(inputs: NormInputs, option_values: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
     """Yield the ways to divide an operation's work over ranks: undivided, or by samples, rows or heads.
 
     With dropout the work stays undivided, since the mask counts the rows of the undivided tensor.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    options = NormOptions("", *settings)
+    options = NormOptions("", *option_values)
     replicated = Replicate()
     yield _ShardingPlacements(replicated, replicated, replicated, replicated)
     # The dropout mask counts the rows of the undivided tensor.

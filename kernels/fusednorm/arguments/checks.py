@@ -65,13 +65,13 @@ def validate_eps(eps: float) -> float:
     return float(eps)
 
 
-def check_out_dtype(dtype: str, *more: str) -> None:
+def check_out_dtype(dtype: str, *also_allowed: str) -> None:
     """Raise KernelInputError unless a dtype of y is one that x may have, or is explicitly allowed.
 
     A kernel that writes float8 allows that dtype, too.
     """
-    if dtype not in (*FLOAT_DTYPES, *more):
-        *names, last = (*FLOAT_DTYPES, *more)
+    if dtype not in (*FLOAT_DTYPES, *also_allowed):
+        *names, last = (*FLOAT_DTYPES, *also_allowed)
         raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
 
 

@@ -13,7 +13,7 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 from fusednorm.tensors.layouts import laid_out
 
 
-def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
+def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradient: bool) -> Tensor | None:
     """Compute a norm without options by torch's own CPU functions, which autograd differentiates directly.
 
     The result is None if a residual, scale or shift is given, or if torch cannot compute the call or is less
@@ -27,14 +27,14 @@ def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool)
     if not (residual is scale is shift is None):
         return None
     if op == "layer_norm":
-        return try_layer_norm(x, weight, bias, eps, trains)
+        return try_layer_norm(x, weight, bias, eps, needs_gradient)
     if op == "rms_norm":
-        return try_rms_norm(x, weight, eps, trains)
-    return try_group_norm(x, num_groups, weight, bias, eps, trains)
+        return try_rms_norm(x, weight, eps, needs_gradient)
+    return try_group_norm(x, num_groups, weight, bias, eps, needs_gradient)
 
 
 def try_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, needs_gradient: bool
 ) -> Tensor | None:
     """Compute LayerNorm over the last axis by torch's own CPU function.
 
@@ -44,10 +44,10 @@ def try_layer_norm(
         x: [..., cols].
         weight, bias: [cols], or None.
         eps: added to the variance.
-        trains: whether the result will be differentiated: torch sums gradients of parameters in x's dtype.
+        needs_gradient: whether the result will be differentiated: torch sums gradients of parameters in x's dtype.
     """
     dtype = x.dtype
-    if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
+    if dtype not in FLOAT_DTYPES or (needs_gradient and dtype != torch.float32):
         return None
     cols = x.shape[-1:]
     # Rows of one value: see `torch_row_norms.can_compute`.
@@ -56,16 +56,16 @@ def try_layer_norm(
     return torch.layer_norm(x, cols, to_float32(weight), to_float32(bias), eps, False)
 
 
-def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
+def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, needs_gradient: bool) -> Tensor | None:
     """Compute RMSNorm over the last axis by `torch_row_norms`; None if the result will be differentiated.
 
     torch has no derivative of its own for RMSNorm.
     """
-    return None if trains else torch_row_norms.rms_norm_forward(x, weight, eps=eps).y
+    return None if needs_gradient else torch_row_norms.rms_norm_forward(x, weight, eps=eps).y
 
 
 def try_group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, needs_gradient: bool
 ) -> Tensor | None:
     """Compute GroupNorm of [N, C, *spatial] by torch's own CPU function.
 
@@ -77,10 +77,10 @@ def try_group_norm(
         num_groups: divides C.
         weight, bias: [C], or None.
         eps: added to the variance.
-        trains: whether the result will be differentiated: torch has no gradient of a bias without a weight, and
-            without a weight it keeps statistics in x's dtype.
+        needs_gradient: whether the result will be differentiated: torch has no gradient of a bias without a weight,
+            and without a weight it keeps statistics in x's dtype.
     """
-    if trains and weight is None and (bias is not None or x.dtype != torch.float32):
+    if needs_gradient and weight is None and (bias is not None or x.dtype != torch.float32):
         return None
     if not torch_group_norm.can_compute(x, num_groups, weight, bias, None, eps, "none", 0.0):
         return None
@@ -88,7 +88,7 @@ def try_group_norm(
     if x.is_contiguous():
         return torch.group_norm(laid_out(x, False), num_groups, weight, bias, eps, False)
     # torch writes to the gradient of a channels-last x even if there is none, and crashes.
-    if trains and not x.requires_grad:
+    if needs_gradient and not x.requires_grad:
         return None
     n, c = x.shape[:2]
     h = laid_out(x, True)

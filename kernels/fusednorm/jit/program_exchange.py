@@ -115,14 +115,14 @@ def load_first_tag(exchange_ptr):
 
 
 @triton.jit
-def locate_slot(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
+def locate_slot(exchange_ptr, team, tag, member, members, DEPTH: tl.constexpr):
     """Compute the address of the slot to which a program posts its values in the round `tag`.
 
     The program is the `member`th of the `members` programs of a group, which exchange values.  `member` may
     be a tile; the result has its shape.
     """
     turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
+    return exchange_ptr + HEADER_WORDS + ((team * DEPTH + turn) * members + member) * SLOT_WORDS
 
 
 @triton.jit

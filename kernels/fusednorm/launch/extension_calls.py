@@ -27,7 +27,9 @@ _build = BackgroundBuild(_files)
 _load_error = ""
 
 
-def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
+def load_extension(
+    backward: Callable[..., tuple[Tensor | None, ...]], max_kinds: int, may_build: bool = False
+) -> Any:
     """Load the host extension and configure it; None if it is not compiled, or cannot be loaded.
 
     If loading fails, the first call warns, and later calls return None at once.
@@ -43,7 +45,7 @@ def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int
     try:
         extension = _files.load_module()
         if extension is not None:
-            configure_extension(extension, backward, most)
+            configure_extension(extension, backward, max_kinds)
     except (ImportError, OSError, RuntimeError) as error:
         _load_error = str(error)
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
@@ -67,14 +69,14 @@ def explain_extension() -> tuple[bool, str]:
 def configure_extension(
     extension: Any,
     backward: Callable[..., tuple[Tensor | None, ...]],
-    most: int,
+    max_kinds: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Pass the extension the Python functions that it calls, and the most kinds of calls that it keeps.
 
     `launch`, if it is not None, replaces the launch function of the driver.
     """
-    extension.configure(backward, _get_workspace, (Tensor, torch.nn.Parameter), most, launch)
+    extension.configure(backward, _get_workspace, (Tensor, torch.nn.Parameter), max_kinds, launch)
 
 
 def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
@@ -82,7 +84,7 @@ def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
     return workspace_of(device, stream, words, purpose)
 
 
-def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+def describe_call(template: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
     """Describe a recorded call as arguments of the extension's `record_replay`.
 
     Return None if a kernel needs features of Triton's launcher.  With `any_rows` the description is for any
@@ -92,16 +94,16 @@ def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows:
         outputs: the call's outputs; the same `OutputSpec` twice if one tensor is two results.
         x: the call's x.
     """
-    starts = [_describe_launch(start, recipe) for start in recipe.launches]
+    starts = [_describe_launch(start, template) for start in template.launches]
     if None in starts:
         return None
     return (
         any_rows,
-        recipe.device_index,
-        recipe.scratch_words,
-        recipe.offsets,
-        recipe.workspaces,
-        recipe.rules,
+        template.device_index,
+        template.scratch_words,
+        template.offsets,
+        template.workspaces,
+        template.rules,
         tuple(starts),
         tuple(_describe_output(outputs, place, x, any_rows) for place in range(len(outputs))),
     )
@@ -129,34 +131,36 @@ def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
     return tuple(x.stride()) if output.has_x_layout and not x.is_contiguous() else ()
 
 
-def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any, ...] | None:
+def _describe_launch(prepared_launch: PreparedLaunch, template: LaunchTemplate) -> tuple[Any, ...] | None:
     """Describe a launch as arguments of the driver; None if the kernel needs features of Triton's launcher."""
-    compiled = start.kernel.compiled_kernel
+    compiled = prepared_launch.kernel.compiled_kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
     kinds = compiled.src.signature.values()
-    parameters = tuple(_iterate_parameters(start.slots, kinds, recipe))
-    programs = -1 if start.grid_slot is None else start.grid_slot
+    parameters = tuple(_iterate_parameters(prepared_launch.slots, kinds, template))
+    programs = -1 if prepared_launch.grid_slot is None else prepared_launch.grid_slot
     threads = 32 * metadata.num_warps
     flags = bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid)
-    return compiled.function, start.grid, programs, threads, metadata.shared, *flags, parameters
+    return compiled.function, prepared_launch.grid, programs, threads, metadata.shared, *flags, parameters
 
 
-def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTemplate) -> Iterator[Parameter]:
+def _iterate_parameters(slots: tuple[int, ...], types: Any, template: LaunchTemplate) -> Iterator[Parameter]:
     """Yield a kernel's parameters for the extension, those of tuples one by one.
 
     Each is a pair: whether the parameter is a constant, and its bits or its position in the list of a
     `LaunchTemplate`.
     """
-    for place, kind in zip(places, kinds, strict=True):
+    for place, kind in zip(slots, types, strict=True):
         if isinstance(kind, tuple):
-            yield from _iterate_parameters(recipe.tuples[place], kind, recipe)
+            yield from _iterate_parameters(template.tuples[place], kind, template)
         elif kind != "constexpr":
-            constant = place >= recipe.first_constant_slot
+            constant = place >= template.first_constant_slot
             yield (
                 constant,
-                _encode_constant(recipe.constants[place - recipe.first_constant_slot], kind) if constant else place,
+                _encode_constant(template.constants[place - template.first_constant_slot], kind)
+                if constant
+                else place,
             )
 
 

@@ -122,7 +122,7 @@ class LaunchTemplate:
             launches=tuple(starts),
         )
 
-    def launch(self, at: list[Any], rows: int = 0) -> bool:
+    def launch(self, addresses: list[Any], rows: int = 0) -> bool:
         """Repeat the launches with other tensors; False if a tensor is not aligned to 16 bytes.
 
         The launches are made on the current stream of `device`, which must be the current device.  The list of
@@ -131,33 +131,33 @@ class LaunchTemplate:
         Args:
             rows: the number of rows, at least 1; used only if the launches depend on it.
         """
-        if reduce(or_, at) % 16:
+        if reduce(or_, addresses) % 16:
             return False
         stream = self.launches[0].kernel.get_stream(self.device_index)
         if self.scratch_words:
             # Kept until everything is launched: the memory's next user then runs after these launches.
             own = self.empty_tensor.new_empty(self.scratch_words)
             start = own.data_ptr()
-            at += [start + offset for offset in self.offsets]
+            addresses += [start + offset for offset in self.offsets]
         if self.workspaces:
             workspaces = [workspace_of(self.device, stream, *workspace) for workspace in self.workspaces]
-            at += [workspace.data_ptr() for workspace in workspaces]
+            addresses += [workspace.data_ptr() for workspace in workspaces]
         if self.rules:
-            at.append(rows)
+            addresses.append(rows)
             for tile, most in self.rules:
                 programs = -(-rows // tile)
-                at.append(programs if programs < most else most)
-        at += self.constants
+                addresses.append(programs if programs < most else most)
+        addresses += self.constants
         if self.tuples:
-            at += [tuple([at[place] for place in places]) for places in self.tuples]
+            addresses += [tuple([addresses[place] for place in places]) for places in self.tuples]
         for kernel, (x, y, z), programs_at, _, pick in self.launches:
             call, head, packed = kernel.launcher
             if programs_at is not None:
-                x = at[programs_at]
+                x = addresses[programs_at]
             if packed:
-                call(x, y, z, stream, *head, pick(at))
+                call(x, y, z, stream, *head, pick(addresses))
             else:
-                call(x, y, z, stream, *head, *pick(at))
+                call(x, y, z, stream, *head, *pick(addresses))
         return True
 
 

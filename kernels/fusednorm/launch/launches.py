@@ -117,7 +117,7 @@ def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
     return width == 16 and all(array is None or array.is_aligned for array in arrays)
 
 
-def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+def count_full_chunks(length: int, block: int, chunks: int, one_lane_per_thread: bool) -> int:
     """Compute FULL, the number of chunks without masked elements, of a program that reads `length` elements.
 
     The program reads them in `chunks` chunks of `block` elements.
@@ -125,7 +125,7 @@ def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool)
     If all chunks are full, moments are merged as sets of equal size.  This needs one lane per thread;
     without it FULL is at most chunks - 1.
     """
-    return min(length // block, chunks if lane_a_thread else chunks - 1)
+    return min(length // block, chunks if one_lane_per_thread else chunks - 1)
 
 
 def count_full_range_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:

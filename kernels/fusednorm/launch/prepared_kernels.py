@@ -189,7 +189,7 @@ def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) 
 
 
 def _describe_arguments(
-    looks: Iterable[str], arguments: tuple[Any, ...], memories: PlanTensors | None
+    integer_classes: Iterable[str], arguments: tuple[Any, ...], memories: PlanTensors | None
 ) -> tuple[list[Any], list[Any]]:
     """Return each argument's part of the launch's key, and the arguments with addresses in place of arrays.
 
@@ -197,7 +197,7 @@ def _describe_arguments(
     """
     kinds: list[Any] = []
     values: list[Any] = []
-    for look, value in zip(looks, arguments, strict=False):
+    for look, value in zip(integer_classes, arguments, strict=False):
         kind = type(value)
         if value is None:
             kinds.append(None)

@@ -63,7 +63,7 @@ class _CallReplay:
     template: LaunchTemplate
 
     def allocate_missing(
-        self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
+        self, out: Forward | Backward, x: Tensor, shape: Sequence[int], rows_shape: Sequence[int]
     ) -> list[Tensor | None] | None:
         """Return the tensors of the results: those in `out`, and new ones for the others.
 
@@ -72,7 +72,7 @@ class _CallReplay:
         results: list[Tensor | None] = []
         for new, output, given in zip(self.allocators, self.outputs, out, strict=True):
             if given is None:
-                results.append(None if new is None else new(x, shape, leading))
+                results.append(None if new is None else new(x, shape, rows_shape))
             elif output is not None and fits(output, given, x):
                 results.append(given)
             else:
@@ -292,13 +292,13 @@ class ReplayablePass(Generic[Result]):
         return _KNOWN.get(_make_call_key(self, inputs, options))
 
 
-def _make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
+def _make_call_key(replayable_pass: Hashable, inputs: Inputs, options: Options) -> Hashable:
     """Make the key under which a call of a pass is recorded, from everything in the call but addresses.
 
     Raises:
         TypeError: an option has no hash; raised when the key is first looked up.
     """
-    kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options]
+    kind: list[Hashable] = [replayable_pass, may_wait(), is_batch_invariant(), options]
     for tensor in inputs:
         if tensor is None:
             kind.append(None)
@@ -308,7 +308,7 @@ def _make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashabl
 
 
 def _make_row_free_key(
-    whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
+    replayable_pass: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
 ) -> Hashable | None:
     """Make the key under which a call is recorded for any number of rows; None if there is no such key.
 
@@ -323,7 +323,7 @@ def _make_row_free_key(
     shape = x.shape
     if not (roles and shape):
         return None
-    kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options, shape[-1]]
+    kind: list[Hashable] = [replayable_pass, may_wait(), is_batch_invariant(), options, shape[-1]]
     for role, tensor in zip_longest(roles, inputs):
         if tensor is None:
             kind.append(None)

@@ -94,23 +94,23 @@ def _run_round(
 
 
 def _exchange_tickets(
-    to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]
+    ticket_writer: int, result_reader: int, tickets: list[bytes], is_wanted: Callable[[], bool]
 ) -> Iterator[TicketResult]:
     """Send tickets to the workers and yield their results, until all workers have ended or are not wanted."""
     tickets.reverse()
     polled_at = time.monotonic()
     while True:
-        readable, writable, _ = select.select([to_hear], [to_give] if tickets else [], [], _POLL_S)
+        readable, writable, _ = select.select([result_reader], [ticket_writer] if tickets else [], [], _POLL_S)
         if writable:
             try:
-                os.write(to_give, tickets[-1])
+                os.write(ticket_writer, tickets[-1])
                 tickets.pop()
             except BrokenPipeError:
                 tickets.clear()
             if not tickets:
-                os.close(to_give)
+                os.close(ticket_writer)
         if readable:
-            report = os.read(to_hear, _REPORT.size)
+            report = os.read(result_reader, _REPORT.size)
             if not report:
                 break
             ticket, seconds, nbytes, was_there = _REPORT.unpack(report)
@@ -120,14 +120,14 @@ def _exchange_tickets(
             if not is_wanted():
                 break
     if tickets:
-        os.close(to_give)
+        os.close(ticket_writer)
 
 
-def _run_worker(to_take: int, to_report: int, work: Work) -> None:
+def _run_worker(ticket_reader: int, result_writer: int, work: Work) -> None:
     """Process tickets in a forked process until none is left or the parent has ended, then exit the process."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.
-    while (ticket_bytes := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
+    while (ticket_bytes := os.read(ticket_reader, _TICKET.size)) and os.getppid() == parent:
         (ticket,) = _TICKET.unpack(ticket_bytes)
         began = time.perf_counter()
         try:
@@ -135,5 +135,5 @@ def _run_worker(to_take: int, to_report: int, work: Work) -> None:
         except Exception:
             traceback.print_exc()
             nbytes, was_there = -1, False
-        os.write(to_report, _REPORT.pack(ticket, time.perf_counter() - began, nbytes, was_there))
+        os.write(result_writer, _REPORT.pack(ticket, time.perf_counter() - began, nbytes, was_there))
     os._exit(0)

@@ -160,16 +160,16 @@ def _find_difference(
     return f"off by {float((off / (allowed + _ALWAYS_ALLOWED)).max()):.3g} times the tolerance"
 
 
-def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _ForwardIntermediates:
+def _compute_forward(case: RequestCase, inputs: Mapping[str, Tensor]) -> _ForwardIntermediates:
     """Compute y and its intermediate tensors in float64: the sum with the residual, the norm, scale and
     shift, the activation.
     """
-    h = given["x"] + given["residual"] if case.residual else given["x"]
-    weight, bias = given.get("weight"), given.get("bias")
+    h = inputs["x"] + inputs["residual"] if case.residual else inputs["x"]
+    weight, bias = inputs.get("weight"), inputs.get("bias")
     if weight is not None:
         weight = weight + case.weight_offset
     affine = _normalise(case, h, weight, bias)
-    factor, shift = _get_modulation(case, given)
+    factor, shift = _get_modulation(case, inputs)
     z = affine * factor + shift
     rstd, noise = _compute_statistics(case, h.detach())
     channels = [1] * h.ndim
@@ -183,15 +183,15 @@ def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _Forward
     return _ForwardIntermediates(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
 
 
-def _compute_chain(case: RequestCase, given: Mapping[str, Tensor]) -> ExpectedTensor:
+def _compute_chain(case: RequestCase, inputs: Mapping[str, Tensor]) -> ExpectedTensor:
     """Compute the result of several LayerNorms, one after another, with the sizes that determine its
     tolerance.
 
     Each norm scales the errors of earlier ones, which also change a row's moments.
     """
-    y, terms = given["x"], _make_scalar(0.0)
+    y, terms = inputs["x"], _make_scalar(0.0)
     for norm in range(case.norms):
-        weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]
+        weight, bias = inputs[f"weight.{norm}"], inputs[f"bias.{norm}"]
         rstd, noise = _compute_statistics(case, y)
         y = functional.layer_norm(y, y.shape[-1:], weight, bias, _EPS[case.op])
         terms = (noise + 3 * rstd * terms.amax(-1, keepdim=True)) * weight.abs() + bias.abs()
@@ -218,7 +218,7 @@ def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor
     return functional.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, eps).movedim(1, -1)
 
 
-def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _get_modulation(case: RequestCase, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the factor 1 + scale and the shift, in shapes that broadcast; 1 and 0 if the case has
     neither.
     """
@@ -226,7 +226,7 @@ def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Ten
         return _make_scalar(1.0), _make_scalar(0.0)
     shape = [1] * len(case.shape)
     shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
-    return 1 + given["scale"].reshape(shape), given["shift"].reshape(shape)
+    return 1 + inputs["scale"].reshape(shape), inputs["shift"].reshape(shape)
 
 
 def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -198,18 +198,18 @@ class RequestSender:
         return None
 
     def _start_request(
-        self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free: float
+        self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free_since: float
     ) -> None:
         """Send a request, up to the first wait for its socket; choose at random whether its response is
         checked.
 
         Args:
-            free: since when the connection has been free, by the clock.
+            free_since: since when the connection has been free, by the clock.
         """
         request = self._pool[slot.request_index]
         check = self._choices.random() < self._check_share
         steps = connection.start_exchange(request)
-        exchange = SentRequest(connection, slot, free, time.perf_counter(), check, steps)
+        exchange = SentRequest(connection, slot, free_since, time.perf_counter(), check, steps)
         self._advance(run, exchange, None)
 
     def _wait_for_events(self, run: _SegmentState, due_s: float | None) -> None:

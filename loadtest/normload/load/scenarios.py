@@ -214,22 +214,22 @@ def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
     return phases
 
 
-def _parse_rate(where: str, given: Any) -> tuple[float, bool]:
+def _parse_rate(where: str, rate: Any) -> tuple[float, bool]:
     """Parse a phase's rate.  Return the number, and whether it is a fraction of the capacity, as in
     "60%".
 
     Args:
         where: the table, for messages.
-        given: the value in TOML.
+        rate: the value in TOML.
     """
-    of_capacity = isinstance(given, str) and given.endswith("%")
+    of_capacity = isinstance(rate, str) and rate.endswith("%")
     try:
-        number = float(given[:-1]) / 100 if of_capacity else given
+        number = float(rate[:-1]) / 100 if of_capacity else rate
     except ValueError:
         number = -1.0
     if not is_number(number) or not 0 < number <= MOST:
         raise ScenarioError(
-            f"{where}: rate must be requests a second or a share like '60%', got {format_value(given)}"
+            f"{where}: rate must be requests a second or a share like '60%', got {format_value(rate)}"
         )
     return number, of_capacity
 

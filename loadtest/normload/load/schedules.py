@@ -143,17 +143,17 @@ class ArrivalGenerator:
                 yield ScheduledRequest(place, due, next(requests))
             start = end
 
-    def _iterate_times(self, place: int, phase: LoadPhase, start: float) -> Iterator[float]:
+    def _iterate_times(self, phase_index: int, phase: LoadPhase, start: float) -> Iterator[float]:
         """Yield without end the times when a phase's requests are due: equally spaced, or a Poisson process.
 
         Args:
-            place: the phase's index, which is a part of the seed.
+            phase_index: the phase's index, which is a part of the seed.
             start: of the phase, by the clock.
         """
         if phase.arrivals == "constant":
             for number in itertools.count():
                 yield start + number / phase.rate
-        numbers, now = np.random.default_rng([*self._seed, 1, place]), start
+        numbers, now = np.random.default_rng([*self._seed, 1, phase_index]), start
         while True:
             for due in (now + np.cumsum(numbers.exponential(1 / phase.rate, _CHUNK))).tolist():
                 yield due

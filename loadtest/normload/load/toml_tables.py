@@ -126,12 +126,12 @@ class TomlTable:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ScenarioError(f"{self.location}: {key} is unknown{hint}")
 
-    def _take_checked(self, key: str, default: Any, holds: Any, expected: str, most: float | None = None) -> Any:
-        """Take a key's value, which must satisfy `holds` and be at most `most`; without the key, return the
+    def _take_checked(self, key: str, default: Any, is_valid: Any, expected: str, most: float | None = None) -> Any:
+        """Take a key's value, which must satisfy `is_valid` and be at most `most`; without the key, return the
         default unchecked.
 
         Args:
-            holds: returns whether a value is valid.
+            is_valid: returns whether a value is valid.
             expected: describes a valid value in messages.
 
         Raises:
@@ -140,7 +140,7 @@ class TomlTable:
         if key not in self._entries:
             return self.take_value(key, default)
         value = self.take_value(key)
-        if not holds(value):
+        if not is_valid(value):
             raise ScenarioError(f"{self.location}: {key} must be {expected}, got {format_value(value)}")
         if most is not None and value > most:
             raise ScenarioError(f"{self.location}: {key} must be at most {most:g}, got {format_value(value)}")

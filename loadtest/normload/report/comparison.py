@@ -113,16 +113,16 @@ class _IntervalArrays:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def compute_percentiles(self, times: Floats, percent: float) -> Floats:
+    def compute_percentiles(self, draw_counts: Floats, percent: float) -> Floats:
         """Compute a percentile of the latencies for each draw, which counts each interval as often as it was
         drawn.
 
         Args:
-            times: how often each interval was drawn, [draws, intervals].
+            draw_counts: how often each interval was drawn, [draws, intervals].
         """
         if not len(self.upper_s):
-            return np.full(len(times), math.nan)
-        cumulated = np.cumsum(times @ self.counts, axis=1)
+            return np.full(len(draw_counts), math.nan)
+        cumulated = np.cumsum(draw_counts @ self.counts, axis=1)
         rank = np.maximum(1.0, np.ceil(cumulated[:, -1:] * percent / 100 - 1e-6))
         found: Floats = np.where(cumulated[:, -1] > 0, self.upper_s[np.argmax(cumulated >= rank, axis=1)], math.nan)
         return found

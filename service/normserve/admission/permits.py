@@ -191,23 +191,23 @@ class AdmissionBudget:
         if not holder.request_count and holder.refused_at is None:
             self._tenants.sharing_count -= 1
 
-    def _require_tenant_limit(self, most: int, holder: Tenant, nbytes: int) -> None:
+    def _require_tenant_limit(self, limit: int, holder: Tenant, nbytes: int) -> None:
         """Refuse `nbytes` more for a tenant if all its requests together would exceed its limit.
 
         Raises:
             TooLargeError: these bytes alone exceed the limit.
             OverloadedError: the tenant's other requests leave too few bytes.
         """
-        if holder.used_bytes + nbytes <= most:
+        if holder.used_bytes + nbytes <= limit:
             return
-        if nbytes > most:
-            raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {most}")
+        if nbytes > limit:
+            raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {limit}")
         raise OverloadedError(
-            f"{nbytes} more bytes do not fit beside {holder.used_bytes} of this key's max_inflight_bytes, {most}",
+            f"{nbytes} more bytes do not fit beside {holder.used_bytes} of this key's max_inflight_bytes, {limit}",
             _clamp_retry_after(self._release_rate.estimate_seconds_for_bytes(holder.used_bytes)),
         )
 
-    def _make_room(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
+    def _make_room(self, holder: Tenant, requests: int, nbytes: int, growing_permit: "Permit | None") -> None:
         """Revoke permits of unfinished bodies until a tenant's request fits; refuse the request if too few can
         be revoked.
 
@@ -228,12 +228,12 @@ class AdmissionBudget:
                 self.request_count + requests - self._max_requests, self.used_bytes + nbytes - self._max_bytes
             )
             revoked = choose_permits_to_revoke(
-                ((permit, inflow) for permit, inflow in self._body_rates.items() if permit is not asking),
+                ((permit, inflow) for permit, inflow in self._body_rates.items() if permit is not growing_permit),
                 lacking,
                 # Only for a tenant within its share are permits of tenants above theirs revoked.
                 share if is_within_share else None,
                 now,
-                looks_at_all=not lacking.is_covered and self._claim_inspection(now),
+                measures_all=not lacking.is_covered and self._claim_inspection(now),
             )
             if revoked is not None:
                 for permit, reason in revoked:
@@ -241,7 +241,7 @@ class AdmissionBudget:
                 tenants.clear_priority(holder)
                 return
         error = self._make_refusal(requests, nbytes, is_within_share)
-        tenants.record_refusal(holder, now, is_owed=is_within_share)
+        tenants.record_refusal(holder, now, is_within_share=is_within_share)
         raise error
 
     def _claim_inspection(self, now: float) -> bool:

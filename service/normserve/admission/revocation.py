@@ -90,11 +90,11 @@ _H = TypeVar("_H", bound=RevocablePermit)
 
 def choose_permits_to_revoke(
     receiving: Iterable[tuple[_H, BodyRate]],
-    lacking: CapacityShortfall,
+    shortfall: CapacityShortfall,
     share: TenantShare | None,
     now: float,
     *,
-    looks_at_all: bool = True,
+    measures_all: bool = True,
 ) -> list[tuple[_H, str]] | None:
     """Choose permits whose revocation covers the shortfall, each with the reason; return None if too few
     can be revoked.
@@ -105,23 +105,23 @@ def choose_permits_to_revoke(
     Args:
         receiving: the permits whose body may be incomplete.
         share: each tenant's share, if permits of tenants above it may be revoked; else None.
-        looks_at_all: whether to measure also bodies that were not stalled at their last measurement,
+        measures_all: whether to measure also bodies that were not stalled at their last measurement,
             which takes longer.
     """
-    if lacking.is_covered:
+    if shortfall.is_covered:
         return []
     chosen: list[tuple[_H, str]] = []
     remaining_use: dict[Tenant, tuple[int, int]] = {}
-    for is_lively, _, _, held in _rank_candidates(receiving, lacking, share, now, looks_at_all):
-        if lacking.is_covered:
+    for is_lively, _, _, held in _rank_candidates(receiving, shortfall, share, now, measures_all):
+        if shortfall.is_covered:
             break
         requests, nbytes = remaining_use.get(held.tenant, (held.tenant.request_count, held.tenant.used_bytes))
-        if is_lively and not _is_above_share_of_shortfall(share, lacking, requests, nbytes):
+        if is_lively and not _is_above_share_of_shortfall(share, shortfall, requests, nbytes):
             continue
         chosen.append((held, SHARE if is_lively else STALLED))
         remaining_use[held.tenant] = requests - 1, nbytes - held.nbytes
-        lacking = lacking.subtract_permit(held)
-    return _drop_unneeded(chosen, lacking) if lacking.is_covered else None
+        shortfall = shortfall.subtract_permit(held)
+    return _drop_unneeded(chosen, shortfall) if shortfall.is_covered else None
 
 
 def _rank_candidates(

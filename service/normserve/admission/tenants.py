@@ -87,14 +87,14 @@ class TenantTable:
         """Return whether another tenant was refused recently although it had less than its share."""
         return self.priority_count > tenant.has_priority
 
-    def record_refusal(self, tenant: Tenant, now: float, *, is_owed: bool) -> None:
+    def record_refusal(self, tenant: Tenant, now: float, *, is_within_share: bool) -> None:
         """Record that a tenant was refused, and whether it had less than its share."""
-        if tenant.has_priority and not is_owed:
+        if tenant.has_priority and not is_within_share:
             return
         self._clear_refused_state(tenant)
         self.sharing_count += not tenant.is_sharing
-        tenant.refused_at, tenant.has_priority = now, is_owed
-        self.priority_count += is_owed
+        tenant.refused_at, tenant.has_priority = now, is_within_share
+        self.priority_count += is_within_share
         self._refused_tenants[tenant.name] = tenant
         if len(self._refused_tenants) > _MAX_CLAIMS:
             self._clear_refused_state(next(iter(self._refused_tenants.values())))

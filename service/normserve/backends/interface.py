@@ -105,7 +105,7 @@ class Backend(Protocol):
         Called from any thread, after `start`.
         """
 
-    def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+    def get_captured_launch(self, replay_slot: ReplaySlot) -> CapturedLaunch | None:
         """Return the captured launch of recurring jobs, or None if there is none."""
 
     def make_replayer(self) -> LaunchReplayer | None:

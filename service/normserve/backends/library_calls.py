@@ -46,7 +46,7 @@ def run_operation(
     library: ModuleType,
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
-    of_library: Mapping[str, Any] = MappingProxyType({}),
+    library_arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Call the library's function for an operation, and return the results by name.
 
@@ -55,14 +55,14 @@ def run_operation(
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
         tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
-        of_library: further arguments of this library's function.
+        library_arguments: further arguments of this library's function.
 
     Returns:
         The operation's results, by their names in the API.
     """
     if not tensors["x"].numel():
         return _make_zero_row_results(spec, tensors)
-    result: Forward | Backward = bind_operation(library, spec, tensors, of_library)()
+    result: Forward | Backward = bind_operation(library, spec, tensors, library_arguments)()
     outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
     if outputs.get("dresidual") is outputs.get("dx"):
         # One tensor is one result, the gradient of both.

@@ -67,7 +67,7 @@ class LaunchReplayer(Protocol):
         content: bytes,
         graph: int,
         stream: int,
-        stage_events: Sequence[tuple[int, int]],
+        part_events: Sequence[tuple[int, int]],
         results: bytes,
         kernel_bytes: int,
         admitted_bytes: int,

@@ -73,12 +73,12 @@ class ClientOptions:
             _validate_api_key(api_key)
         return cls(url, address, api_key, timeout_s, max_connections, _make_verify_argument(verify, certificate))
 
-    def format_repr(self, kind: object) -> str:
+    def format_repr(self, client: object) -> str:
         """Return the repr of a client: its class and its URL, without the URL's user name and password."""
         url = self.url
         if self.address.socket_path is None:
             url = str(httpx.URL(url).copy_with(userinfo=b""))
-        return f"{type(kind).__name__}({url!r})"
+        return f"{type(client).__name__}({url!r})"
 
 
 def _validate_api_key(api_key: str) -> str:
@@ -106,35 +106,37 @@ def _make_verify_argument(
     return context
 
 
-def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> CallTransport:
-    """Return the blocking client's transport; `own` is an httpx transport that the caller passed."""
-    check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
+def choose_transport(server: ClientOptions, user_transport: httpx.BaseTransport | None) -> CallTransport:
+    """Return the blocking client's transport; `user_transport` is an httpx transport that the caller passed."""
+    check_type("transport", user_transport, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.is_shared_memory:
-        return LocalTransport(_get_shared_memory_path(server, own), server.api_key)
-    if own is not None or _needs_httpx(server):
-        return HttpxTransport(own, **_make_httpx_options(server))
+        return LocalTransport(_get_shared_memory_path(server, user_transport), server.api_key)
+    if user_transport is not None or _needs_httpx(server):
+        return HttpxTransport(user_transport, **_make_httpx_options(server))
     sockets = ConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
     return DirectTransport(_make_request_encoder(server), sockets)
 
 
-def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport | None) -> AsyncCallTransport:
-    """Return the asynchronous client's transport; `own` is an httpx transport that the caller passed."""
-    check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
+def choose_async_transport(
+    server: ClientOptions, user_transport: httpx.AsyncBaseTransport | None
+) -> AsyncCallTransport:
+    """Return the asynchronous client's transport; `user_transport` is an httpx transport that the caller passed."""
+    check_type("transport", user_transport, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.is_shared_memory:
-        return AsyncLocalTransport(_get_shared_memory_path(server, own), server.api_key)
-    if own is not None or _needs_httpx(server):
-        return AsyncHttpxTransport(own, **_make_httpx_options(server))
+        return AsyncLocalTransport(_get_shared_memory_path(server, user_transport), server.api_key)
+    if user_transport is not None or _needs_httpx(server):
+        return AsyncHttpxTransport(user_transport, **_make_httpx_options(server))
     sockets = AsyncConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
     return AsyncDirectTransport(_make_request_encoder(server), sockets)
 
 
-def _get_shared_memory_path(server: ClientOptions, own: object) -> str:
+def _get_shared_memory_path(server: ClientOptions, user_transport: object) -> str:
     """Return the path of the Unix socket for clients that share memory with the server.
 
     Raises:
         ValueError: the caller passed an httpx transport, which cannot be used with shared memory.
     """
-    if own is not None:
+    if user_transport is not None:
         raise ValueError("a URL unix://PATH takes no transport of httpx's")
     assert server.address.socket_path is not None
     return server.address.socket_path

@@ -117,8 +117,8 @@ class _LaneQueue:
     def __iter__(self) -> Iterator[NormJob]:
         return iter(self._batch_classes)
 
-    def add(self, job: NormJob, kind: Hashable | None) -> None:
-        key = job if kind is None else kind
+    def add(self, job: NormJob, batch_class: Hashable | None) -> None:
+        key = job if batch_class is None else batch_class
         self._batch_classes[job] = key
         self._jobs_by_class.setdefault(key, {})[job] = None
 

@@ -42,7 +42,7 @@ class CompilationQueue:
         """Add classes that are already compiled."""
         self._compiled_classes.update(kinds)
 
-    def add_job(self, kind: Hashable, job: NormJob) -> bool:
+    def add_job(self, kernel_class: Hashable, job: NormJob) -> bool:
         """Add a job that waits for the kernels of its class.
 
         Return whether it is the first one, so that the caller must start the compilation.
@@ -50,24 +50,24 @@ class CompilationQueue:
         Raises:
             OverloadedError: the limit of compiled classes is reached, or the rate of compilations is too high.
         """
-        is_new = kind not in self._waiting_jobs
+        is_new = kernel_class not in self._waiting_jobs
         if is_new:
             self._take_token()
-            self._waiting_jobs[kind] = {}
-        self._waiting_jobs[kind][job] = None
-        self._waiting_classes[job] = kind
+            self._waiting_jobs[kernel_class] = {}
+        self._waiting_jobs[kernel_class][job] = None
+        self._waiting_classes[job] = kernel_class
         return is_new
 
-    def end_compilation(self, kind: Hashable, *, compiled: bool) -> Collection[NormJob]:
+    def end_compilation(self, kernel_class: Hashable, *, compiled: bool) -> Collection[NormJob]:
         """Record that the compilation of a class has ended; remove and return the jobs that waited for it.
 
         Args: compiled: whether it succeeded, so that later jobs of the class need not wait.
         """
-        jobs = self._waiting_jobs.pop(kind)
+        jobs = self._waiting_jobs.pop(kernel_class)
         for job in jobs:
             del self._waiting_classes[job]
         if compiled:
-            self._compiled_classes.add(kind)
+            self._compiled_classes.add(kernel_class)
         return jobs
 
     def discard_job(self, job: NormJob) -> None:

@@ -166,9 +166,9 @@ class Engine:
         """Return whether recurring jobs like this one are best computed one by one, in their client's memory."""
         return self._executor.backend.is_better_unbatched(job)
 
-    def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+    def get_captured_launch(self, replay_slot: ReplaySlot) -> CapturedLaunch | None:
         """Return the captured launch of recurring jobs, or None if there is none."""
-        return self._executor.backend.get_captured_launch(recurrence)
+        return self._executor.backend.get_captured_launch(replay_slot)
 
     @property
     def can_replay(self) -> bool:
@@ -245,9 +245,9 @@ class Engine:
             self._executor.compile_kernels(job, wrap_for_loop(functools.partial(self._end_compilation, kind)))
         return False
 
-    def _end_compilation(self, kind: Hashable, outcome: WorkOutcome) -> None:
+    def _end_compilation(self, kernel_class: Hashable, outcome: WorkOutcome) -> None:
         """Queue and launch the jobs that waited for a compilation, or fail them with its error."""
-        jobs = self._compilation_queue.end_compilation(kind, compiled=outcome.error is None)
+        jobs = self._compilation_queue.end_compilation(kernel_class, compiled=outcome.error is None)
         if outcome.error is not None:
             self._record_failure(outcome.error)
             self._pending_jobs.fail(jobs, outcome.error)

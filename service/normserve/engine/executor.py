@@ -381,7 +381,7 @@ def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
     return execution._replace(results=outputs, copy_out_s=copy_out_s)
 
 
-def _copy_results(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+def _copy_results(results: Mapping[str, HostTensor], buffers: Mapping[str, memoryview]) -> dict[str, HostTensor]:
     """Copy one job's results into its result buffers, unless they are there; return tensors of the
     buffers.
 
@@ -390,7 +390,7 @@ def _copy_results(results: Mapping[str, HostTensor], places: Mapping[str, memory
     moved = {}
     for name, tensor in results.items():
         nbytes = len(tensor.data)
-        place = places[name][:nbytes]
+        place = buffers[name][:nbytes]
         if nbytes <= _SHORT_BYTES:
             place[:] = tensor.data
         else:

@@ -57,7 +57,7 @@ def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described)
     """
     if layer is not None:
         spec = _merge_layer_options(spec, layer)
-    _check_tensor_names(spec, tensors, with_layer=layer is not None)
+    _check_tensor_names(spec, tensors, parameters_in_layer=layer is not None)
     _, x_shape = tensors["x"]
     size = _check_x(spec, x_shape)
     if layer is not None and layer.size != size:
@@ -78,14 +78,14 @@ def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described)
     return spec, estimate_memory_cost(spec, tensors, layer)
 
 
-def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = False) -> tuple[str, ...]:
+def list_tensor_names(op: Op, direction: PassDirection, *, parameters_in_layer: bool = False) -> tuple[str, ...]:
     """List the tensors that a request for an operation may have; with a registered layer, without weight
     and bias.
     """
     if op is Op.LAYER_NORM_CHAIN:
-        return ("x",) if with_layer else ("x", *CHAIN_PARAMETERS)
+        return ("x",) if parameters_in_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
-    parameters = () if with_layer else PARAMETERS[:1] if rms else PARAMETERS
+    parameters = () if parameters_in_layer else PARAMETERS[:1] if rms else PARAMETERS
     of_samples = OF_SAMPLES if op is Op.GROUP_NORM else ()
     names = ("x", *parameters, *of_samples, "residual")
     if direction is PassDirection.FORWARD:
@@ -132,16 +132,16 @@ def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
     return replace(spec, **{option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS})
 
 
-def _check_tensor_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
+def _check_tensor_names(spec: NormSpec, tensors: Described, *, parameters_in_layer: bool) -> None:
     """Refuse a request with tensors that the operation does not take, or without tensors that it needs."""
     backward = spec.direction is PassDirection.BACKWARD
-    accepted_names = list_tensor_names(spec.op, spec.direction, with_layer=with_layer)
-    beside = " with a registered layer" if with_layer else ""
+    accepted_names = list_tensor_names(spec.op, spec.direction, parameters_in_layer=parameters_in_layer)
+    beside = " with a registered layer" if parameters_in_layer else ""
     _check_accepted(tensors, accepted_names, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
-    if spec.op is Op.LAYER_NORM_CHAIN and not with_layer and not count_norms(tensors):
+    if spec.op is Op.LAYER_NORM_CHAIN and not parameters_in_layer and not count_norms(tensors):
         raise MissingTensorError("layer_norm_chain needs weight.0 or another parameter of a norm, none was sent")
     if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
         raise MissingTensorError("mean and rstd must be sent together or not at all")

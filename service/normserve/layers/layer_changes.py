@@ -288,17 +288,17 @@ class FleetLayerChanges(LayerChanges):
             await self._follow_journal(question["name"])
         return b""
 
-    async def _follow_journal(self, name: str, ended: str | None = None) -> None:
+    async def _follow_journal(self, name: str, ended_change_id: str | None = None) -> None:
         """Change a layer in this process to its state in the journal.
 
-        Also drop the layer that was made for the change `ended`.  After an error, this process must start
+        Also drop the layer that was made for the change `ended_change_id`.  After an error, this process must start
         again, and `on_divergence` is called.
         """
         try:
             async with self._apply_lock:
                 while (change := await self._read_change_id(name)) != self._change_ids.get(name):
                     await self._apply_change(name, change)
-                if self._prepared_layer is not None and self._prepared_layer[0] == ended:
+                if self._prepared_layer is not None and self._prepared_layer[0] == ended_change_id:
                     self._prepared_layer = None
         except Exception:
             log.critical("this process cannot follow a change of a layer, and must start again", exc_info=True)
@@ -315,18 +315,18 @@ class FleetLayerChanges(LayerChanges):
             await asyncio.sleep(_READ_PAUSE_S)
         return await self._journal.read_change_id(name)
 
-    async def _apply_change(self, name: str, change: str | None) -> None:
+    async def _apply_change(self, name: str, change_id: str | None) -> None:
         """Register or remove a layer in this process, according to the journal's entry of this change.
 
-        None as `change` removes the layer, as it has no entry.  If the entry has changed again meanwhile,
+        None as `change_id` removes the layer, as it has no entry.  If the entry has changed again meanwhile,
         do nothing.
         """
         layer = None
-        if change is not None and self._prepared_layer is not None and self._prepared_layer[0] == change:
+        if change_id is not None and self._prepared_layer is not None and self._prepared_layer[0] == change_id:
             layer = self._prepared_layer[1]
-        elif change is not None:
+        elif change_id is not None:
             entry = await self._journal.read_entry(name)
-            if entry is None or entry.change_id != change:
+            if entry is None or entry.change_id != change_id:
                 return
             if entry.query is not None:
                 layer = await self._make_layer_in_time(name, entry.query, entry.body)
@@ -334,7 +334,7 @@ class FleetLayerChanges(LayerChanges):
             self._registry.put(layer)
         elif name in self._registry:
             self._registry.remove(name)
-        if change is None:
+        if change_id is None:
             self._change_ids.pop(name, None)
         else:
-            self._change_ids[name] = change
+            self._change_ids[name] = change_id

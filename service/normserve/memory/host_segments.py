@@ -35,14 +35,14 @@ class HostSegment(mmap.mmap):
             self.madvise(mmap.MADV_REMOVE)
 
 
-def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) -> tuple[int, _S]:
+def make_segment(nbytes: int, kind: type[_S], *, is_populated: bool = True) -> tuple[int, _S]:
     """Create shared memory of zeros and map it; return its file descriptor, which the caller must close,
     and the mapping.
 
     Args:
         nbytes: rounded up to whole pages.
         kind: the class of the mapping: `HostSegment`, or a subclass.
-        is_there_at_once: allocate all pages now, and not each page at its first write.
+        is_populated: allocate all pages now, and not each page at its first write.
 
     Raises:
         MemoryError: there is not enough memory.
@@ -53,12 +53,12 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
         raise MemoryError(f"there is no shared memory of {nbytes} bytes")
     descriptor = _create_memfd()
     try:
-        if is_there_at_once:
+        if is_populated:
             os.posix_fallocate(descriptor, 0, nbytes)
         else:
             os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return descriptor, _map_descriptor(descriptor, nbytes, kind, is_there_at_once=is_there_at_once)
+        return descriptor, _map_descriptor(descriptor, nbytes, kind, is_there_at_once=is_populated)
     except OSError as error:
         os.close(descriptor)
         raise MemoryError(f"there is no shared memory of {nbytes} bytes: {error.strerror}") from None
@@ -67,12 +67,12 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
         raise
 
 
-def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> HostSegment:
+def map_segment(descriptor: int, nbytes: int | None = None, *, is_populated: bool = True) -> HostSegment:
     """Map shared memory of another process by its file descriptor, which the caller still has to close.
 
     Args:
         nbytes: how many bytes to map, from the first one; None maps all bytes of the memory.
-        is_there_at_once: as in `make_segment`.
+        is_populated: as in `make_segment`.
 
     Raises:
         ValueError: the memory is not sealed against shrinking, has huge pages, or has fewer bytes.
@@ -87,7 +87,7 @@ def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once:
             raise ValueError("shared memory must have no huge pages, this has")
         if size < (nbytes or 1):
             raise ValueError(f"shared memory must have at least {nbytes or 1} bytes, this has {size}")
-        return _map_descriptor(descriptor, nbytes or size, HostSegment, is_there_at_once=is_there_at_once)
+        return _map_descriptor(descriptor, nbytes or size, HostSegment, is_there_at_once=is_populated)
     except OSError as error:
         raise ValueError(f"the descriptor is not of shared memory: {error.strerror}") from None
 

@@ -80,7 +80,7 @@ class SharedSlabRegistry:
         Raises:
             MemoryError: there is no more.
         """
-        descriptor, segment = make_segment(nbytes, HostSegment, is_there_at_once=False)
+        descriptor, segment = make_segment(nbytes, HostSegment, is_populated=False)
         memory = SharedSlab(next(self._numbers), descriptor, _get_address(memoryview(segment)), len(segment))
         weakref.finalize(segment, self._close_slab, memory)
         with self._lock:

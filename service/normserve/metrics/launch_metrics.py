@@ -81,19 +81,19 @@ class LaunchMetrics:
             self.flush()
 
     def observe_replays(
-        self, job: NormJob, went: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
+        self, job: NormJob, result_bytes: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
     ) -> None:
         """Count replayed launches of one job each, which differ only in their durations.
 
         Args:
             job: any of their jobs.
-            went: bytes of the results of each.
+            result_bytes: bytes of the results of each.
             kernel_bytes: the fewest bytes that each must move.
             stages: seconds of each in "copy_in", "kernel" and "copy_out".
         """
         op, direction, dtype = job.spec.op, job.spec.direction, job.x.dtype
         times = zip(stages["kernel"], stages["copy_in"], stages["copy_out"], strict=True)
-        launches = [_LaunchRecord(1, job.nbytes, went, kernel_bytes, *each) for each in times]
+        launches = [_LaunchRecord(1, job.nbytes, result_bytes, kernel_bytes, *each) for each in times]
         self._count_launches((op.value, direction.value, dtype.value), launches)
 
     def flush(self) -> None:

@@ -67,9 +67,9 @@ class Metrics:
         state.sources += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
         state.sources.append((state.local_device_bytes(), device_bytes))
 
-    def track_front_ends(self, there: Callable[[], Iterable[tuple[int, int]]]) -> None:
+    def track_front_ends(self, list_front_ends: Callable[[], Iterable[tuple[int, int]]]) -> None:
         """Report the front ends, by index and process id; read at each scrape."""
-        self._state_gauges.list_front_ends = there
+        self._state_gauges.list_front_ends = list_front_ends
 
     def track_slabs(self, used_bytes: Callable[[], int], idle_bytes: Callable[[], int]) -> None:
         """Report the memory of the slabs; read at each scrape."""

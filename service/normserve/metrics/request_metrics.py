@@ -69,7 +69,7 @@ class RequestRecord:
     span: object = None
     trace_id: str | None = None
 
-    def record_result(self, result: NormResult, answering: float) -> None:
+    def record_result(self, result: NormResult, response_began_at: float) -> None:
         """Copy the durations and byte counts of the job's result into the record.
 
         Args: answering: when the writing of the response began, by `time.perf_counter`.
@@ -80,7 +80,7 @@ class RequestRecord:
         self.stage_seconds["copy_out"] = result.copy_out_s
         self.launched_at, self.launch_bytes = result.started_at, result.launch_bytes
         self.kernel_bytes, self.batch_size = result.kernel_bytes, result.batch_size
-        self.response_began_at = answering
+        self.response_began_at = response_began_at
 
 
 class RequestTimes(NamedTuple):

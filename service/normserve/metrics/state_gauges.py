@@ -107,13 +107,13 @@ class FrontEndMetrics:
         # By index: the process id and the CPU time of the last reading.
         self._last_cpu_seconds: dict[int, tuple[int, float]] = {}
 
-    def refresh(self, there: Iterable[tuple[int, int]]) -> None:
+    def refresh(self, front_ends: Iterable[tuple[int, int]]) -> None:
         """Read the metrics of each running front end from the operating system; the gauges of ended ones
         become 0.
 
         Args: there: index and process id of each running front end.
         """
-        pids = dict(there)
+        pids = dict(front_ends)
         for index, pid in pids.items():
             read = _read_process_metrics(pid)
             if "process_cpu_seconds_total" in read:

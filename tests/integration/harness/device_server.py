@@ -77,8 +77,8 @@ class DeviceBackend(CpuBackend):
                 job.replay_slot.prepared = prepared
         return prepared.start()
 
-    def get_captured_launch(self, recurrence):
-        prepared = recurrence.prepared
+    def get_captured_launch(self, replay_slot):
+        prepared = replay_slot.prepared
         if not isinstance(prepared, client_memory_launches.ClientMemoryLaunch) or prepared.captured_graph is None:
             return None
         return CapturedLaunch(id(prepared.captured_graph), 1, (), (prepared, prepared.captured_graph))

@@ -108,7 +108,7 @@ def test_scale_and_shift_are_groups_alone(direction):
     for op in LAYER_OPS:
         names = list_tensor_names(op, direction)
         assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
-        beside_a_layer = list_tensor_names(op, direction, with_layer=True)
+        beside_a_layer = list_tensor_names(op, direction, parameters_in_layer=True)
         assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
 
 

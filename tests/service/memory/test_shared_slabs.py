@@ -26,7 +26,7 @@ def test_bytes_are_found_by_who_maps_the_memory(shared, pool):
     slab = pool.borrow(MIB)
     slab[1000:1004] = b"here"
     located = shared.locate(slab[1000:1004])
-    theirs = map_segment(os.dup(located.slab.descriptor), is_there_at_once=False)
+    theirs = map_segment(os.dup(located.slab.descriptor), is_populated=False)
     assert theirs[located.offset : located.offset + 4] == b"here"
     theirs[located.offset : located.offset + 4] = b"back"
     assert bytes(slab[1000:1004]) == b"back"

@@ -13,7 +13,7 @@ def record(**of_record: object) -> RequestRecord:
 def test_a_result_has_every_stage():
     done = record(status=200, stage_seconds={"recv": 1.0, "parse": 0.5})
     # It was queued at 102, half a second after it was parsed.
-    done.record_result(NormResult({}, 3.0, 0.25, 2.0, 0.5, 64, 128, 2, started_at=105.0), answering=108.0)
+    done.record_result(NormResult({}, 3.0, 0.25, 2.0, 0.5, 64, 128, 2, started_at=105.0), response_began_at=108.0)
     done.stage_seconds |= {"serialize": 0.5, "send": 1.5}
     assert compute_stage_intervals(done, 110.5) == [
         StageInterval("recv", 100.0, 101.0),
@@ -31,7 +31,9 @@ def test_a_result_has_every_stage():
 def test_short_stages_are_left_out_except_for_the_kernel():
     short, long = SHORTEST_S / 2, SHORTEST_S * 2
     done = record(status=200, stage_seconds={"recv": 0.0, "parse": long})
-    done.record_result(NormResult({}, short, short, short, long, 64, 64, 1, started_at=105.0), answering=108.0)
+    done.record_result(
+        NormResult({}, short, short, short, long, 64, 64, 1, started_at=105.0), response_began_at=108.0
+    )
     done.stage_seconds |= {"serialize": short, "send": long}
     stages = compute_stage_intervals(done, 110.0)
     assert [stage.name for stage in stages] == ["parse", "kernel", "copy_out", "send"]

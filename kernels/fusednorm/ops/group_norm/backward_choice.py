@@ -235,10 +235,10 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
     return replace(shape, fragments=_count_fragments(sample.hw, shape.count_range_positions(itemsize), most))
 
 
-def _count_fragments(positions: int, fragment: int, most: int) -> int:
+def _count_fragments(positions: int, fragment_positions: int, max_splits: int) -> int:
     """Return the number of fragments that each program processes.
 
-    `positions` positions are divided among at most `most` programs; a fragment has `fragment` positions.  A
-    program has at least 4 fragments unless fewer exist.
+    `positions` positions are divided among at most `max_splits` programs; a fragment has `fragment_positions`
+    positions.  A program has at least 4 fragments unless fewer exist.
     """
-    return min(-(-positions // fragment), max(4, -(-positions // (fragment * most))))
+    return min(-(-positions // fragment_positions), max(4, -(-positions // (fragment_positions * max_splits))))

@@ -26,7 +26,7 @@ def plan_sums_and_apply(
     call: GroupNormBackwardCall,
     kernels: tuple[Any, Any],
     grid: tuple[int, ...],
-    shape: tuple[Any, ...],
+    last_arguments: tuple[Any, ...],
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
@@ -35,7 +35,7 @@ def plan_sums_and_apply(
     Args:
         kernels: the kernel for the sums of channels and the kernel for dx.
         grid, options: the grid and the constexprs of both kernels.
-        shape: the last arguments of both kernels.
+        last_arguments: the last arguments of both kernels.
         splits: the number of partial sums of each channel in a sample.
     """
     sample = call.sample
@@ -43,11 +43,11 @@ def plan_sums_and_apply(
     sums_of_groups = allocate_statistics(call.x, sample)
     sums_kernel, apply_kernel = kernels
     sums_arguments = (
-        *call.inputs, call.parameters, call.mean, call.rstd, *parts, *shape
+        *call.inputs, call.parameters, call.mean, call.rstd, *parts, *last_arguments
     )  # fmt: skip
     apply_arguments = (
         *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
-        call.out.dx, *shape,
+        call.out.dx, *last_arguments,
     )  # fmt: skip
     return [
         Launch(sums_kernel, grid, sums_arguments, options),

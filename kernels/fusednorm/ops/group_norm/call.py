@@ -113,14 +113,14 @@ class GroupNormForwardCall(GroupNormCall):
             self.affine.sample_stride,
         )
 
-    def make_contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
-        """Make the launch options of the kernels that read contiguous groups in tiles of `units` vectors.
+    def make_contiguous_options(self, tile_vectors: int, num_warps: int) -> dict[str, object]:
+        """Make the launch options of the kernels that read contiguous groups in tiles of `tile_vectors` vectors.
 
         Options are a kernel's constexprs and its number of warps.
         """
         return {
             "VEC": self.group_vec,
-            "UNITS": units,
+            "UNITS": tile_vectors,
             "ALIGNED": self.sample.hw % self.group_vec == 0,
             "num_warps": num_warps,
             **self.options.constexprs,
@@ -137,15 +137,15 @@ class GroupNormForwardCall(GroupNormCall):
         vector = 16 // self.x.element_size()
         return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
 
-    def find_parameter_unit(self, block: int, fragment: int) -> str:
+    def find_parameter_unit(self, chunk_elements: int, fragment_elements: int) -> str:
         """Find the largest unit of a contiguous group whose elements always belong to one channel.
 
-        A kernel loads each parameter once per unit.  The units are "piece" (`fragment` elements), "chunk"
-        (`block` elements), "vector" (16 bytes) and "element"; "two" is a vector that may have two channels, but
-        not more.
+        A kernel loads each parameter once per unit.  The units are "piece" (`fragment_elements` elements), "chunk"
+        (`chunk_elements` elements), "vector" (16 bytes) and "element"; "two" is a vector that may have two
+        channels, but not more.
         """
         vector = 16 // self.x.element_size()
-        for mode, length in (("piece", fragment), ("chunk", block), ("vector", vector)):
+        for mode, length in (("piece", fragment_elements), ("chunk", chunk_elements), ("vector", vector)):
             if self.sample.hw % length == 0:
                 return mode
         return "two" if self.sample.hw > vector else "element"
@@ -223,7 +223,7 @@ class GroupNormForwardConfig(ABC):
 
     __slots__ = ()
 
-    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool) -> bool:
         """Return whether programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
@@ -291,13 +291,13 @@ def fit_resident_programs(
     return None
 
 
-def count_writers(units: int, most: int, multiprocessors: int) -> int:
-    """Return the number of programs that write one group or block together, a power of two up to `most`.
+def count_writers(units: int, max_writers: int, multiprocessors: int) -> int:
+    """Return the number of programs that write one group or block together, a power of two up to `max_writers`.
 
     The number is doubled while every program of all `units` groups or blocks has a multiprocessor of its
     own.  The number does not change the bits of the result.
     """
     writers = 1
-    while writers < most and 2 * writers * units <= multiprocessors:
+    while writers < max_writers and 2 * writers * units <= multiprocessors:
         writers *= 2
     return writers

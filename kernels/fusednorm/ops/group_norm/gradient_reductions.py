@@ -69,7 +69,7 @@ def plan_parameter_reductions(
     splits: int,
     early: bool,
     *,
-    beside: bool = False,
+    overlaps_previous: bool = False,
 ) -> list[Launch]:
     """Plan the launches that write the gradients of the parameters from partial sums [N * splits, C].
 
@@ -81,7 +81,7 @@ def plan_parameter_reductions(
     Args:
         parts: the sums of dz and of dz * x_hat over channels, or None if no gradient is wanted.
         early: whether a kernel may start before the previous kernel ends.
-        beside: whether the previous kernel lets the next one start when the partial sums are complete.
+        overlaps_previous: whether the previous kernel lets the next one start when the partial sums are complete.
     """
     dz, dz_xhat = parts
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
@@ -100,7 +100,12 @@ def plan_parameter_reductions(
             affine.sample_stride,
         )  # fmt: skip
         launches.append(
-            Launch(group_norm_reduce_samples_kernel, (samples * blocks,), of_samples, options | {"BESIDE": beside})
+            Launch(
+                group_norm_reduce_samples_kernel,
+                (samples * blocks,),
+                of_samples,
+                options | {"BESIDE": overlaps_previous},
+            )
         )
         (dz, dz_xhat), rows = sums, samples
     if dz is None or not wants_sums:
@@ -114,12 +119,12 @@ def plan_parameter_reductions(
                 group_norm_reduce_rows_kernel,
                 (blocks, runs),
                 of_runs,
-                options | {"BESIDE": beside and not launches},
+                options | {"BESIDE": overlaps_previous and not launches},
             )
         )
         (dz, dz_xhat), rows = fewer, runs
     of_all = (dz, dz_xhat, out.dbias, out.dweight, rows, c, rows)
-    last = options | {"BESIDE": beside and not launches}
+    last = options | {"BESIDE": overlaps_previous and not launches}
     return [*launches, Launch(group_norm_reduce_rows_kernel, (blocks, 1), of_all, last)]
 
 

@@ -22,10 +22,10 @@ def declare_forward_outputs(
     )
 
 
-def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], residual: bool) -> Outputs:
+def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], has_residual: bool) -> Outputs:
     """Declare shape and dtype of each output of a backward pass, in the order of the fields of `Backward`.
 
-    `parameters` are weight, bias, scale and shift; a parameter that is None has no gradient.  If `residual`,
+    `parameters` are weight, bias, scale and shift; a parameter that is None has no gradient.  If `has_residual`,
     the gradient of the residual is the same tensor as dx.
     """
     dx = OutputSpec("dx", x.dtype, has_x_layout=True)
@@ -33,4 +33,4 @@ def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], res
         None if parameter is None else OutputSpec(name, parameter.dtype, parameter.shape)
         for name, parameter in zip(("dweight", "dbias", "dscale", "dshift"), parameters, strict=True)
     )
-    return dx, dweight, dbias, dx if residual else None, dscale, dshift
+    return dx, dweight, dbias, dx if has_residual else None, dscale, dshift

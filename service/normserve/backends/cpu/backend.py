@@ -135,7 +135,7 @@ class CpuBackend:
         # They share no launch in any case: gradients of parameters are sums over the rows.
         return job.spec.direction is PassDirection.BACKWARD and any(map(is_parameter, job.tensors))
 
-    def get_captured_launch(self, recurrence: ReplaySlot) -> None:
+    def get_captured_launch(self, replay_slot: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:

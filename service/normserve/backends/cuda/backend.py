@@ -305,9 +305,9 @@ class TritonBackend:
     def register_host_memory(self, memory: memoryview) -> object:
         return register_memory(memory)
 
-    def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+    def get_captured_launch(self, replay_slot: ReplaySlot) -> CapturedLaunch | None:
         """Return the graph that was captured for the jobs of a replay slot; None before the capture."""
-        prepared = recurrence.prepared
+        prepared = replay_slot.prepared
         if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.captured_graph) is None:
             return None
         marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.stage_events]

@@ -133,7 +133,7 @@ def prepare_client_memory_launch(
     places: BatchBuffers,
     library: ModuleType,
     pipeline: StreamPipeline,
-    replays: GraphCache,
+    graph_cache: GraphCache,
     workspaces: Iterator[ChunkExecutionContext],
 ) -> ClientMemoryLaunch | None:
     """Prepare the launch of a job on its client's memory; None if the job cannot be computed there.
@@ -158,7 +158,7 @@ def prepare_client_memory_launch(
     with torch.inference_mode(False):
         if workspace is None:
             return ClientMemoryLaunch(
-                share, nbytes, pipeline, RepeatedCall(_make_call(places, library), job.spec, replays)
+                share, nbytes, pipeline, RepeatedCall(_make_call(places, library), job.spec, graph_cache)
             )
         parts = make_chunk_launches(job, chunks, places.view_results(), library, workspace.make_tensors_like)
         if not parts:

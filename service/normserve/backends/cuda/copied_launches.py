@@ -78,7 +78,7 @@ def _enqueue_copies(pairs: Copies) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
+def make_whole_launch(buffers: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
     """Make the copies and the launch of an entire batch in one piece, and allocate its tensors on the
     device.
 
@@ -86,12 +86,12 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
         library: has the functions of `fusednorm`.
         device: as torch names it.
     """
-    layout, batch = places.layout, places.batch
+    layout, batch = buffers.layout, buffers.batch
     arriving: list[tuple[Tensor, Tensor]] = []
-    if places.is_packed:
+    if buffers.is_packed:
         buffer = torch.empty(layout.input_bytes, dtype=torch.uint8, device=device)
         if layout.input_bytes:
-            arriving.append((buffer, places.view_packed_inputs()))
+            arriving.append((buffer, buffers.view_packed_inputs()))
         tensors = view_slices(buffer, layout, layout.input_specs, 0)
     else:
         tensors = {}
@@ -118,9 +118,9 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
             buffer = torch.empty(layout.result_bytes, dtype=torch.uint8, device=device)
             there = view_slices(buffer, layout, layout.result_specs, layout.input_bytes)
             bind_operation(library, spec, inputs, {"out": make_output_argument(spec, there)})()
-            if places.slab is not None:
-                return [(places.view_packed_results(), buffer)]
-        return [(view_as_torch(place), there[name]) for name, place in places.view_results().items()]
+            if buffers.slab is not None:
+                return [(buffers.view_packed_results(), buffer)]
+        return [(view_as_torch(place), there[name]) for name, place in buffers.view_results().items()]
 
     return CopiedLaunch(arriving, compute)
 
@@ -183,12 +183,12 @@ def _compute_chunk(
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor],
-    leaving: Copies,
+    result_copies: Copies,
 ) -> Copies:
-    """Launch the kernels of one chunk; return `leaving`, the copies of its results to the host."""
+    """Launch the kernels of one chunk; return `result_copies`, the copies of its results to the host."""
     inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
     bind_operation(library, spec, inputs, {"out": make_output_argument(spec, outputs)})()
-    return leaving
+    return result_copies
 
 
 def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:

@@ -90,17 +90,17 @@ class SocketReceiver:
         self._begin = min(self._end, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._begin]
 
-    def _receive_to_buffer(self, fill: BlockingReceive | None = None) -> Steps[None]:
+    def _receive_to_buffer(self, blocking_receive: BlockingReceive | None = None) -> Steps[None]:
         """Receive at least one byte into the buffer.
 
-        The caller waits for the socket between the steps; with `fill`, and without TLS, this thread blocks
-        instead.
+        The caller waits for the socket between the steps; with `blocking_receive`, and without TLS, this thread
+        blocks instead.
 
         Raises:
             httpx.TransportError: the server closed the connection, or it broke.
         """
-        if fill is not None and not self._is_tls:
-            if not self._receive_to_buffer_now(fill):
+        if blocking_receive is not None and not self._is_tls:
+            if not self._receive_to_buffer_now(blocking_receive):
                 raise self._make_end_error()
             return
         while True:
@@ -119,13 +119,14 @@ class SocketReceiver:
             except OSError as error:
                 raise self._make_broken_error(error) from error
 
-    def _receive_to_buffer_now(self, fill: BlockingReceive | None = None) -> int:
+    def _receive_to_buffer_now(self, blocking_receive: BlockingReceive | None = None) -> int:
         """Receive once into the buffer, and return the number of bytes, 0 if the server closed the connection.
 
-        With `fill` this blocks until bytes arrive.  Without, it never waits.
+        With `blocking_receive` this blocks until bytes arrive.  Without, it never waits.
 
         Raises:
-            BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError: without `fill`, nothing has arrived.
+            BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError: without `blocking_receive`, nothing has
+            arrived.
         """
         if self._begin:
             self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
@@ -133,12 +134,16 @@ class SocketReceiver:
         if self._end == len(self._buffer):
             self._buffer += bytes(len(self._buffer))
         view = memoryview(self._buffer)[self._end :]
-        got = self._recv_into(view) if fill is None else self._receive_blocking(fill, view, until_full=False)
+        got = (
+            self._recv_into(view)
+            if blocking_receive is None
+            else self._receive_blocking(blocking_receive, view, until_full=False)
+        )
         self.has_answered = self.has_answered or got > 0
         self._end += got
         return got
 
-    def _receive_exactly(self, view: memoryview, fill: BlockingReceive | None) -> Steps[None]:
+    def _receive_exactly(self, view: memoryview, blocking_receive: BlockingReceive | None) -> Steps[None]:
         """Fill the memory with buffered bytes, then with bytes received directly into the memory.
 
         Raises:
@@ -153,8 +158,8 @@ class SocketReceiver:
         few = len(view) <= _LEAST_BYTES
         try:
             while view:
-                if fill is not None:
-                    got = self._receive_blocking(fill, view, until_full=True)
+                if blocking_receive is not None:
+                    got = self._receive_blocking(blocking_receive, view, until_full=True)
                 else:
                     if not few:
                         # The thread is not woken for less, except at the end.
@@ -165,13 +170,13 @@ class SocketReceiver:
                     raise self._make_end_error()
                 view = view[got:]
         finally:
-            if fill is None and not few:
+            if blocking_receive is None and not few:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def _receive_blocking(self, fill: BlockingReceive, view: memoryview, *, until_full: bool) -> int:
-        """Receive with `fill`, and convert an OSError to the httpx error of a broken connection."""
+    def _receive_blocking(self, blocking_receive: BlockingReceive, view: memoryview, *, until_full: bool) -> int:
+        """Receive with `blocking_receive`, and convert an OSError to the httpx error of a broken connection."""
         try:
-            return fill(self._socket, view, until_full=until_full)
+            return blocking_receive(self._socket, view, until_full=until_full)
         except OSError as error:
             raise self._make_broken_error(error) from error
 
@@ -256,34 +261,35 @@ class ClientHttpConnection(SocketReceiver):
         head: bytes,
         parts: Sequence[bytes | memoryview],
         most_bytes: int,
-        room: memoryview | None = None,
-        fill: BlockingReceive | None = None,
+        body_buffer: memoryview | None = None,
+        blocking_receive: BlockingReceive | None = None,
     ) -> Steps[ApiResponse]:
         """Send a request and return its response.
 
         Args:
             head, parts: the encoded head of the request, and the parts of its body.
             most_bytes: limit of a successful response's body; the body of an error is dropped beyond a limit.
-            room: buffer for the body, used if the body has a known length and fits; None always allocates one.
-            fill: receives the response from a blocking socket, for callers that may block the thread.
+            body_buffer: buffer for the body, used if the body has a known length and fits; None always allocates
+                one.
+            blocking_receive: receives the response from a blocking socket, for callers that may block the thread.
 
         Raises:
             UnexpectedAnswerError: the response is longer than `most_bytes`, or compressed.
             httpx.TransportError: there is no response, or it is not HTTP.
         """
         sent = yield from self.send_request([head, *parts])
-        answer = yield from self.receive_head(fill)
+        answer = yield from self.receive_head(blocking_receive)
         status, headers = answer.status, answer.headers
         length, reception = answer.body_bytes, None
         # A response as expected needs no limited buffer.
         if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
             reception = LimitedBody(status, headers, most_bytes)
         if length is not None and (reception is None or reception.is_wanted):
-            if room is None or len(room) < length:
+            if body_buffer is None or len(body_buffer) < length:
                 # Not cleared before it is filled, which a bytearray would be.
-                room = np.empty(length, np.uint8).data
-            body = room[:length]
-            yield from self._receive_exactly(body, fill)
+                body_buffer = np.empty(length, np.uint8).data
+            body = body_buffer[:length]
+            yield from self._receive_exactly(body, blocking_receive)
             self.end_response(answer, sent)
             return ApiResponse(status, headers, body)
         reception = reception or LimitedBody(status, headers, most_bytes)
@@ -333,7 +339,7 @@ class ClientHttpConnection(SocketReceiver):
             return False
         return True
 
-    def receive_head(self, fill: BlockingReceive | None = None) -> Steps[ResponseHead]:
+    def receive_head(self, blocking_receive: BlockingReceive | None = None) -> Steps[ResponseHead]:
         """Receive the head of a response; interim responses (1xx) are skipped.
 
         Args: fill: as in `exchange`.
@@ -341,7 +347,7 @@ class ClientHttpConnection(SocketReceiver):
         while True:
             raw = self._take_head()
             while raw is None and self._end - self._begin <= HEAD_BYTES:
-                yield from self._receive_to_buffer(fill)
+                yield from self._receive_to_buffer(blocking_receive)
                 raw = self._take_head()
             if raw is None or len(raw) > HEAD_BYTES:
                 raise httpx.RemoteProtocolError(f"an answer's header must be at most {HEAD_BYTES} bytes")
@@ -382,15 +388,15 @@ class ClientHttpConnection(SocketReceiver):
                 head.body_bytes -= len(piece)
             return piece
 
-    def end_response(self, head: ResponseHead, sent: bool) -> None:
+    def end_response(self, head: ResponseHead, was_request_sent: bool) -> None:
         """Record that a response was received completely, and determine whether the connection is reusable.
 
         Args:
             head: of the response.
-            sent: whether the request was sent completely, the result of `send_request`.
+            was_request_sent: whether the request was sent completely, the result of `send_request`.
         """
         has_more = self._begin < self._end or (head.chunk_decoder is not None and head.chunk_decoder.has_excess)
-        self.is_reusable = sent and head.is_keep_alive and not has_more
+        self.is_reusable = was_request_sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
     def _send_without_waiting(self, parts: Sequence[bytes | memoryview]) -> bool:

@@ -92,7 +92,7 @@ class DirectTransport:
                 connection, used = self._sockets.acquire(deadline, fresh=fresh)
                 try:
                     return _refuse_redirect(
-                        run_steps(connection.exchange(head, parts, call.max_bytes, fill=fill), deadline)
+                        run_steps(connection.exchange(head, parts, call.max_bytes, blocking_receive=fill), deadline)
                     )
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not (used and _can_resend(call, connection)):

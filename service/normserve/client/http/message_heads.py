@@ -149,15 +149,15 @@ def _decode_lower(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 
-def _run_parser(protocol: "_HeaderCollector | _MessageCollector", raw: bytes) -> None:
+def _run_parser(collector: "_HeaderCollector | _MessageCollector", raw: bytes) -> None:
     """Parse a head with a new httptools parser, which calls the callbacks of a collector.
 
     Raises:
         httpx.RemoteProtocolError: the head is not HTTP, or switches to another protocol.
     """
-    protocol.parser = httptools.HttpResponseParser(protocol)
+    collector.parser = httptools.HttpResponseParser(collector)
     try:
-        protocol.parser.feed_data(raw)
+        collector.parser.feed_data(raw)
     except httptools.HttpParserUpgrade as error:
         raise httpx.RemoteProtocolError("the answer switches to a protocol that was not requested") from error
     except httptools.HttpParserError as error:

@@ -241,7 +241,7 @@ class AsyncLocalTransport:
         return link if link is not None and link.is_usable else None
 
     async def exchange_cached(
-        self, link: AsyncLocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
+        self, link: AsyncLocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
         """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
 
@@ -256,24 +256,24 @@ class AsyncLocalTransport:
             ClientError: there is no response, or it is an error.
         """
         key, elsewhere = signature
-        cached_call = recurring.calls.get(key)
+        cached_call = cache.calls.get(key)
         if cached_call is None or not link.is_open:
             return None
         try:
             async with deadline.make_asyncio_timeout():
-                if busy := recurring.find_busy_stream():
+                if busy := cache.find_busy_stream():
                     await asyncio.to_thread(busy.wait_idle)
-                pending_call = recurring.begin_call(cached_call, elsewhere)
+                pending_call = cache.begin_call(cached_call, elsewhere)
                 if pending_call is None:
                     return None
-                if elsewhere and (busy := recurring.find_busy_stream()):
+                if elsewhere and (busy := cache.find_busy_stream()):
                     await asyncio.to_thread(busy.wait_idle)
                 reply = await link.send_and_wait(
                     LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays)
                 )
         except TimeoutError:
             raise deadline.make_error() from None
-        return recurring.end_call(key, pending_call, reply, self._api_key)
+        return cache.end_call(key, pending_call, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.

@@ -180,15 +180,15 @@ class PendingCachedCall:
         self.content = encoded_call.content
 
     def copy_inputs(
-        self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
+        self, outside_tensors: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
         """Copy the tensors that are outside shared memory to their ranges in shared memory.
 
         Args:
-            elsewhere: those tensors, by name.
+            outside_tensors: those tensors, by name.
             copy: as `SharedArrayMemory.copy_all`.
         """
-        copy(self._encoded_call.copy_targets, [elsewhere[copied.name] for copied in self._call.copied_inputs])
+        copy(self._encoded_call.copy_targets, [outside_tensors[copied.name] for copied in self._call.copied_inputs])
 
     def make_result_arrays(self) -> None:
         """Make the result arrays over their memory, while the server still computes the contents."""
@@ -294,7 +294,7 @@ class CallCache:
             parts.append(key_part)
         return (kind, *parts)
 
-    def begin_call(self, cached_call: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
+    def begin_call(self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]) -> PendingCachedCall | None:
         """Allocate memory for a repetition of a cached call, and copy its inputs; return None if memory is lacking.
 
         Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
@@ -312,8 +312,8 @@ class CallCache:
                 return None
             encoded_call = cached_call.encode_at([block.segment_range for block in blocks])
         pending_call = PendingCachedCall(cached_call, blocks, encoded_call)
-        if elsewhere:
-            pending_call.copy_inputs(elsewhere, self._memory.copy_all)
+        if outside_tensors:
+            pending_call.copy_inputs(outside_tensors, self._memory.copy_all)
         return pending_call
 
     def end_call(

@@ -424,7 +424,7 @@ class LocalTransport:
         return None if link is None or not link.is_usable else link
 
     def exchange_cached(
-        self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
+        self, link: LocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
         """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
 
@@ -440,20 +440,20 @@ class LocalTransport:
         """
         # No `Exchanges`, which would take a tenth of the client's time.
         key, elsewhere = signature
-        cached_call = recurring.calls.get(key)
+        cached_call = cache.calls.get(key)
         if cached_call is None or not link.is_open:
             return None
-        if busy := recurring.find_busy_stream():
+        if busy := cache.find_busy_stream():
             busy.wait_idle()
-        pending_call = recurring.begin_call(cached_call, elsewhere)
+        pending_call = cache.begin_call(cached_call, elsewhere)
         if pending_call is None:
             return None
-        if elsewhere and (busy := recurring.find_busy_stream()):
+        if elsewhere and (busy := cache.find_busy_stream()):
             busy.wait_idle()
         reply = link.send_and_wait(
             LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays), deadline
         )
-        return recurring.end_call(key, pending_call, reply, self._api_key)
+        return cache.end_call(key, pending_call, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.

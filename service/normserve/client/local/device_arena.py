@@ -239,15 +239,15 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return [self._pending_returns.popleft() for _ in range(len(self._pending_returns))]
 
     def _return_idle(
-        self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
+        self, pending_returns: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
     ) -> None:
         """Return the ranges whose streams are idle, and put the other ranges back among the pending ones.
 
         Args:
-            dying: ranges without views, each with the stream that may still use it.
+            pending_returns: ranges without views, each with the stream that may still use it.
             are_idle: whether each stream is idle; a missing stream counts as busy.
         """
-        for place, key in dying:
+        for place, key in pending_returns:
             if are_idle.get(key):
                 self._returned_ranges.append(place)
             else:

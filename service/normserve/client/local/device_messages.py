@@ -79,7 +79,7 @@ def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[Device
     return block
 
 
-def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> DeviceNeeds[TensorReference]:
+def _place_tensor(tensor: HostTensor, arena: DeviceArena, retained: list[Any]) -> DeviceNeeds[TensorReference]:
     """Return a tensor's location in shared device memory; copy the tensor there if it is elsewhere.
 
     Args: inputs: receives the objects that keep the copy's memory allocated.
@@ -93,7 +93,7 @@ def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> 
     there = arena.make_tensor(block, tensor.dtype, tensor.shape)
     arena.copy_into(there, tensor.data if source is None else source)
     # Of no elements there is nothing that would keep the block.
-    inputs += (block, there)
+    retained += (block, there)
     return TensorReference(
         block.segment_range.segment, block.segment_range.offset, tensor.dtype.label, tensor.shape
     )

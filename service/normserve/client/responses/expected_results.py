@@ -216,7 +216,7 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
 
 @functools.lru_cache(_CACHE_SIZE)
 def _expect_numbered(
-    of_one: Callable[[str, "_Described", "_Query"], ExpectedResults],
+    expect_single: Callable[[str, "_Described", "_Query"], ExpectedResults],
     op: str,
     described: "_Described",
     query: "_Query",
@@ -227,7 +227,7 @@ def _expect_numbered(
     numbered.
 
     Args:
-        of_one: `_expect_forward` or `_expect_backward`, for a request with one x.
+        expect_single: `_expect_forward` or `_expect_backward`, for a request with one x.
         described: the name, dtype and shape of each tensor of the request.
         query: the request's parameters.
     """
@@ -238,12 +238,12 @@ def _expect_numbered(
         numbered = [each for each in described if _is_numbered(each[0], number)]
         own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
         rows += sum([shape[0] for name, _, shape in own if name == "x" and shape])
-        for name, output in of_one(op, (*own, *shared), query).by_name.items():
+        for name, output in expect_single(op, (*own, *shared), query).by_name.items():
             if name not in PARAMETER_GRADIENTS:
                 outputs[f"{name}.{number}"] = output
     # Gradients of parameters are those of all x joined along the first axis, which may be the axis of the heads.
     joined = [("x", dtype, (rows, *shape[1:])) for name, dtype, shape in described if name == "x.0"]
-    of_joined = of_one(op, (*joined, *shared), query).by_name
+    of_joined = expect_single(op, (*joined, *shared), query).by_name
     return ExpectedResults(
         outputs | {name: each for name, each in of_joined.items() if name in PARAMETER_GRADIENTS}
     )

@@ -113,28 +113,28 @@ class InferenceHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 _DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
-def parse_json_length(header_value: bytes | None, announced: int | None) -> int | None:
+def parse_json_length(header_value: bytes | None, body_bytes: int | None) -> int | None:
     """Parse the header field with the number of bytes of JSON in a body.
 
     Return None if the field is absent: the complete body is JSON.
 
     Args:
         header_value: the value of the header field `LENGTH`, None if it is absent.
-        announced: the body's length, None if it is unknown.
+        body_bytes: the body's length, None if it is unknown.
 
     Raises:
         MalformedPayloadError: the value is not a length, or longer than the body.
         TooLargeError: the JSON is too long.
     """
     if header_value is None:
-        require_json_limit(announced or 0)
+        require_json_limit(body_bytes or 0)
         return None
     if not header_value.isdigit() or len(header_value) > _MAX_DIGITS:
         raise MalformedPayloadError("Inference-Header-Content-Length must be a number of bytes")
     nbytes = int(header_value)
-    if announced is not None and nbytes > announced:
+    if body_bytes is not None and nbytes > body_bytes:
         raise MalformedPayloadError(
-            f"Inference-Header-Content-Length must be at most the body's {announced} bytes, is {nbytes}"
+            f"Inference-Header-Content-Length must be at most the body's {body_bytes} bytes, is {nbytes}"
         )
     require_json_limit(nbytes)
     return nbytes
@@ -332,7 +332,7 @@ def check_request(
     )
 
 
-def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
+def make_raw_request(model: InferenceModel, row_shape: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
     """Make the request for a body without JSON, whose bytes are the float32 values of x.
 
     For a layer, x has as many rows as fit; for an operation, x is a single row.
@@ -348,20 +348,20 @@ def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_by
             " must be that of one"
         )
     count, rest = divmod(body_bytes, DType.FLOAT32.itemsize)
-    of_row = max(1, count) if row is None else prod(row)
+    of_row = max(1, count) if row_shape is None else prod(row_shape)
     if rest or count % of_row:
-        sizes = ", ".join(map(str, row or (of_row,)))
+        sizes = ", ".join(map(str, row_shape or (of_row,)))
         raise InvalidShapeError(
             f"without a JSON header a body must be FP32 [rows, {sizes}], got {body_bytes} bytes"
         )
-    shape = (count,) if row is None else (count // of_row, *row)
+    shape = (count,) if row_shape is None else (count // of_row, *row_shape)
     x = InputTensor("x", DType.FLOAT32, shape, body_bytes, BinarySource(0))
     return InferenceRequest(_make_spec(model, {}), _find_layer_name(model, {}), (x,), None, True, None, None)
 
 
 def list_input_names(model: InferenceModel) -> tuple[str, ...]:
     """List the input names of a model."""
-    return list_tensor_names(model.op, model.direction, with_layer=model.is_layer)
+    return list_tensor_names(model.op, model.direction, parameters_in_layer=model.is_layer)
 
 
 def list_output_names(model: InferenceModel) -> tuple[str, ...]:

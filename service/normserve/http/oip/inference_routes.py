@@ -140,7 +140,12 @@ class InferenceRoutes:
         return BuffersResponse(buffers, media_type, headers)
 
     def _parse_request(
-        self, model: InferenceModel, row: tuple[int, ...] | None, of_json: int | None, body: memoryview, tenant: str
+        self,
+        model: InferenceModel,
+        row_shape: tuple[int, ...] | None,
+        json_bytes: int | None,
+        body: memoryview,
+        tenant: str,
     ) -> InferenceRequest:
         """Return the request that a body contains, checked against the model.
 
@@ -148,40 +153,44 @@ class InferenceRoutes:
         body length.  JSON that is long or contains tensor values is not cached.
 
         Args:
-            row: the shape of one row of a layer's x; None for an operation.
-            of_json: number of bytes of JSON at the beginning of the body; None if the complete body is JSON.
+            row_shape: the shape of one row of a layer's x; None for an operation.
+            json_bytes: number of bytes of JSON at the beginning of the body; None if the complete body is JSON.
 
         Raises:
             NormserveError: the JSON is invalid.
         """
-        if of_json is not None and of_json > len(body):
+        if json_bytes is not None and json_bytes > len(body):
             raise MalformedPayloadError(
-                f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}"
+                f"the JSON must end within the body of {len(body)} bytes, ends at {json_bytes}"
             )
-        json = body if of_json is None else body[:of_json]
+        json = body if json_bytes is None else body[:json_bytes]
         if len(json) > _LONGEST_PREPARED:
-            return _check_body(model, row, json, of_json, len(body))
-        key = tenant, model, row, bytes(json), of_json, len(body)
+            return _check_body(model, row_shape, json, json_bytes, len(body))
+        key = tenant, model, row_shape, bytes(json), json_bytes, len(body)
         request: InferenceRequest | None = self.prepared_calls.find(key)
         if request is None:
-            request = _check_body(model, row, json, of_json, len(body))
+            request = _check_body(model, row_shape, json, json_bytes, len(body))
             if not any(type(each.source) is JsonSource for each in request.inputs):
                 self.prepared_calls.store(key, request, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
         return request
 
 
 def _check_body(
-    model: InferenceModel, row: tuple[int, ...] | None, json: memoryview, of_json: int | None, body_bytes: int
+    model: InferenceModel,
+    row_shape: tuple[int, ...] | None,
+    json: memoryview,
+    json_bytes: int | None,
+    body_bytes: int,
 ) -> InferenceRequest:
     """Parse the JSON of a body and check it against the model; a body without JSON is x alone.
 
     Args:
-        row, of_json: as for `_parse_request`; `of_json` is 0 for a body without JSON.
+        row, of_json: as for `_parse_request`; `json_bytes` is 0 for a body without JSON.
         json: the JSON.
         body_bytes: length of the complete body.
     """
-    if of_json == 0:
-        return make_raw_request(model, row, body_bytes)
+    if json_bytes == 0:
+        return make_raw_request(model, row_shape, body_bytes)
     require_json_limit(len(json))
     return check_request(model, parse_header(json), len(json), body_bytes)
 

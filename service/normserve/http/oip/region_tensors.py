@@ -162,18 +162,18 @@ class RegionTensorAccess:
             )
         return RegionBindings(inputs, outputs, is_on_device=True)
 
-    async def read_inputs(self, found: RegionBindings) -> dict[str, memoryview]:
+    async def read_inputs(self, bindings: RegionBindings) -> dict[str, memoryview]:
         """Return the inputs in regions, by name: copies from system shared memory, views of CUDA memory.
 
         Raises:
             UnusableRegionError: a region's file has become shorter.
             OverloadedError: there is no memory.
         """
-        if found.is_on_device:
-            return {name: _view_device_range(span) for name, span in found.inputs.items()}
-        return dict(zip(found.inputs, await self.transfer.read_ranges([*found.inputs.values()]), strict=True))
+        if bindings.is_on_device:
+            return {name: _view_device_range(span) for name, span in bindings.inputs.items()}
+        return dict(zip(bindings.inputs, await self.transfer.read_ranges([*bindings.inputs.values()]), strict=True))
 
-    async def write_outputs(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
+    async def write_outputs(self, bindings: RegionBindings, results: Mapping[str, HostTensor]) -> None:
         """Copy results into the regions that the request names for them.
 
         Nothing is copied to regions of CUDA memory: the kernel has written its results there.
@@ -182,16 +182,16 @@ class RegionTensorAccess:
             UnusableRegionError: a region's file has become shorter.
             StorageError: there is no memory for a region.
         """
-        if not found.is_on_device:
+        if not bindings.is_on_device:
             await self.transfer.write_ranges(
-                [(span, results[name].data) for name, span in found.outputs.items() if name in results]
+                [(span, results[name].data) for name, span in bindings.outputs.items() if name in results]
             )
 
     def _find_range(self, owner: str | None, reference: RegionReference) -> RegionRange:
         return self.regions.find_range(owner, reference.name, reference.offset, reference.nbytes)
 
 
-def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
+def assign_result_buffers(bindings: RegionBindings, job: NormJob) -> NormJob:
     """Check that the results fit into their regions; return the job with its result buffers.
 
     The buffers are in regions of CUDA memory, to which the kernel writes directly.  A job for other
@@ -204,26 +204,26 @@ def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
     """
     results = _count_result_bytes(job)
     for name, nbytes in results.items():
-        if name in found.outputs and nbytes > found.outputs[name].nbytes:
+        if name in bindings.outputs and nbytes > bindings.outputs[name].nbytes:
             raise UnusableRegionError(
-                f"{name} has {nbytes} bytes, and its shared_memory_byte_size allows {found.outputs[name].nbytes}"
+                f"{name} has {nbytes} bytes, and its shared_memory_byte_size allows {bindings.outputs[name].nbytes}"
             )
-    if not found.is_on_device:
+    if not bindings.is_on_device:
         return job
     is_over = False
     over = _WRITTEN_OVER[job.spec.direction]
     for name, nbytes in results.items():
-        if name not in found.outputs:
+        if name not in bindings.outputs:
             raise UnusableRegionError(
                 f"with tensors in CUDA memory each output must have a region, {name} has none"
             )
-        span = found.outputs[name]._replace(nbytes=nbytes)
-        for other, theirs in found.inputs.items():
+        span = bindings.outputs[name]._replace(nbytes=nbytes)
+        for other, theirs in bindings.inputs.items():
             if over.get(name) == other and theirs == span:
                 is_over = True
             elif span.has_overlap(theirs):
                 raise UnusableRegionError(f"{name} would be written over {other}, which is still read")
-    places = {name: _view_device_range(span) for name, span in found.outputs.items() if name in results}
+    places = {name: _view_device_range(span) for name, span in bindings.outputs.items() if name in results}
     return NormJob(job.spec, job.tensors, job.layer, is_over, places)
 
 

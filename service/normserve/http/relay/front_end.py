@@ -216,7 +216,7 @@ class _OwnerSession:
             case relay_messages.SharedSlabAdded():
                 descriptor = self.link.pop_descriptor()
                 try:
-                    self.mapped_memory[message.number] = memoryview(map_segment(descriptor, is_there_at_once=False))
+                    self.mapped_memory[message.number] = memoryview(map_segment(descriptor, is_populated=False))
                 except (ValueError, MemoryError):
                     # Requests with bytes in this slab could never be answered; without the link they end now.
                     self.link.close()
@@ -359,7 +359,7 @@ class _ForwardedRequest:
             case relay_messages.BodyIntoSlabRequest():
                 await self._receive_body(message)
             case relay_messages.BodyPartRequest():
-                await self._receive_parts(all_of_it=message.all)
+                await self._receive_parts(until_end=message.all)
             case relay_messages.ResponseAborted():
                 self._has_response_started = self._is_response_complete = True
                 await self._response_sender.abort_connection()
@@ -418,10 +418,10 @@ class _ForwardedRequest:
             relay_messages.BodyReceived(self._number, len(body), reception.began_at + reception.receive_s)
         )
 
-    async def _receive_parts(self, *, all_of_it: bool) -> None:
+    async def _receive_parts(self, *, until_end: bool) -> None:
         """Receive the body in pieces, and send each one to the owner.
 
-        Stop after one piece, or if `all_of_it` at the end of the body.  Stop earlier if the owner requests
+        Stop after one piece, or if `until_end` at the end of the body.  Stop earlier if the owner requests
         that or the client disconnects.
         """
         self._is_body_cancelled = False
@@ -443,7 +443,7 @@ class _ForwardedRequest:
             more = message.get("more_body", False)
             self._owner.link.send_message(relay_messages.BodyPart(self._number, message.get("body", b""), more))
             await self._owner.link.wait_flushed()
-            more = more and all_of_it
+            more = more and until_end
 
     def _cancel_body(self) -> None:
         """Stop the reception of the body, which the owner no longer needs."""

@@ -285,7 +285,7 @@ class SharedBodyOperation(RelayedOperation):
         self.received_bytes = 0
         self.is_complete = False
 
-    def start_receiving(self, announced: int) -> bool:
+    def start_receiving(self, content_length: int) -> bool:
         """Allocate the body's slab and have the front end receive the body into it.
 
         Return False if the application must handle the request, for which nothing has begun.  This is the
@@ -293,17 +293,17 @@ class SharedBodyOperation(RelayedOperation):
         """
         bodies = self._body_reader
         try:
-            self._layer = self.admit_body(announced)
+            self._layer = self.admit_body(content_length)
         except NormserveError:
             return False
         assert self.permit is not None
-        room = _allocate_body(bodies.slab_pool, announced)
+        room = _allocate_body(bodies.slab_pool, content_length)
         located = None if room is None else self._front_end.locate_slab(room)
         if located is None:
             self.permit.release()
             return False
         self._shared_memory = room
-        self.permit.start_receiving(self, bodies.compute_due_bytes_per_s(announced))
+        self.permit.start_receiving(self, bodies.compute_due_bytes_per_s(content_length))
         pace = TransferProgress(
             time.perf_counter(), bodies.max_pause_s, bodies.max_total_s, bodies.min_bytes_per_s, bodies.grace_s
         )
@@ -311,7 +311,7 @@ class SharedBodyOperation(RelayedOperation):
             asyncio.get_running_loop(), pace, lambda: self.received_bytes, self._abort_slow
         )
         place = located.slab.number, located.offset
-        self._front_end.send_message(relay_messages.BodyIntoSlabRequest(self._number, *place, announced))
+        self._front_end.send_message(relay_messages.BodyIntoSlabRequest(self._number, *place, content_length))
         return True
 
     def on_progress(self, nbytes: int) -> None:

@@ -105,13 +105,13 @@ class AcceptHeader:
         return 0.0
 
 
-def is_preferred(accept: str, media_type: str, default: str) -> bool:
+def is_preferred(header_value: str, media_type: str, default: str) -> bool:
     """Return whether an Accept or Accept-Encoding header prefers `media_type` to `default`.
 
     The header must name it, with at least the weight of `default`.
     """
     weights = {media_type: 0.0, default: 0.0}
-    for item in accept.split(","):
+    for item in header_value.split(","):
         named, *arguments = (part.strip().lower() for part in item.split(";"))
         if named in weights:
             # Of several versions, the highest weight counts.

@@ -87,7 +87,7 @@ class BodyDiscard:
         finally:
             timer.cancel()
 
-    def start_time_limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
+    def start_time_limit(self, timeouts: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
         """Limit the time for the remaining bytes; return whether a long time is allowed.
 
         If not, the time is two seconds: too many bytes remain, or no slot is free.
@@ -102,8 +102,8 @@ class BodyDiscard:
         pace = TransferProgress(
             time.perf_counter(),
             _SHORT_S,
-            patience.transfer_s if is_long else min(patience.transfer_s, _SHORT_S),
-            patience.min_bytes_per_s,
+            timeouts.transfer_s if is_long else min(timeouts.transfer_s, _SHORT_S),
+            timeouts.min_bytes_per_s,
             _SHORT_S,
         )
         self._monitor = SlowTransferMonitor(

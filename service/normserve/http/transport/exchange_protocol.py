@@ -102,7 +102,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.remaining_body_bytes = 0
         self.chunked_decoder: ChunkedBodyDecoder | None = None
 
-    def admit(self, address: str, beyond: str | None) -> float:
+    def admit(self, address: str, exceeded_limit: str | None) -> float:
         """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
 
         If it exceeds a limit, the oldest idle connection is closed in its place.  If none is idle, this one
@@ -110,12 +110,14 @@ class ExchangeProtocol(HttpToolsProtocol):
 
         Args:
             address: the client's address, in the form that the limits of connections use.
-            beyond: the limit that the connection exceeds; None within all limits.
+            exceeded_limit: the limit that the connection exceeds; None within all limits.
         """
         self.address = address
         patience, idle = self._policy.timeouts, self._policy.idle_connections
-        if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
-            self.exceeded_limit = beyond
+        if exceeded_limit is not None and not idle.close_oldest(
+            None if exceeded_limit == "max_connections" else address
+        ):
+            self.exceeded_limit = exceeded_limit
             patience = replace(patience, header_s=min(patience.header_s, _HASTE_S))
             self._header_timer = HeaderTimer(self.loop, patience, self._on_header_timeout)
         return patience.header_s
@@ -289,13 +291,13 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
-    def _begin_exchange(self, cycle: RequestResponseCycle, announced: int | None) -> None:
+    def _begin_exchange(self, cycle: RequestResponseCycle, content_length: int | None) -> None:
         """Set up the reception of a request's body and the sending of its response.
 
         Args: announced: the length of the body in bytes; None if it is chunked.
         """
         self._mark_busy()
-        reception = IncomingBody(announced, functools.partial(self._start_receiving, cycle))
+        reception = IncomingBody(content_length, functools.partial(self._start_receiving, cycle))
         sending = SocketResponseSender(
             self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_discard
         )
@@ -305,16 +307,16 @@ class ExchangeProtocol(HttpToolsProtocol):
         cycle.scope["state"].update(reception=reception, sending=sending)
         self._incoming_body, self._response_sender = reception, sending
         self._open_exchanges[sending] = cycle, reception
-        if announced is None:
+        if content_length is None:
             self.chunked_decoder = ChunkedBodyDecoder()
-        elif announced == 0:
+        elif content_length == 0:
             self._complete_body()
         else:
-            self.remaining_body_bytes = announced
-            if announced > HEAD_BYTES:
+            self.remaining_body_bytes = content_length
+            if content_length > HEAD_BYTES:
                 # More of the body is not read before it has memory.
                 self.flow.pause_reading()
-        if announced is None or announced > self._bytes_after_header:
+        if content_length is None or content_length > self._bytes_after_header:
             # The response may begin before the body is complete; the task that sends it has not run yet.
             cycle.send = functools.partial(self._send_message, cycle, reception, cycle.send)  # type: ignore[method-assign]
 

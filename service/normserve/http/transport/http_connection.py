@@ -33,15 +33,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._direct_body: IncomingBody | None = None
         self.on_connection_lost: Callable[[], None] | None = None
 
-    def admit(self, address: str, beyond: str | None) -> float:
+    def admit(self, address: str, exceeded_limit: str | None) -> float:
         """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
 
         Args:
             address: the client's address, in the form that the limits of connections use.
-            beyond: the limit that the connection exceeds; None within all limits.  An idle connection is
+            exceeded_limit: the limit that the connection exceeds; None within all limits.  An idle connection is
                 then closed in its place, or this one may send only one probe.
         """
-        return self._protocol.admit(address, beyond)
+        return self._protocol.admit(address, exceeded_limit)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the memory for the next received bytes: that of the body, or scratch memory."""

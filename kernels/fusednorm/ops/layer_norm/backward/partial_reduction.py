@@ -34,18 +34,18 @@ class PartialGradients:
 
     @classmethod
     def allocate(
-        cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None
+        cls, x: Array, out: Backward[Array], own_parameters: bool, programs: int, capacity: int | None = None
     ) -> "PartialGradients":
         """Allocate the memory for the partial sums of `programs` programs, per head if x has heads.
 
-        If `most` is set, there is memory for that many programs, so that its size is the same for any number of
-        rows.  `own`: whether heads have separate parameters.
+        If `capacity` is set, there is memory for that many programs, so that its size is the same for any number of
+        rows.  `own_parameters`: whether heads have separate parameters.
         """
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
-        room = cdiv(most or programs, 4) * 4
+        room = cdiv(capacity or programs, 4) * 4
         wanted = (out.dweight is not None) + (out.dbias is not None)
         both = new_workspace(x, wanted, room, *x.shape[1:]).unbind() if wanted else (None,)
-        count = programs if x.ndim == 2 or own else programs * x.shape[1]
+        count = programs if x.ndim == 2 or own_parameters else programs * x.shape[1]
         return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
 
 
@@ -65,7 +65,7 @@ def plan_partial_reduction(
     out: Backward[Array],
     early: bool,
     most_partials: int,
-    by_rows: RowDependence | None = None,
+    row_dependence: RowDependence | None = None,
 ) -> list[Launch]:
     """Plan the launch that adds up the programs' partial sums to dweight and dbias.
 
@@ -74,7 +74,7 @@ def plan_partial_reduction(
     Args:
         early: whether it may start before the previous kernel ends.
         most_partials: the largest number of partial sums for any number of rows.
-        by_rows: how the number of programs that write partials depends on the number of rows.
+        row_dependence: how the number of programs that write partials depends on the number of rows.
     """
     gradients = [gradient for gradient in (out.dweight, out.dbias) if gradient is not None]
     if not gradients:
@@ -83,10 +83,10 @@ def plan_partial_reduction(
     tile = choose_reduction_tile(most_partials)
     grid = (cdiv(size, tile["BLOCK_N"]), len(gradients))
     arguments = (partials.dweight, partials.dbias, out.dweight, out.dbias, partials.count, size)
-    if by_rows is not None:
-        by_rows = replace(by_rows, scales_grid=False, rows_index=None, programs_index=4)
+    if row_dependence is not None:
+        row_dependence = replace(row_dependence, scales_grid=False, rows_index=None, programs_index=4)
     options = tile | make_early_options(early)
-    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, by_rows)]
+    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, row_dependence)]
 
 
 @triton.jit

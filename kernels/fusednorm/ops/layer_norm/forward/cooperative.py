@@ -86,17 +86,17 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
 
 @triton.jit
 def _collect_row_moments(
-    exchange_ptr, group, tag, members, other, count, cols, eps,
+    exchange_ptr, team, tag, members, member, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_RANGES: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the moments of all programs that share a row, and merge them into its mean, shift and rstd.
 
-    The results are scalars.  The row's mean is mean + shift.  `other` [slots] is the index of each program
-    (member); `count` [slots] is its number of columns, 0 after the last member.  `group` is the index of
+    The results are scalars.  The row's mean is mean + shift.  `member` [slots] is the index of each program
+    (member); `count` [slots] is its number of columns, 0 after the last member.  `team` is the index of
     this set of programs.
     """
-    present = other < members
-    slot_ptrs = locate_slot(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
+    present = member < members
+    slot_ptrs = locate_slot(exchange_ptr, team, tag, tl.where(present, member, 0), members, DEPTH)
     means, shifts, squares = collect_slots(slot_ptrs, tag)
     if IS_RMS:
         mean = 0.0

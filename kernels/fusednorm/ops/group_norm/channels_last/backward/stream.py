@@ -191,7 +191,7 @@ class BackwardSampleStream(GroupNormBackwardConfig):
             ),
             Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
             *plan_parameter_reductions(
-                parts, call.affine, call.out, partition.splits, call.can_start_early, beside=True
+                parts, call.affine, call.out, partition.splits, call.can_start_early, overlaps_previous=True
             ),
         ]
 

@@ -49,8 +49,8 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
         return -(-sample.hw // (self.chunks * rows))
 
-    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        return waits and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool) -> bool:
+        return can_wait and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         """Reduce the resident programs until each thread's registers suffice for the call's x and residual.

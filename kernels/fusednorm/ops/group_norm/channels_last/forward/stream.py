@@ -102,7 +102,7 @@ def index_runs_by_group(
 
 @triton.jit
 def merge_moments_by_group(
-    pivot, sum_1, sum_2, where_in_tile, units, channels, steps, left, chunks,
+    pivot, sum_1, sum_2, sorted_runs, units, channels, steps, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Merge all lanes' sums about their pivots, [LANES, SUMS], into the moments of each group, [GROUPS].
@@ -111,10 +111,10 @@ def merge_moments_by_group(
     two axes.
 
     Args:
-        where_in_tile: index and counts of `index_runs_by_group`.
+        sorted_runs: index and counts of `index_runs_by_group`.
         steps, left, chunks: arguments of `count_lane_positions`.
     """
-    index, counts = where_in_tile
+    index, counts = sorted_runs
     SUMS: tl.constexpr = pivot.shape[1]
     GROUPS: tl.constexpr = counts.shape[1]
     position, _, positions = locate_lanes(units, LANES, VEC)

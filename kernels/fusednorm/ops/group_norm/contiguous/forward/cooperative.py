@@ -52,8 +52,8 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         """Return the number of programs that share a group."""
         return -(-sample.aligned_group_length // (self.chunks * self.chunk_elements))
 
-    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        return waits and self.count_members(sample) <= multiprocessors * self.programs_per_sm
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool) -> bool:
+        return can_wait and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
     def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
@@ -101,24 +101,26 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
 
 @triton.jit
 def _collect_group_moments(
-    exchange_ptr, team, tag, members, other, before, length, eps,
+    exchange_ptr, team, tag, members, member, before, length, eps,
     RANGE_LENGTH: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr,
     PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     """Wait for the moments of all programs that share a group, and merge them into its mean, `rest` and rstd.
 
-    The results are scalars.  The group's mean is mean + rest.  `other` [slots] is the index of each program
+    The results are scalars.  The group's mean is mean + rest.  `member` [slots] is the index of each program
     (member); each has one range of the group's frame, which starts `before` elements before the group.
     """
-    count = count_group_elements(other * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(tl.float32)
-    present = other < members
-    slot_ptrs = locate_slot(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
+    count = count_group_elements(member * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(
+        tl.float32
+    )
+    present = member < members
+    slot_ptrs = locate_slot(exchange_ptr, team, tag, tl.where(present, member, 0), members, DEPTH)
     means, rests, squares = collect_slots(slot_ptrs, tag)
     if EQUAL:
         _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_equal_sets)
     else:
         _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge_sets)
-    mean, rest = unify_mean(mean, rest, means, other, PARAMETERS)
+    mean, rest = unify_mean(mean, rest, means, member, PARAMETERS)
     return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
 
 
