@@ -31,7 +31,9 @@ _UNITS = {
 
 
 def _parse_size(value: object) -> object:
-    """Convert a size with a unit, such as 1.5GiB or 512 MB, to bytes; return any other value unchanged."""
+    """Convert a size with a unit, such as 1.5GiB or 512 MB, to bytes; return any other value unchanged for
+    pydantic to check.
+    """
     if not isinstance(value, str) or value.strip().isdecimal():
         return value
     found = _SIZE.fullmatch(value.strip())
@@ -51,9 +53,11 @@ Size = Annotated[int, BeforeValidator(_parse_size)]
 
 
 def _make_pattern_validator(pattern: str, expected: str, *, shows_value: bool = True) -> AfterValidator:
-    """Make the check that a whole text matches a pattern, whose error says in words what is expected.
+    """Make a pydantic validator that requires a text to match a regular expression as a whole.
 
-    Args: shows_value: whether the error may repeat the text.
+    Args:
+        expected: the description of a valid text, for the error message.
+        shows_value: whether the error may repeat the text, which may be secret.
     """
 
     def check(text: str) -> str:
@@ -66,7 +70,9 @@ def _make_pattern_validator(pattern: str, expected: str, *, shows_value: bool = 
 
 
 class Settings(BaseSettings):
-    """The server's configuration: `NORMSERVE_<NAME>` in the environment, or the command line's `--<name>`."""
+    """The server's settings, each from `NORMSERVE_<NAME>` in the environment or from `--<name>` on the
+    command line.
+    """
 
     model_config = SettingsConfigDict(env_prefix="NORMSERVE_", frozen=True, extra="forbid")
 
@@ -307,6 +313,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _refuse_removed_settings(cls, values: Any) -> Any:
+        """Raise an error if a setting of an earlier version is given, and say what to use instead."""
         given = {name.upper() for name in os.environ}
         for name, instead in REMOVED.items():
             variable = f"{cls.model_config['env_prefix']}{name}".upper()
@@ -318,18 +325,23 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _refuse_two_key_sources(self) -> Self:
+        """Raise an error if both a single API key and a file of API keys are given."""
         if self.api_key is not None and self.api_keys_file is not None:
             raise ValueError("--api-key and --api-keys-file must not be given together")
         return self
 
     @model_validator(mode="after")
     def _refuse_shared_socket_path(self) -> Self:
+        """Raise an error if HTTP and shared memory clients would have the same Unix socket path."""
         if self.uds is not None and self.local is not None and self.uds.absolute() == self.local.absolute():
             raise ValueError("--uds and --local must be two paths: the protocols are different")
         return self
 
     @model_validator(mode="after")
     def _refuse_regions_with_several_devices(self) -> Self:
+        """Raise an error if KServe shared memory regions are enabled with several devices.  Each device has its
+        own process, but only one would know a region.
+        """
         for option, is_on in (
             ("--oip-shared-memory", self.oip_shared_memory),
             ("--oip-cuda-shared-memory", self.oip_cuda_shared_memory),
@@ -340,7 +352,9 @@ class Settings(BaseSettings):
 
     @property
     def frontend_count(self) -> int:
-        """The number of HTTP processes in front of those that own a device."""
+        """The number of front end processes, which serve HTTP for the processes that own devices.  With `auto`
+        it depends on the CPU cores; 0 for none.
+        """
         if self.frontends != "auto":
             return int(self.frontends)
         cores = len(os.sched_getaffinity(0))
@@ -348,23 +362,26 @@ class Settings(BaseSettings):
         return 0 if cores < _CORES_FOR_FRONTENDS else min(cores // 2, _MOST_AUTOMATIC)
 
     def dump_masked(self) -> dict[str, Any]:
-        """All settings as JSON values, secrets masked."""
+        """Return all settings as JSON values, with secrets masked."""
         return self.model_dump(mode="json")
 
     def dump_changed(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, in the format of `dump_masked`."""
+        """Return the settings that differ from their defaults as JSON values, with secrets masked."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @field_validator("tls_key", "tls_client_ca")
     @classmethod
     def _require_certificate(cls, path: Path | None, others: ValidationInfo) -> Path | None:
+        """Raise an error if a TLS key or client CA is set without a certificate."""
         if path is not None and others.data.get("tls_cert") is None:
             raise ValueError("needs --tls-cert")
         return path
 
 
 def find_unknown_variables() -> dict[str, str]:
-    """Environment variables with the settings' prefix that are not settings, each with the closest name, or ""."""
+    """Return the environment variables with the prefix NORMSERVE_ that are no settings, each with the
+    closest setting's variable, or "" if none is close.
+    """
     prefix = str(Settings.model_config["env_prefix"])
     known_names = {f"{prefix}{name}".upper() for name in Settings.model_fields}
     unknown = sorted(
@@ -374,7 +391,11 @@ def find_unknown_variables() -> dict[str, str]:
 
 
 def make_device_environment(device: str) -> dict[str, str]:
-    """The environment of a process that owns one device of `--devices` and sees no other; with "" it sees all."""
+    """Return the environment variables for a process that may see only one device, by CUDA_VISIBLE_DEVICES.
+
+    Args:
+        device: an entry of `--devices`: a CUDA device's number or "cpu"; "" for a process that sees all devices.
+    """
     if not device:
         return dict(os.environ)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

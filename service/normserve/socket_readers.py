@@ -12,23 +12,30 @@ from collections.abc import Callable
 
 
 def add_reader(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
-    """Call `receive` while there is something to receive, the end included, until the loop's `remove_reader`."""
+    """Call `receive` whenever a socket has bytes to receive or its peer has closed, until the loop's
+    `remove_reader`.  With uvloop this also works after a socket error.
+    """
     loop.add_reader(connected, _rearm_and_receive, loop, connected, receive, _make_end_poll(connected.fileno()))
 
 
 def has_error(descriptor: int) -> bool:
-    """Whether a socket has an error that has not been received yet."""
+    """Return whether a socket has an error that has not been reported to a call yet."""
     return any(events & select.POLLERR for _, events in _make_end_poll(descriptor).poll(0))
 
 
 def has_ended(descriptor: int) -> bool:
-    """Whether the peer of a socket has closed it, whatever of its bytes is still to be received."""
+    """Return whether a socket's peer has closed the connection, even if bytes from the peer are still
+    unread.
+    """
     return any(events & select.POLLHUP for _, events in _make_end_poll(descriptor).poll(0))
 
 
 def _rearm_and_receive(
     loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object], end: "select.poll"
 ) -> None:
+    """Call `receive`.  If the peer has closed or the socket has an error, first add the reader again,
+    because uvloop then removes it.
+    """
     # First, because `receive` may end it.  uvloop has one monitor for a socket's reader and writer, and there is
     # nothing left to write for: a peer that has closed takes no more bytes.
     if end.poll(0):
@@ -39,7 +46,7 @@ def _rearm_and_receive(
 
 
 def _make_end_poll(descriptor: int) -> "select.poll":
-    """What tells of a socket's errors and of its peer's end, and of nothing else."""
+    """Make a poll object that reports only a socket's errors and its peer's end."""
     end = select.poll()
     end.register(descriptor, 0)
     return end

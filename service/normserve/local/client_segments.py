@@ -32,7 +32,7 @@ _RETRY_AFTER_S = 5.0
 
 
 class ClientSegment(Protocol):
-    """A segment in any kind of memory that a user is charged for.
+    """The common interface of host and device segments that are charged to a user.
 
     Attributes:
         is_returned: no view of it is left.
@@ -42,7 +42,8 @@ class ClientSegment(Protocol):
 
 
 class ChargedSegment(HostSegment):
-    """A segment of shared memory that a user is charged for until its mapping here has ended.
+    """A shared memory segment in host memory whose bytes count towards one user's limit.  The charge ends
+    when the server unmaps it.
 
     A process that has mapped the segment can read it until the process ends, so the content is removed only once
     the client has freed the segment, or has ended.
@@ -69,7 +70,8 @@ class ChargedSegment(HostSegment):
 
 
 class ChargedDeviceSegment(DeviceSegment):
-    """A segment of device memory that a user is charged for until its mapping here has ended.
+    """A segment of device memory whose bytes count towards one user's limit.  The charge ends when the
+    server unmaps it.
 
     Attributes:
         uid: the charged user.
@@ -88,7 +90,7 @@ class ChargedDeviceSegment(DeviceSegment):
 
 
 class _UserAccount:
-    """The bytes and segments that one user is charged for."""
+    """The number of bytes and of segments that one user is charged for at present."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -96,7 +98,8 @@ class _UserAccount:
 
 
 class _SegmentAccounts:
-    """The accounts of all users for one kind of memory; belongs to the event loop's thread.
+    """The bytes and segments charged to each user for one kind of memory, host or device.  Only the event
+    loop's thread may use it.
 
     Attributes:
         max_user_bytes: the most bytes of one user.
@@ -121,11 +124,11 @@ class _SegmentAccounts:
         return sum([account.nbytes for account in self._by_uid.values()])
 
     def charge_segment(self, uid: int, nbytes: int) -> None:
-        """Charge a user for a segment of `nbytes`.
+        """Charge a user for one more segment of `nbytes`, or refuse it.
 
         Raises:
-            TooLargeError: no user may have so many.
-            OverloadedError: this one may not now.
+            TooLargeError: `nbytes` alone exceeds the limit of bytes that applies to every user.
+            OverloadedError: this user's bytes or segments would exceed the limit at present.
         """
         self._collect_released()
         if nbytes > self.max_user_bytes:
@@ -147,6 +150,7 @@ class _SegmentAccounts:
         return OverloadedError(f"there is no {self._memory_name} of {nbytes} bytes now", _RETRY_AFTER_S)
 
     def _collect_released(self) -> None:
+        """Subtract the segments that were unmapped since the last call from their users' accounts."""
         while not self.released_charges.empty():
             uid, nbytes = self.released_charges.get()
             account = self._by_uid[uid]
@@ -157,7 +161,7 @@ class _SegmentAccounts:
 
 
 class OrphanedSegments:
-    """Segments that clients have freed or whose connections have ended.
+    """Segments that clients have freed or whose connections have ended, until the server unmaps them.
 
     The segments of an ended connection are kept until the client's process ends.
     """
@@ -170,43 +174,52 @@ class OrphanedSegments:
         return sum([len(segments) for _, segments in self._by_process.values()])
 
     def find_segments(self, pid: int) -> list[ClientSegment]:
-        """Return the list of segments kept for a process, from which the caller may remove those it reuses."""
+        """Return the list of segments kept for a process.  The caller may remove those that it reuses."""
         return self._by_process[pid][1] if pid in self._by_process else []
 
-    def retain_segments(self, pid: int, watch: int | None, segments: list[ClientSegment]) -> None:
-        """Keep these segments until the client's process ends.
+    def retain_segments(self, pid: int, exit_descriptor: int | None, segments: list[ClientSegment]) -> None:
+        """Keep the segments of an ended connection until the client's process ends, because it may still use them.
 
-        Args: watch: a descriptor that is readable once the process has ended, closed here; None if there is none.
+        Without `exit_descriptor` they are freed at once.
+
+        Args:
+            exit_descriptor: a descriptor that is readable once the process has ended, closed here; None if there is
+                none.
         """
-        if watch is None or not segments:
-            if watch is not None:
-                os.close(watch)
+        if exit_descriptor is None or not segments:
+            if exit_descriptor is not None:
+                os.close(exit_descriptor)
             self.free_segments(segments)
             return
         # Processes in a namespace that this process does not see have no number here.
-        key = pid or -watch
+        key = pid or -exit_descriptor
         if key in self._by_process:
-            os.close(watch)
+            os.close(exit_descriptor)
             self._by_process[key][1].extend(segments)
             return
-        self._by_process[key] = (watch, segments)
-        asyncio.get_running_loop().add_reader(watch, self._on_process_exit, key)
+        self._by_process[key] = (exit_descriptor, segments)
+        asyncio.get_running_loop().add_reader(exit_descriptor, self._on_process_exit, key)
 
     def stop_monitoring(self) -> None:
-        """Stop monitoring processes without clearing any segment: the server ends, and its clients may go on."""
+        """Stop waiting for the clients' processes to end, without clearing any segment.  The server is ending,
+        but its clients may continue to use the memory.
+        """
         for watch, _ in self._by_process.values():
             asyncio.get_running_loop().remove_reader(watch)
             os.close(watch)
         self._by_process.clear()
 
     def _on_process_exit(self, key: int) -> None:
+        """Free the segments that were kept for a process, now that the process has ended."""
         watch, segments = self._by_process.pop(key)
         asyncio.get_running_loop().remove_reader(watch)
         os.close(watch)
         self.free_segments(segments)
 
     def free_segments(self, segments: list[ClientSegment]) -> None:
-        """Free segments that the client has no view of, each after the last request that uses it."""
+        """Drop the server's references to segments that their client no longer uses, on another thread.  Each
+        segment is unmapped once no request uses it.
+        """
         for segment in segments:
             segment.is_returned = True
         # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
@@ -215,20 +228,26 @@ class OrphanedSegments:
         returning.add_done_callback(self._free_tasks.discard)
 
     async def wait_freed(self) -> None:
-        """Wait until segments freed so far are unmapped and not charged, except those that a request uses."""
+        """Wait until the segments freed so far are unmapped and no longer charged, except those that a request
+        still uses.
+        """
         if self._free_tasks:
             await asyncio.wait(self._free_tasks)
 
 
 class HostSegmentAllocator:
-    """An allocator of shared memory segments for clients; belongs to the event loop's thread."""
+    """An allocator of host memory segments that clients share with the server, limited by user.  Only the
+    event loop's thread may use it.
+    """
 
-    def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
+    def __init__(
+        self, most_bytes: int, register_with_device: Callable[[memoryview], object] = lambda memory: None
+    ) -> None:
         """Args:
         most_bytes: that one user may have.
-        share: registers memory with the device until the returned object is dropped.
+        register_with_device: registers memory with the device until the returned object is dropped.
         """
-        self._register_with_device = share
+        self._register_with_device = register_with_device
         self._accounts = _SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
     @property
@@ -237,11 +256,14 @@ class HostSegmentAllocator:
         return self._accounts.nbytes
 
     async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
-        """Allocate at least `nbytes`; return a descriptor, which the caller must close, and the segment.
+        """Charge the user for a new shared memory segment of at least `nbytes`, and make it on another thread.
+
+        Returns:
+            The segment's file descriptor, which the caller must close, and the segment.
 
         Raises:
-            TooLargeError: no user may have so many.
-            OverloadedError: this one may not now, or there is no memory.
+            TooLargeError: the segment alone exceeds every user's limit.
+            OverloadedError: the user's limit is exceeded at present, or there is no memory.
         """
         nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
         self._accounts.charge_segment(uid, nbytes)
@@ -257,6 +279,9 @@ class HostSegmentAllocator:
         return descriptor, segment
 
     def _make_segment(self, nbytes: int) -> tuple[int, ChargedSegment]:
+        """Make a segment and register it with the device; return its file descriptor and the segment.  Runs on
+        another thread, because zeroing the pages takes long.
+        """
         descriptor, segment = make_segment(nbytes, ChargedSegment)
         try:
             with memoryview(segment) as memory:
@@ -268,7 +293,9 @@ class HostSegmentAllocator:
 
 
 class DeviceSegmentAllocator:
-    """An allocator of device memory segments for clients; belongs to the event loop's thread."""
+    """An allocator of device memory segments that clients share with the server, limited by user.  Only the
+    event loop's thread may use it.
+    """
 
     def __init__(self, most_bytes: int, find: Callable[[], ShareableDevice | None]) -> None:
         """Args:
@@ -295,13 +322,21 @@ class DeviceSegmentAllocator:
         return None if device is None else {"uuid": device.uuid, "bytes": self._max_user_bytes}
 
     async def allocate_segment(
-        self, peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
+        self,
+        peer: PeerProcess,
+        nbytes: int,
+        freed_segments: list[ChargedDeviceSegment],
+        orphaned_segments: OrphanedSegments,
     ) -> tuple[int, ChargedDeviceSegment]:
-        """Allocate at least `nbytes` of zeros; return a descriptor, which the caller must close, and the segment.
+        """Make a zeroed device segment of at least `nbytes`, or reuse one that the client's process had before.
 
         Args:
-            spent: segments that the client has freed on this connection; a suitable one is removed and reused.
-            leftovers: segments of ended connections of the client's process, which are reused as well.
+            freed_segments: segments that the client has freed on this connection; a suitable one is removed and
+                reused.
+            orphaned_segments: segments of ended connections of the client's process, which are reused as well.
+
+        Returns:
+            A descriptor of the segment, which the caller must close, and the segment.
 
         Raises:
             InvalidParameterError: the server does not share device memory.
@@ -312,7 +347,7 @@ class DeviceSegmentAllocator:
         if device is None:
             raise InvalidParameterError("memory must be host: this server does not share device memory")
         nbytes = device.round_up(nbytes)
-        reusable = _pop_reusable(peer, nbytes, spent, leftovers)
+        reusable = _pop_reusable(peer, nbytes, freed_segments, orphaned_segments)
         if reusable is None:
             self._accounts.charge_segment(peer.uid, nbytes)
         try:
@@ -322,7 +357,7 @@ class DeviceSegmentAllocator:
             if reusable is None:
                 self._accounts.released_charges.put((peer.uid, nbytes))
             else:
-                spent.append(reusable)
+                freed_segments.append(reusable)
             if not isinstance(error, DeviceMemoryError):
                 raise
             if not isinstance(error, DeviceMemoryFullError):
@@ -336,7 +371,9 @@ class DeviceSegmentAllocator:
 def _pop_reusable(
     peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
 ) -> ChargedDeviceSegment | None:
-    """Remove and return the smallest sufficient segment that the client's process has had, or None."""
+    """Remove and return the smallest of the process's former segments with at least `nbytes`; None if there
+    is none.  Only the same process may get such memory again.
+    """
     found: tuple[list[Any], ChargedDeviceSegment] | None = None
     candidates: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
     for segments in candidates:
@@ -354,6 +391,9 @@ def _pop_reusable(
 def _export_segment(
     device: ShareableDevice, segment: ChargedDeviceSegment | None, nbytes: int
 ) -> tuple[int, ChargedDeviceSegment]:
+    """Allocate a device segment, or zero the given one; return a descriptor for the client, and the segment.
+    Runs on another thread.
+    """
     if segment is None:
         segment = device.allocate(nbytes, ChargedDeviceSegment)
     else:

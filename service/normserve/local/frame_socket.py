@@ -20,23 +20,25 @@ _READ_BYTES = 64 * 1024
 
 
 class FrameCallbacks(Protocol):
-    """The callbacks of a frame socket."""
+    """The callbacks that a `FrameSocket` calls for a frame, for invalid bytes, and for the end of the
+    connection.
+    """
 
     def on_frame(self, first_tag: int, content: bytes, began: float, ended: float) -> None:
-        """Handle a frame, received from `began` to `ended` by `time.perf_counter`.
+        """Handle a frame that was received completely.  `began` and `ended` are times by `time.perf_counter`.
 
         Args: first_tag: the tag of the frame's first message; later ones have the tags after it.
         """
 
     def on_fault(self, error: NormserveError) -> None:
-        """Handle received bytes that are no valid frame; later frames cannot be separated."""
+        """Handle received bytes that are no valid frame.  The start of the next frame is then unknown."""
 
     def on_end(self) -> None:
         """Handle the end of the connection; called once."""
 
 
 class FrameSocket:
-    """A connected Unix socket that carries frames."""
+    """The server's end of a Unix socket connection, which reads frames and writes frames and descriptors."""
 
     def __init__(
         self,
@@ -81,7 +83,9 @@ class FrameSocket:
         return 0 if self._replayer is None or not self.is_open else self._replayer.count_launches(self.descriptor)
 
     def attach_replayer(self, replayer: LaunchReplayer) -> None:
-        """Let a replayer receive from now on; it answers some frames and leaves the others to `handle_bytes`."""
+        """Let a native replayer receive from the socket in place of Python.  It answers frames that it knows,
+        and passes the bytes of all others to `handle_bytes`.
+        """
         was_reading, wanted = self._is_receiving, self._is_receiving_wanted
         self.set_receiving(wanted=False)
         replayer.add_connection(self.descriptor)
@@ -92,7 +96,9 @@ class FrameSocket:
             self.set_receiving(wanted=True)
 
     def set_receiving(self, *, wanted: bool) -> None:
-        """Start or stop receiving frames; too many unsent frames stop reception as well."""
+        """Start or stop reading from the socket.  Even if `wanted`, nothing is read while too many sent frames
+        wait for the client.
+        """
         self._is_receiving_wanted = wanted
         wanted = wanted and self.is_open and len(self._send_queue) <= self._max_unsent
         if wanted == self._is_receiving:
@@ -110,10 +116,12 @@ class FrameSocket:
     def send_frame(
         self, frame: bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send a frame, now or once the client reads; the accompanying descriptors are closed then.
+        """Send a frame, or queue it until the client reads.  Its descriptors are closed once it has been sent.
 
-        Args: on_lost: called at the connection's end, before its listener, if the client has certainly not read the
-            frame: it was not sent completely, or it was the last one and the client closed with unread data.
+        Args:
+            on_lost: called when the connection ends, before `on_end`, if the client has certainly not read the
+                frame: it
+                was not sent completely, or it was the last one and the client closed with unread data.
         """
         if not self.is_open:
             close_descriptors(descriptors)
@@ -125,7 +133,7 @@ class FrameSocket:
             self.set_receiving(wanted=self._is_receiving_wanted)
 
     def close(self) -> None:
-        """Close the connection; calls `on_lost` of lost frames, then `on_end`."""
+        """Close the connection.  First call `on_lost` of each frame that the client did not read, then `on_end`."""
         if not self.is_open:
             return
         self.set_receiving(wanted=False)
@@ -148,6 +156,7 @@ class FrameSocket:
         self._socket.close()
 
     def _read_socket(self) -> None:
+        """Receive the bytes that are available and handle them.  A connection error counts as the client's end."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -159,7 +168,9 @@ class FrameSocket:
         self.handle_bytes(data)
 
     def handle_bytes(self, data: bytes) -> None:
-        """Handle received bytes; none where the client has ended the connection."""
+        """Parse received bytes and call `on_frame` for each complete frame.  Empty `data` means that the client
+        has ended the connection.
+        """
         if not data:
             self.close()
             return
@@ -184,7 +195,9 @@ class FrameSocket:
             began = ended
 
     def _set_frame_timer(self, *, runs: bool) -> None:
-        """Start or stop the timer for the completion of a partial frame."""
+        """Start or stop the timer that closes the connection if a partly received frame is not completed in
+        time.
+        """
         if runs and self._frame_timer is None:
             self._frame_timer = self._loop.call_later(self._max_frame_s, self.close)
         elif not runs and self._frame_timer is not None:
@@ -192,6 +205,7 @@ class FrameSocket:
             self._frame_timer = None
 
     def _flush(self) -> None:
+        """Send as many queued frames as the socket accepts, and update the timers and reception accordingly."""
         try:
             self._send_queue.send_all(self._socket)
         except (BlockingIOError, InterruptedError):
@@ -204,7 +218,9 @@ class FrameSocket:
         self.set_receiving(wanted=self._is_receiving_wanted)
 
     def _set_send_timer(self, *, runs: bool) -> None:
-        """Restart or stop the timer for the client's reading, and the wait for the socket to be writable."""
+        """Restart or stop the timer that closes the connection if the client does not read.  While it runs, the
+        event loop flushes the queue whenever the socket is writable.
+        """
         is_waiting = self._send_timer is not None
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -217,7 +233,9 @@ class FrameSocket:
             self._loop.remove_writer(self._socket)
 
     def _update_replayer(self) -> None:
-        """Inform the replayer of a partial frame or unsent responses here, which must be completed here."""
+        """Report to the replayer whether Python has a partial frame or unsent responses.  While Python has
+        either, the replayer leaves the socket to it.
+        """
         if self._replayer is not None and self.is_open:
             self._replayer.set_caller_state(
                 self.descriptor, self._frame_reader.has_partial_frame, bool(self._send_queue)

@@ -31,7 +31,8 @@ _Answer = tuple[Any, int]
 
 @dataclass(frozen=True, slots=True)
 class MessageOrigin:
-    """The origin of a message: its session and the arena of its tensors.
+    """The connection's session and segments, and the exchange of one message, which a handler of the message
+    needs.
 
     Attributes:
         segment_table: the segments of the message's tensors.
@@ -43,13 +44,14 @@ class MessageOrigin:
     exchange: LocalExchange
 
     def authorise(self, needed: Set[KeyScope]) -> ClientIdentity:
-        """Return the client's identity; raise an error if its key lacks the needed scopes."""
+        """Return the client's identity if its key has one of the needed scopes; raise an error if not."""
         return self.session.authorise(needed, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMessageDispatcher:
-    """A dispatcher of messages about registered layers.
+    """The handler of messages that list, describe, register or delete layers, that is, norms with stored
+    parameters.
 
     Attributes:
         request_services: the services that all requests use.
@@ -60,7 +62,7 @@ class LayerMessageDispatcher:
     layer_changes: LayerChanges
 
     async def handle_message(self, message: Message, sender: MessageOrigin) -> _Answer:
-        """Handle a message and return the document of the response and its status.
+        """Handle a message about registered layers; return the response's JSON document and its status.
 
         Raises:
             NormserveError: the message is invalid or not permitted.
@@ -81,11 +83,15 @@ class LayerMessageDispatcher:
                 raise AssertionError(f"{message} is no message about layers")
 
     async def _delete_layer(self, message: Any, sender: MessageOrigin) -> _Answer:
+        """Remove the registered layer that the message names; return no document and status 204."""
         sender.exchange.begin_processing()
         await self.layer_changes.remove(message.name)
         return None, 204
 
     async def _register_layer(self, message: Any, sender: MessageOrigin) -> _Answer:
+        """Copy the layer's parameters from the client's shared memory and register the layer.  Return its
+        description and status 201, or 200 if it replaced one.
+        """
         if not is_layer_name(message.name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
@@ -106,7 +112,7 @@ class LayerMessageDispatcher:
     async def _change_with_audit(
         self, method: str, message: Any, sender: MessageOrigin, change: Callable[..., Any]
     ) -> _Answer:
-        """Make a change, and write its outcome to the audit log."""
+        """Check that the client may change layers, call `change`, and write the outcome to the audit log."""
         caller = sender.authorise(_CHANGES)
         result = "interrupted"
         try:
@@ -122,7 +128,7 @@ class LayerMessageDispatcher:
 
 
 def _find_parameters(arena: SegmentTable, located: Mapping[str, TensorReference]) -> dict[str, HostTensor]:
-    """Return the tensors of a message with a layer's parameters.
+    """Return views of a layer's parameters in the client's shared memory, by name.
 
     Raises:
         InvalidParameterError: a tensor is in device memory, or invalid.

@@ -22,7 +22,7 @@ _NO_HEADERS: Mapping[bytes, bytes] = {}
 
 
 class LocalResponder:
-    """The sender of responses to the client of one connection.
+    """The object through which all responses of one connection are sent.
 
     Attributes:
         frame_socket: None until the connection is served.
@@ -40,7 +40,7 @@ class LocalResponder:
 
     @property
     def pending_replays(self) -> int:
-        """Number of responses that a replayer has yet to send."""
+        """Number of requests that the replayer has received but not yet answered."""
         return 0 if self.frame_socket is None else self.frame_socket.pending_replays
 
     def close_connection(self) -> None:
@@ -51,17 +51,19 @@ class LocalResponder:
     def send_frame(
         self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send a response, as `FrameSocket.send_frame`."""
+        """Send a response, or queue it until the client reads.  The arguments are those of
+        `FrameSocket.send_frame`.
+        """
         assert self.frame_socket is not None
         self.frame_socket.send_frame(frame, descriptors, on_lost)
 
     def respond_error(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
-        """Answer a message with an error, and account for the message."""
+        """Answer a message with an error, and count it in the metrics and the access log."""
         LocalExchange(self, tag, record).respond_error(error)
 
 
 class LocalExchange(CallbackRequest):
-    """One message of a client and its response.
+    """One message of a client on the same host, its response, and its entry in metrics and logs.
 
     Attributes:
         tag: of the message, and of its response.
@@ -80,9 +82,11 @@ class LocalExchange(CallbackRequest):
         self._responder = answers
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Raise an AssertionError: only operations have results, and `LocalComputation` sends those."""
         raise AssertionError("only operations have results")
 
     def send_problem(self, error: NormserveError) -> None:
+        """Send an error as a problem document, and finish the message."""
         answer = LocalResponse(
             status=self.record.status,
             request_id=self.request_id,
@@ -94,11 +98,12 @@ class LocalExchange(CallbackRequest):
         self.finish_message()
 
     def finish_message(self) -> None:
-        """Account for a message that has been answered."""
+        """Finish the request after its response: release its permit, and record it in metrics, traces and logs."""
         is_client_disconnected = self.record.error_code == ClientLeftError.code or not self._responder.is_open
         self.finish_request(is_delivered=not is_client_disconnected)
 
     def describe_span(self) -> "tuple[str, Attributes]":
+        """Return the name and the attributes of the message's trace span."""
         attributes: Attributes = {
             "network.transport": "unix",
             "client.address": self.client_identity.address,
@@ -108,5 +113,6 @@ class LocalExchange(CallbackRequest):
         return f"local {self.record.op}", attributes
 
     def describe_log_target(self) -> tuple[str, str]:
+        """Return the transport and the operation, which stand in the access log for method and path."""
         record = self.record
         return record.transport, record.op if record.direction == NONE else f"{record.op}/{record.direction}"

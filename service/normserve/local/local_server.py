@@ -26,7 +26,9 @@ _SWEEP_S = 30.0
 
 
 class LocalServer:
-    """A server on connected sockets that other code accepts.  Belongs to the event loop's thread."""
+    """The server of connections from clients on the same host that share memory with it.  Other code accepts
+    the sockets; only the event loop's thread may use it.
+    """
 
     def __init__(self, service: LocalServices, users: LocalUsers, *, frame_s: float, send_s: float) -> None:
         """Args:
@@ -48,7 +50,9 @@ class LocalServer:
         return len(self._connections)
 
     def serve_connection(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
-        """Serve a connection until its end, and then call `on_end`."""
+        """Start to serve a connection, or refuse the client if its user may not connect.  `on_end` is called
+        when the connection ends.
+        """
         try:
             peer = PeerProcess.from_socket(connected)
             key_name = self._local_users.find_key_name(peer.uid)
@@ -69,7 +73,9 @@ class LocalServer:
         connection.start(FrameSocket(connected, connection, most_unsent=_MOST_UNSENT, **timing))
 
     async def close(self, within_s: float) -> None:
-        """Wait for requests in progress, then close all connections; clients keep their mappings."""
+        """Wait up to `within_s` seconds for requests in progress, then close all connections.  Clients can still
+        use the memory that they have mapped.
+        """
         give_up = asyncio.get_running_loop().time() + within_s
         while any(each.is_busy for each in self._connections) and asyncio.get_running_loop().time() < give_up:
             await asyncio.sleep(_POLL_S)
@@ -80,11 +86,14 @@ class LocalServer:
         self._orphaned_segments.stop_monitoring()
 
     def _schedule_sweep(self) -> None:
+        """Schedule the next check for connections without a client, unless one is scheduled."""
         if self._sweep_timer is None:
             self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._close_stale_connections)
 
     def _close_stale_connections(self) -> None:
-        """Close connections whose clients ended before the last sweep, which indicates a bug elsewhere."""
+        """Close connections whose clients had already ended at the previous check, and schedule the next one.
+        Each is logged as a bug, because a client's end should close its connection at once.
+        """
         self._sweep_timer = None
         gone = {each for each, connected in self._connections.items() if has_ended(connected.fileno())}
         for connection in gone & self._stale_connections:
@@ -101,6 +110,7 @@ class LocalServer:
         on_end: Callable[[], None],
         remaining_segments: list[ClientSegment],
     ) -> None:
+        """Forget an ended connection, keep its segments until the client's process ends, and call `on_end`."""
         del self._connections[connection]
         # Where nothing is left over, no process need be watched.
         watch = connection.peer.open_exit_descriptor(connected) if remaining_segments else None
@@ -114,6 +124,7 @@ def make_refusal_frame(error: NormserveError) -> bytes:
 
 
 def _send_frame(connected: socket.socket, frame: bytes) -> None:
+    """Send a frame without waiting; ignore an error, because the connection is closed next."""
     try:
         connected.send(frame)
     except OSError:

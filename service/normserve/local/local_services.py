@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalServices:
-    """The services that all connections of clients on the same host use.
+    """The objects that all connections of clients on the same host share.
 
     Attributes:
         key_authorisation: None where the server requires no key.

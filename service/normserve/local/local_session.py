@@ -22,7 +22,7 @@ _OVERFLOW_UID = 65534
 
 
 class LocalSession:
-    """The identity of a client, from its greeting and from the kernel.
+    """The identity and permissions of one connection's client, from its hello message and its user id.
 
     Attributes:
         client_identity: the identity, as far as the client's messages have shown.
@@ -40,7 +40,9 @@ class LocalSession:
         self._has_received_hello = False
 
     def has_lasting_permission(self, needed: Set[KeyScope]) -> bool:
-        """Return whether the client may send a message now and until the keys change."""
+        """Return whether the client may send such messages without a check of each, until the server's keys
+        change.  Keys that expire or have a rate or memory limit do not qualify.
+        """
         if self._key_authorisation is None:
             return True
         grant = self._key_authorisation.find_key_entry(self._token, self._key_name)
@@ -49,9 +51,10 @@ class LocalSession:
         return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
     def accept_hello(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Handle the client's greeting; return the document of the response.
+        """Store the API key of the client's hello message; return the document of the response.
 
-        Args: offered: further entries of the document.
+        Args:
+            offered: further entries of the document.
 
         Raises:
             InvalidParameterError: the client uses another version of the protocol.
@@ -64,8 +67,9 @@ class LocalSession:
         self.client_identity = ClientIdentity(self.client_identity.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
-    def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> ClientIdentity:
-        """Check that the client may send a message; return the client's identity.
+    def authorise(self, needed: Set[KeyScope], request: RequestLifecycle) -> ClientIdentity:
+        """Check that the client's key permits a message, count it towards the key's rate, and return the
+        client's identity.
 
         Raises:
             MalformedPayloadError: the client has not sent `HelloMessage` before.
@@ -73,20 +77,20 @@ class LocalSession:
         """
         if not self._has_received_hello:
             raise MalformedPayloadError("the first message must be hello")
-        sent.client_identity = self.client_identity
+        request.client_identity = self.client_identity
         if self._key_authorisation is not None:
             try:
                 self._key_authorisation.authorise_request(
-                    sent, self._token, needed, "local", sent.record.op, self._key_name
+                    request, self._token, needed, "local", request.record.op, self._key_name
                 )
             finally:
-                self.client_identity = sent.client_identity
-        return sent.client_identity
+                self.client_identity = request.client_identity
+        return request.client_identity
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """The process at the other end of a connection.
+    """The process id and user id of the process at the other end of a Unix socket connection.
 
     Attributes:
         pid: 0 where the process is in a namespace that this process does not see.
@@ -98,7 +102,7 @@ class PeerProcess:
 
     @classmethod
     def from_socket(cls, connection: socket.socket) -> "PeerProcess":
-        """Read the credentials of a connection's peer from the kernel.
+        """Read the process id and user id of a connection's peer from the kernel.
 
         Raises:
             OSError: the peer has ended.
@@ -108,9 +112,11 @@ class PeerProcess:
         return cls(pid, uid & 0xFFFFFFFF)
 
     def open_exit_descriptor(self, connection: socket.socket) -> int | None:
-        """Open a descriptor that is readable once the process has ended; None where the kernel gives none.
+        """Open a pidfd, a descriptor that is readable once the process has ended; return None if that is
+        impossible.
 
-        Args: connection: that of the process, still open: after its end the pid may belong to another process.
+        Args:
+            connection: that of the process, still open: after its end the pid may belong to another process.
         """
         try:
             option = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
@@ -121,6 +127,7 @@ class PeerProcess:
         return descriptor
 
     def _open_by_pid(self) -> int | None:
+        """Open the pidfd by process id, for kernels that cannot get it from a socket; return None if that fails."""
         try:
             return os.pidfd_open(self.pid) if self.pid > 0 else None
         except OSError:
@@ -128,7 +135,7 @@ class PeerProcess:
 
 
 class LocalUsers:
-    """The users that may connect, and the API key that is used for each."""
+    """The users that may connect to the Unix socket, and the name of the API key that applies to each."""
 
     def __init__(self, listed: str) -> None:
         """Args: listed: the value of the setting: `UID` or `UID=KEY`, separated by commas."""
@@ -145,7 +152,7 @@ class LocalUsers:
         return len(self._key_names) > 1
 
     def find_key_name(self, uid: int) -> str | None:
-        """Return the name of the API key with a user's scopes and limits; None where the user has none.
+        """Return the name of the API key that applies to a user; None if no key is set for the user.
 
         Raises:
             ForbiddenError: that user may not connect.
@@ -156,6 +163,9 @@ class LocalUsers:
 
 
 def _read_overflow_uid() -> int:
+    """Read the user id that Linux shows for users of other user namespaces; return 65534 if it is
+    unreadable.
+    """
     try:
         return int(Path("/proc/sys/fs/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):

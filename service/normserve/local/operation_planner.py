@@ -38,7 +38,7 @@ _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx
 
 @dataclass(frozen=True, slots=True)
 class ParsedOperation:
-    """The parsed parameters of an operation, checked as far as possible without its tensors.
+    """The parsed name, pass and parameters of an operation, before its tensors are checked.
 
     Attributes:
         layer: the registered layer's name; for a chain the names, joined by commas.
@@ -51,7 +51,7 @@ class ParsedOperation:
 
 
 def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation:
-    """Parse an operation's name, pass and parameters.
+    """Parse an operation's name, its pass (forward or backward) and its query string of parameters.
 
     Raises:
         NotFoundError: there is no such operation or pass.
@@ -68,7 +68,8 @@ def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request after its check against the arena and a layer, reused for identical requests.
+    """The result of checking a request against the client's memory and the layer, kept for identical
+    requests.  A job can be made from it without further checks.
 
     Attributes:
         spec: the operation with the options of the layer.
@@ -90,7 +91,13 @@ class RequestPlan:
     encoded_results: msgspec.Raw
 
     def make_job(self, layer: RegisteredLayer | None) -> NormJob:
-        """Make the job of one request, with the layer for which the plan was made."""
+        """Make the job of one request from the plan.
+
+        Parameters that are compared between jobs are copied, so that the client cannot change them meanwhile.
+
+        Args:
+            layer: the registered layer for which the plan was made, if any.
+        """
         tensors = self.tensors
         if self.compared_names:
             # Parameters decide which jobs share a launch, and are read again by the launch, for all jobs: the bytes
@@ -100,7 +107,7 @@ class RequestPlan:
 
 
 class ComputeRequest:
-    """A message that requests an operation, with the plan from its earlier occurrences.
+    """A parsed message that requests an operation, kept with its plan because clients repeat the same frame.
 
     Attributes:
         headers: the message's trace context, in the form of HTTP headers.
@@ -121,11 +128,13 @@ class ComputeRequest:
         self._plan: RequestPlan | None = None
 
     def find_plan(self, layer: RegisteredLayer | None) -> RequestPlan | None:
-        """Return the plan that was made for this layer, if there is one."""
+        """Return the plan that was stored for this layer, or for no layer; None if there is none."""
         return self._plan if layer is None else layer.prepared_plans.get(self)
 
     def store_plan(self, plan: RequestPlan, layer: RegisteredLayer | None) -> None:
-        """Keep a plan for as long as the request is kept and the layer, if it has one, is registered."""
+        """Store a plan in this request, or in the layer if one is used.  The plan is dropped with the request,
+        or when the layer is replaced or deleted.
+        """
         if layer is None:
             self._plan = plan
         else:
@@ -134,7 +143,7 @@ class ComputeRequest:
 
 @dataclass(frozen=True, slots=True)
 class OperationPlanner:
-    """A planner that checks operations and caches their plans."""
+    """A planner that checks operations against the client's memory and caches the resulting plans."""
 
     engine: Engine
     layers: LayerRegistry
@@ -142,9 +151,10 @@ class OperationPlanner:
     def plan_request(
         self, request: ComputeRequest, arena: SegmentTable, prepared: PreparedCallCache, record: RequestRecord
     ) -> tuple[RequestPlan, RegisteredLayer | None]:
-        """Check a request against its arena and its layer; return the plan and the layer.
+        """Return the request's plan, made at its first occurrence, and the registered layer that it names, if any.
 
-        Args: prepared: the prepared calls of the connection.
+        Args:
+            prepared: the connection's cache of parsed parameters and passed checks.
 
         Raises:
             NormserveError: the request is invalid, or the server is not ready.
@@ -171,6 +181,9 @@ class OperationPlanner:
         arena: SegmentTable,
         prepared: PreparedCallCache,
     ) -> RequestPlan:
+        """Find the request's tensors and result buffers in the client's memory and check them.  Decide whether
+        its jobs may share a launch with others or be replayed.
+        """
         located = {name: arena.find_tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
         places = {name: arena.find_result_buffer(name, place) for name, place in message.results.items()}
@@ -203,7 +216,9 @@ class OperationPlanner:
 
 
 def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> ParsedOperation:
-    """Do as `parse_operation`, once for all messages of a connection with identical parameters."""
+    """Parse a message's operation, or return the cached result if the connection sent the same parameters
+    before.
+    """
     key = message.op, message.direction, message.query
     operation: ParsedOperation | None = prepared.find(key)
     if operation is None:
@@ -213,7 +228,9 @@ def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> 
 
 
 def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
-    """Return the names of the parameters that jobs of one launch must have in common."""
+    """Return the names of the small parameters (weights, biases), whose bytes jobs must have in common to
+    share a launch.
+    """
     names = filter(is_parameter, tensors)
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
@@ -221,9 +238,10 @@ def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
 def make_response(
     plan: RequestPlan, result: NormResult, request_id: str, record: RequestRecord, began: float
 ) -> ComputeResponse:
-    """Make the response to an operation, whose results are already in the requested ranges.
+    """Make the response to an operation and complete its record.  The results are already in the client's memory.
 
-    Args: began: start of the encoding, by `time.perf_counter`.
+    Args:
+        began: start of the encoding, by `time.perf_counter`.
     """
     record.record_result(result, began)
     record.sent_bytes = sum([len(tensor.data) for tensor in result.tensors.values()])

@@ -52,7 +52,8 @@ _INFER = frozenset([KeyScope.INFER])
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedRequest:
-    """The data that is kept for a request that the replayer answers.
+    """The data kept for a request whose repetitions the replayer answers: for their metrics and permits, and
+    to keep the captured launch alive.
 
     Attributes:
         record: that of the request that Python code answered.
@@ -66,7 +67,9 @@ class _ReplayedRequest:
 
 
 class RequestReplays:
-    """The replayed requests of all connections.  Belongs to the event loop's thread."""
+    """The requests of all connections whose repetitions a native replayer answers without Python.  Only the
+    event loop's thread may use it.
+    """
 
     def __init__(
         self,
@@ -103,16 +106,20 @@ class RequestReplays:
     def add_replay(
         self,
         request: ComputeRequest,
-        described: Raw,
+        encoded_results: Raw,
         job: NormJob,
         record: RequestRecord,
         admitted_bytes: int,
-        answers: LocalResponder,
+        responder: LocalResponder,
     ) -> None:
-        """Let the replayer answer repetitions of an answered request, if that is possible.
+        """Let the replayer answer equal frames of this connection from now on, by the request's captured launch.
+
+        Nothing is done if its launch was not captured, its frame is long, its layer has changed, its timeout is
+        short,
+        the client's permission may end, or the backend has no replayer.
 
         Args:
-            described: the encoded results of the response.
+            encoded_results: the encoded results of the response.
             job, record: the job and the record of the request.
             admitted_bytes: the bytes of the request's permit.
         """
@@ -124,38 +131,40 @@ class RequestReplays:
         ):
             return
         is_as_it_was = (
-            answers.is_open
-            and answers.session.has_lasting_permission(_INFER)
+            responder.is_open
+            and responder.session.has_lasting_permission(_INFER)
             and self._has_same_layer(request, job)
         )
         if not is_as_it_was or self._has_short_timeout(request) or (replayer := self._get_replayer()) is None:
             return
         self._remove_on_change()
-        assert answers.frame_socket is not None
-        descriptor = answers.frame_socket.descriptor
+        assert responder.frame_socket is not None
+        descriptor = responder.frame_socket.descriptor
         if descriptor not in self._responders:
-            answers.frame_socket.attach_replayer(replayer)
-            self._responders[descriptor] = answers
+            responder.frame_socket.attach_replayer(replayer)
+            self._responders[descriptor] = responder
         replayer.add_replay(
             descriptor,
             request.frame_content,
             replay.graph,
             replay.stream,
             replay.stage_events,
-            bytes(described),
+            bytes(encoded_results),
             record.kernel_bytes,
             admitted_bytes,
             _ReplayedRequest(record, job, replay, admitted_bytes),
         )
 
-    def remove_replays(self, answers: LocalResponder) -> None:
-        """Remove the requests of a connection that has ended, or has freed memory that they may use."""
+    def remove_replays(self, responder: LocalResponder) -> None:
+        """Let the replayer answer no more requests of a connection, which has ended or has freed memory that
+        they may use.
+        """
         if (
-            answers.frame_socket is None
-            or self._responders.get(descriptor := answers.frame_socket.descriptor) is not answers
+            responder.frame_socket is None
+            or self._responders.get(descriptor := responder.frame_socket.descriptor) is not responder
         ):
             return
-        if not answers.is_open:
+        if not responder.is_open:
             del self._responders[descriptor]
         elif self._replayer is not None:
             self._replayer.remove_replays(descriptor)
@@ -163,7 +172,9 @@ class RequestReplays:
         self.collect_samples()
 
     def collect_samples(self) -> None:
-        """Account for the requests that the replayer has answered."""
+        """Fetch the timings of requests that the replayer has answered, and count these in the metrics and the
+        admission budget.
+        """
         if self._replayer is None:
             return
         for learned, samples in self._replayer.take_samples():
@@ -172,7 +183,7 @@ class RequestReplays:
             self._metrics.observe_replays(learned.record, _make_times(samples), learned.job)
 
     def _has_same_layer(self, request: ComputeRequest, job: NormJob) -> bool:
-        """Return whether the request's layer name still refers to the layer of the job."""
+        """Return whether the layer name in the request still refers to the layer that the job used."""
         assert request.operation is not None
         if request.operation.layer is None:
             return True
@@ -182,12 +193,17 @@ class RequestReplays:
             return False
 
     def _has_short_timeout(self, request: ComputeRequest) -> bool:
+        """Return whether the request's timeout is so short that it could pass before the launch.  The replayer
+        checks no timeouts.
+        """
         assert request.operation is not None
         timeout_ms = self._timeout_ms if request.operation.timeout_ms is None else request.operation.timeout_ms
         return timeout_ms < _SHORTEST_TIMEOUT_MS
 
     def _get_replayer(self) -> LaunchReplayer | None:
-        """Return the replayer, made at the first use, because the backend can make one only after its start."""
+        """Return the replayer, or None if the backend has none.  The first call makes the replayer, because the
+        backend can make one only after its start.
+        """
         if not self._is_replayer_made:
             self._is_replayer_made = True
             self._replayer = self._engine.make_replayer()
@@ -201,10 +217,11 @@ class RequestReplays:
         return self._replayer
 
     def _get_version(self) -> Hashable:
-        """Return a value that changes with the layers and keys that requests are checked against."""
+        """Return a value that changes whenever a layer or an API key of the server changes."""
         return self._layers.version, None if self._keyring is None else self._keyring.version
 
     def _remove_on_change(self) -> None:
+        """Remove the replays of all connections if a layer or an API key has changed since the last call."""
         if self._last_version != (versions := self._get_version()):
             self._last_version = versions
             if self._replayer is not None:
@@ -212,7 +229,9 @@ class RequestReplays:
                 self.collect_samples()
 
     def _run_replayer_turn(self) -> None:
-        """Let the replayer serve its connections for a short time, and handle its events."""
+        """Let the replayer receive and answer requests for a short time, then handle its events.  While launches
+        are pending, the next turn is scheduled.
+        """
         replayer = self._replayer
         assert replayer is not None
         self._remove_on_change()
@@ -231,10 +250,14 @@ class RequestReplays:
             asyncio.get_running_loop().call_later(_PAUSE_S if is_slow else 0.0, self._run_scheduled)
 
     def _run_scheduled(self) -> None:
+        """Run the turn that was scheduled because launches were pending."""
         self._is_scheduled = False
         self._run_replayer_turn()
 
     def _update_pending(self, launches: int, nbytes: int) -> None:
+        """Adjust the admission budget and the progress counter to the replayer's launches in flight and their
+        bytes.
+        """
         if launches != self._pending_launches or not launches:
             self._last_completion = time.perf_counter()
         self._admission_budget.adjust_unpermitted(launches - self._pending_launches, nbytes - self._pending_bytes)
@@ -245,6 +268,9 @@ class RequestReplays:
         self._pending_launches, self._pending_bytes = launches, nbytes
 
     def _handle_event(self, event: Event) -> None:
+        """Handle a replayer's event: a client that left, a frame to be answered in Python, unsent bytes, or a
+        failed launch.
+        """
         kind, descriptor, tag, code, payload = event
         if kind == LEFT:
             self._metrics.observe_request(_make_record(payload, CLIENT_LEFT, ClientLeftError.code))
@@ -264,11 +290,16 @@ class RequestReplays:
 
 
 def _is_not_unsent(event: Event) -> bool:
+    """Return whether an event is something other than unsent bytes; as a sort key, it puts unsent bytes
+    first.
+    """
     return event[0] != UNSENT
 
 
 def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
-    """Make the record of a request that has no result."""
+    """Make the metrics record of a replayed request that failed or whose client left, from that of the
+    original request.
+    """
     began = time.perf_counter()
     return replace(
         learned.record, status=status, error_code=error, stage_seconds={}, current_stage="send", began_at=began
@@ -276,6 +307,9 @@ def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> R
 
 
 def _make_times(samples: list[Sample]) -> RequestTimes:
+    """Compute the stage durations and total durations of replayed requests, in seconds, from the replayer's
+    samples.
+    """
     received, launched, copy_in, kernel, copy_out, answering, ended = zip(*samples, strict=True)
     none = [0.0] * len(samples)
     stages = {

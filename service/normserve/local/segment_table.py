@@ -16,7 +16,7 @@ _LONGEST_NAME = 64
 
 
 class ArenaRange(NamedTuple):
-    """A range of bytes in a segment.
+    """A range of bytes in one of the connection's shared memory segments.
 
     Attributes:
         start, stop: offsets in the segment.
@@ -32,7 +32,8 @@ class ArenaRange(NamedTuple):
 
 
 class SegmentTable:
-    """The segments of a connection by number; numbers are not reused.
+    """The shared memory segments of one connection, by number.  A removed segment's number is not used
+    again.
 
     Attributes:
         segments: a view of each segment, in the host's memory or a device's (`DeviceMemoryView`); a view
@@ -44,7 +45,7 @@ class SegmentTable:
         self._next_number = 0
 
     def add_segment(self, memory: memoryview) -> int:
-        """Add a segment and return its number."""
+        """Add the memory of a segment, and return the segment's new number."""
         number = self._next_number
         self._next_number += 1
         self.segments[number] = memory
@@ -55,7 +56,7 @@ class SegmentTable:
         return all(each.segment in self.segments for each in references)
 
     def find_tensor(self, name: str, located: TensorReference) -> tuple[HostTensor, ArenaRange]:
-        """Return the tensor that a reference describes, and its range.
+        """Return a view of the tensor that a reference describes, and the range of its bytes.
 
         Raises:
             UnsupportedDtypeError: the element type is not supported.
@@ -75,7 +76,7 @@ class SegmentTable:
         return kind(dtype, located.shape, data), span
 
     def find_result_buffer(self, name: str, place: SegmentRange) -> memoryview:
-        """Return the bytes of the range that a result is to be written to.
+        """Return a view of the range to which a result is to be written.
 
         Raises:
             InvalidParameterError: the range is not within a segment of this arena, or not aligned.
@@ -83,6 +84,9 @@ class SegmentTable:
         return self._find_bytes(name, place.segment, place.offset, place.nbytes)
 
     def _find_bytes(self, name: str, number: int, offset: int, nbytes: int) -> memoryview:
+        """Return a view of a range in a numbered segment; raise an error if the range is misaligned or exceeds
+        the segment.  `name`, a tensor's or result's, is for the message.
+        """
         segment = self._find_segment(name, number)
         if offset % ALIGNMENT:
             raise InvalidParameterError(
@@ -97,6 +101,9 @@ class SegmentTable:
         return segment[offset : offset + nbytes]
 
     def _find_segment(self, name: str, number: int) -> memoryview:
+        """Return the memory of a numbered segment; raise InvalidParameterError, with `name` in the message, if
+        there is none.
+        """
         try:
             return self.segments[number]
         except KeyError:
@@ -106,7 +113,8 @@ class SegmentTable:
 
 
 def require_one_memory(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
-    """Require a request's tensors and result buffers to be all in host memory, or all in device memory.
+    """Raise an error unless all tensors and result buffers of a request are in host memory, or all in device
+    memory.
 
     Raises:
         InvalidParameterError: they are not.
@@ -121,17 +129,17 @@ def require_one_memory(tensors: Mapping[str, HostTensor], places: Mapping[str, m
 
 def check_result_ranges(
     results: Described,
-    places: Mapping[str, SegmentRange],
+    result_ranges: Mapping[str, SegmentRange],
     tensors: Mapping[str, ArenaRange],
-    over: Mapping[str, str],
+    overwritable: Mapping[str, str],
 ) -> bool:
-    """Check that the request has a separate range for each result.
+    """Check that the request names a large enough range for each result, and that no two ranges overlap.
 
     Args:
         results: dtype and shape of each result.
-        places: the range for each result.
+        result_ranges: the range for each result.
         tensors: the ranges of the request's tensors.
-        over: for a result, the tensor that it may overwrite, in exactly the same range.
+        overwritable: for a result, the tensor that it may overwrite, in exactly the same range.
 
     Returns:
         Whether a result overwrites a tensor.
@@ -143,7 +151,7 @@ def check_result_ranges(
     result_spans: list[tuple[str, ArenaRange]] = []
     is_over = False
     for name, (dtype, shape) in results.items():
-        place = places.get(name)
+        place = result_ranges.get(name)
         if place is None:
             raise InvalidParameterError(f"the request must name a place for {name}, it does not")
         nbytes = prod(shape) * dtype.itemsize
@@ -151,7 +159,7 @@ def check_result_ranges(
             raise InvalidShapeError(f"the place for {name} must have {nbytes} bytes, it has {place.nbytes}")
         span = ArenaRange(place.segment, place.offset, place.offset + nbytes)
         for other, theirs in (*result_spans, *tensors.items()):
-            if theirs == span and over.get(name) == other:
+            if theirs == span and overwritable.get(name) == other:
                 is_over = True
             elif span.has_overlap(theirs):
                 raise InvalidParameterError(
@@ -162,4 +170,5 @@ def check_result_ranges(
 
 
 def _format_label(name: str) -> str:
+    """Quote a tensor's name for an error message, shortened to 64 characters."""
     return repr(name[:_LONGEST_NAME])

@@ -45,7 +45,8 @@ ParsedMessage = Message | ComputeRequest
 
 
 class LocalServerConnection:
-    """A connection whose messages are answered until its socket ends.
+    """The server's side of one connection: it parses messages, answers them, and keeps the client's
+    segments.
 
     Attributes:
         peer: the process of the client.
@@ -84,7 +85,7 @@ class LocalServerConnection:
         return bool(self._tasks or self._computations.in_progress or self._responder.pending_replays)
 
     def start(self, wire: FrameSocket) -> None:
-        """Start receiving from a socket."""
+        """Start to receive and answer messages from a socket."""
         self._responder.frame_socket = wire
         wire.set_receiving(wanted=True)
 
@@ -93,7 +94,9 @@ class LocalServerConnection:
         self._responder.close_connection()
 
     def on_frame(self, first_tag: int, content: bytes, began: float, ended: float) -> None:
-        """Answer the messages of a frame; the first message has `first_tag`, each later one the next tag."""
+        """Answer the messages of a frame, or queue them while too many are in progress.  The first message has
+        `first_tag`, each later one the next tag.
+        """
         messages: Sequence[ParsedMessage] | None = self._prepared_calls.find(content)
         if messages is None:
             try:
@@ -109,6 +112,9 @@ class LocalServerConnection:
         self._begin_queued()
 
     def _parse_frame(self, content: bytes) -> Sequence[ParsedMessage]:
+        """Decode the messages of a frame.  A frame of untraced operations is cached, because clients repeat such
+        frames.
+        """
         parsed = [
             ComputeRequest(each) if isinstance(each, frames.ComputeMessage) else each
             for each in frames.decode_messages(content)
@@ -128,14 +134,14 @@ class LocalServerConnection:
         self.close()
 
     def on_end(self) -> None:
-        """Drop queued messages, cancel operations and release the segments of a client that has left."""
+        """Clean up after the client has left: drop queued messages, cancel operations, and release its segments."""
         self._queued_messages.clear()
         self._clear_caches()
         self._computations.cancel_all()
         self.on_closed(self._release_segments())
 
     def _release_segments(self) -> list[ClientSegment]:
-        """Remove all of the client's segments from this connection and return them."""
+        """Remove all segments from this connection, and return them so that they can be kept or freed."""
         segments: list[ClientSegment] = [
             *map(_get_segment, self._segment_table.segments.values()),
             *self._returned_segments,
@@ -146,6 +152,9 @@ class LocalServerConnection:
         return segments
 
     def _begin_queued(self) -> None:
+        """Start queued messages while fewer than the maximum are in progress; receive more only once none is
+        queued.
+        """
         while self._queued_messages and self._has_free_slot:
             self._begin_message(*self._queued_messages.popleft())
         wire = self._responder.frame_socket
@@ -153,6 +162,7 @@ class LocalServerConnection:
             wire.set_receiving(wanted=not self._queued_messages)
 
     def _on_request_end(self) -> None:
+        """Start queued messages, since a request has ended."""
         if self._queued_messages:
             self._begin_queued()
 
@@ -162,7 +172,9 @@ class LocalServerConnection:
         return len(self._tasks) + len(self._computations.in_progress) < MOST_UNDER_WAY
 
     def _begin_message(self, tag: int, message: ParsedMessage, began: float, ended: float) -> None:
-        """Start to handle a message, whose frame was received from `began` to `ended`."""
+        """Start to handle a message: an operation by its job, a cancellation or a freed segment at once, any
+        other in a task.  `began` and `ended` are the times of its frame's reception.
+        """
         if isinstance(message, _UNANSWERED):
             self._handle_silent_message(message)
             return
@@ -176,18 +188,23 @@ class LocalServerConnection:
         task.add_done_callback(self._on_task_end)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Forget an ended task, and start queued messages."""
         self._tasks.discard(task)
         self._on_request_end()
 
     def _handle_silent_message(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
-        """Handle a message that has no response; unknown numbers are ignored."""
+        """Cancel an operation or remove a segment; such messages have no response.  An unknown tag or segment
+        number is ignored.
+        """
         if isinstance(message, frames.FreeSegmentMessage):
             self._remove_segment(message.segment)
             return
         self._computations.cancel_computation(message.request)
 
     def _remove_segment(self, number: int | None) -> None:
-        """Remove from the arena a segment that the client has freed or never received."""
+        """Remove a segment that the client has freed or never received.  Host memory is freed; device memory
+        stays charged until the client's process ends.
+        """
         memory = None if number is None else self._segment_table.segments.pop(number, None)
         # Cached calls may refer to the segment, and would keep it mapped.
         self._clear_caches()
@@ -199,12 +216,13 @@ class LocalServerConnection:
                 self._services.orphaned_segments.free_segments([segment])
 
     def _clear_caches(self) -> None:
+        """Discard cached messages and replays, which may refer to freed memory."""
         self._prepared_calls.clear()
         if self._services.request_replays is not None:
             self._services.request_replays.remove_replays(self._responder)
 
     async def _handle_message(self, message: Message, exchange: LocalExchange) -> None:
-        """Answer and account for one message other than an operation, also if it fails."""
+        """Answer one message that is not an operation, with an error if it fails, and account for it."""
         try:
             await self._send_response(message, exchange)
         except Exception as error:
@@ -213,6 +231,7 @@ class LocalServerConnection:
             exchange.finish_message()
 
     async def _send_response(self, message: Message, exchange: LocalExchange) -> None:
+        """Compute and send the response to a hello, segment, info or layer message."""
         record = exchange.record
         descriptors: tuple[int, ...] = ()
         on_lost: Callable[[], None] | None = None
@@ -239,14 +258,16 @@ class LocalServerConnection:
         self._responder.send_frame(frames.encode_frame(exchange.tag, answer), descriptors, on_lost)
 
     def _describe_device_memory(self) -> dict[str, Any]:
-        """Describe the device memory for the greeting; return {} until the server is ready."""
+        """Return the hello response's entry about device memory; {} until the server is ready."""
         service = self._services
         if service.request_services.engine.device_description is None:
             return {}
         return {"device": service.device_allocator.describe_device()}
 
     async def _add_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
-        """Make the requested segment and enter it in the response; return the descriptor to send along."""
+        """Allocate the requested segment, write its number into `answer`, and return its descriptor for the
+        client.  If the connection ends meanwhile, the segment is kept until the client's process ends.
+        """
         service = self._services
         service.request_services.engine.require_ready()
         # If the connection ends meanwhile, its peer can no longer be found.
@@ -262,6 +283,9 @@ class LocalServerConnection:
                 service.orphaned_segments.retain_segments(self.peer.pid, watch, self._release_segments())
 
     async def _allocate_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
+        """Allocate host or device memory as requested, add it to the connection's segments, and return its
+        descriptor.
+        """
         service = self._services
         segment: ChargedSegment | ChargedDeviceSegment
         if message.memory == "device":
@@ -281,13 +305,14 @@ class LocalServerConnection:
 
 
 def _get_segment(memory: memoryview) -> ChargedSegment | ChargedDeviceSegment:
+    """Return the segment object that owns the memory of a view."""
     segment = memory.obj
     assert isinstance(segment, ChargedSegment | ChargedDeviceSegment)
     return segment
 
 
 class ConnectionComputations:
-    """The operations of one connection in progress.
+    """The operations of one connection that are in progress, and the objects that they share.
 
     Attributes:
         services, segment_table, responder: the services, memory and responses of the connection.
@@ -312,24 +337,26 @@ class ConnectionComputations:
         self.in_progress: set[LocalComputation] = set()
 
     def begin_computation(self, tag: int, request: ComputeRequest, record: RequestRecord) -> None:
-        """Start an operation, which is answered in any case, now or later."""
+        """Start an operation.  The client gets a result or an error in any case, now or later."""
         if self.services.busy_poller is not None:
             self.services.busy_poller.record_received()
         LocalComputation(self, tag, request, record).begin_computation()
 
     def cancel_computation(self, tag: int) -> None:
-        """Cancel the operation with this tag if it is still queued."""
+        """Cancel the operation with this tag if its job is still queued; a running job ends normally."""
         for each in [each for each in self.in_progress if each.tag == tag]:
             each.cancel_job()
 
     def cancel_all(self) -> None:
-        """Cancel all queued operations of a client that has left; a running one keeps its permit until it ends."""
+        """Cancel the queued operations of a client that has left.  A running one keeps its permit until it ends."""
         for each in tuple(self.in_progress):
             each.cancel_job()
 
 
 class LocalComputation(LocalExchange):
-    """One operation, answered from the engine's callback without a task that waits."""
+    """One operation of a client on the same host, whose response is sent from the engine's callback.  No
+    task waits for it.
+    """
 
     is_traced = True
     _plan: RequestPlan
@@ -342,7 +369,7 @@ class LocalComputation(LocalExchange):
         self._request = request
 
     def begin_computation(self) -> None:
-        """Check and submit the operation, or refuse it."""
+        """Check the operation and submit its job to the engine; send an error if either fails."""
         computations = self._computations
         service = computations.services
         try:
@@ -365,6 +392,10 @@ class LocalComputation(LocalExchange):
             computations.in_progress.add(self)
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Release the permit, start queued messages, and send the job's result or error.  If the server ends or
+        the device failed, the connection is closed instead, because the job may still write to the client's
+        memory.
+        """
         self._computations.in_progress.discard(self)
         assert self.permit is not None
         # Before others are begun: the client has the memory.
@@ -376,6 +407,9 @@ class LocalComputation(LocalExchange):
         super().conclude_job(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Send the response for a result.  Then let the replayer answer repetitions of the request, unless the
+        client has freed its memory.
+        """
         request, plan, record, service = self._request, self._plan, self.record, self._computations.services
         began = time.perf_counter()
         frame = frames.encode_frame(self.tag, make_response(plan, result, self.request_id, record, began))

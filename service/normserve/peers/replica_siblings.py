@@ -27,7 +27,9 @@ BoardCall = Callable[[str, int, bytes], Awaitable[Mapping[str, bytes]]]
 
 
 class ReplicaScaling(BaseModel):
-    """The number of replicas, and the resources of each."""
+    """The configuration of a Ray Serve deployment: the number of replicas, and the device and CPU cores of
+    each.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,12 +41,14 @@ class ReplicaScaling(BaseModel):
 
     @model_validator(mode="after")
     def _require_max_above_min(self) -> "ReplicaScaling":
+        """Validate that `max_replicas` is at least `min_replicas`."""
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas must be at least min_replicas, got {self.max_replicas}")
         return self
 
     def make_replica_settings(self, settings: Settings) -> Settings:
-        """Return one replica's settings: its device, and by default no more threads than it has cores.
+        """Return one replica's settings: those given, with its device's backend, its number of CPU threads, and
+        Ray's address accepted.
 
         Raises:
             ValueError: the settings enable clients that share memory, which needs one process on their host, or
@@ -78,7 +82,9 @@ class ReplicaScaling(BaseModel):
         return settings.model_copy(update=own)
 
     def make_deployment_options(self, settings: Settings) -> dict[str, Any]:
-        """Return the options of the deployment for Ray Serve."""
+        """Return the keyword arguments of `serve.deployment`: resources, autoscaling, and shutdown and health
+        check times.
+        """
         return {
             "ray_actor_options": {"num_cpus": self.cpus_per_replica, "num_gpus": int(self.device == "gpu")},
             "autoscaling_config": {
@@ -94,14 +100,24 @@ class ReplicaScaling(BaseModel):
 
 
 class ReplicaStateTable:
-    """The last published metrics of each replica, as Prometheus text."""
+    """A table of the last metrics that each replica published, as Prometheus text.  One process has the
+    table, and all replicas call it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._states: dict[str, tuple[int, float, bytes]] = {}
 
     def publish(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
-        """Store a process's text unless a later one is stored; return the texts of all live replicas."""
+        """Store a replica's metrics text, unless one with a higher number is stored; return the texts of all live
+        replicas.
+
+        Replicas that have not published for ten seconds are dropped.
+
+        Args:
+            process: the replica's name.
+            number: increases with each text of a replica.
+        """
         now = self._clock()
         if process not in self._states or self._states[process][0] < number:
             self._states[process] = (number, now, text)
@@ -110,7 +126,9 @@ class ReplicaStateTable:
 
 
 class ReplicaSiblings(SiblingProcesses):
-    """The other replicas, which share the state table; each has a name there that also labels its metrics."""
+    """The other replicas of a Ray Serve deployment, which exchange metrics through a shared
+    `ReplicaStateTable`.
+    """
 
     def __init__(self, name: str, exchange: BoardCall) -> None:
         super().__init__(None)
@@ -122,25 +140,35 @@ class ReplicaSiblings(SiblingProcesses):
         """Return the metrics of all live replicas; only this replica's if the state table does not answer.
 
         This replica's metrics are published first, so that no counter decreases if another replica is scraped next.
+
+        Args:
+            own: the metrics text of this replica.
         """
         texts = dict(await self._publish(own))
         texts[self._name] = own
         return merge_expositions(texts, texts)
 
     async def publish_regularly(self, render: Callable[[], bytes]) -> None:
-        """Publish this replica's metrics at intervals until cancelled."""
+        """Publish this replica's metrics every two seconds, until cancelled."""
         while True:
             await self._publish(render())
             await asyncio.sleep(_POST_S)
 
     async def _publish(self, text: bytes) -> Mapping[str, bytes]:
+        """Publish this replica's metrics text under the next number, and return the texts of all live replicas.
+        Return {} if the state table does not answer in time.
+        """
         self._version += 1
         with contextlib.suppress(TimeoutError, ConnectionError):
             return await asyncio.wait_for(self._publish_text(self._name, self._version, text), _ANSWER_S)
         return {}
 
     def require_changeable_layers(self) -> NoReturn:
-        """Raises: MethodNotAllowedError: a replica that is started later would not have the change."""
+        """Refuse every change of registered layers, because a replica that starts later would not have it.
+
+        Raises:
+            MethodNotAllowedError: always.
+        """
         raise MethodNotAllowedError(
             "layers come from the checkpoint here: replicas come and go, and one registered by a request "
             "would be known to one of them only",

@@ -43,7 +43,7 @@ _GOOD, _BAD = b"+", b"-"
 
 @dataclass(frozen=True, slots=True)
 class FleetPosition:
-    """The index of this process in its fleet, with its device and the fleet's folder.
+    """The index, device and shared folder of one process among the server's several processes (the fleet).
 
     Attributes:
         index, count: this process's index, and the number of processes.
@@ -66,11 +66,11 @@ class FleetPosition:
 
 
 class SiblingRefusedError(Exception):
-    """A sibling refused a request, or its answer is malformed."""
+    """An error raised when another process of the server refuses a request or sends a malformed response."""
 
 
 class FrameStream:
-    """Frames that are exchanged over a connection of an event loop."""
+    """A connection between two processes of the server that carries length-prefixed frames."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:
         """Args: max_bytes: limit of the content of a received frame."""
@@ -79,7 +79,7 @@ class FrameStream:
         self._received_frames: deque[bytes] = deque()
 
     async def send_frame(self, content: bytes) -> None:
-        """Send a frame.
+        """Send a frame with this content, and wait while the connection's buffer is full.
 
         Raises:
             ConnectionError: the other process has ended.
@@ -92,7 +92,7 @@ class FrameStream:
         await self._writer.drain()
 
     async def receive_frame(self) -> bytes | None:
-        """Return the content of the next frame; None once there are no more.
+        """Return the content of the next frame; None once the other process has ended the connection.
 
         Raises:
             ConnectionError: the connection broke within a frame, or one is longer than permitted.
@@ -115,7 +115,7 @@ class FrameStream:
 
 
 class SiblingConnection:
-    """A connection to one sibling.
+    """A connection over which this process sends requests to one other process of the server.
 
     Attributes:
         index: the sibling's.
@@ -126,7 +126,7 @@ class SiblingConnection:
         self._stream = FrameStream(reader, writer, _ANSWER_BYTES)
 
     async def send_request(self, question: Question, timeout_s: float) -> bytes:
-        """Send a request to the sibling; return the content of its response.
+        """Send a request to the other process; wait for its response and return the response's content.
 
         Raises:
             SiblingRefusedError: the sibling refused the request, or its response is malformed.
@@ -151,7 +151,8 @@ class SiblingConnection:
 
 
 class SiblingProcesses:
-    """The other processes of the fleet; none if there is no fleet.
+    """The other processes of this server, with which metrics and changes of layers are exchanged.  Empty for
+    a server of one process.
 
     Attributes:
         process_label: the label of this process's metrics.
@@ -165,7 +166,9 @@ class SiblingProcesses:
         self._serve_tasks: set[asyncio.Task[None]] = set()
 
     async def start_listening(self) -> asyncio.Server | None:
-        """Answer the siblings' requests from now on; a socket that an earlier process left is replaced."""
+        """Listen on this process's Unix socket and answer the siblings' requests; return None without a fleet.
+        A socket that an earlier process left is replaced.
+        """
         if self.position is None:
             return None
 
@@ -178,15 +181,25 @@ class SiblingProcesses:
         return await asyncio.start_unix_server(serve, self.position.get_socket_path(self.position.index))
 
     def require_changeable_layers(self) -> None:
-        """Raises: NormserveError: layers cannot be registered or removed here."""
+        """Raise an error if registered layers cannot be changed while the server runs; a subclass may raise one.
 
-    async def request_all(self, what: str) -> dict[int, bytes]:
-        """Send a request to all siblings; return the responses by index, without siblings that did not answer."""
+        Raises:
+            NormserveError: layers cannot be registered or removed here.
+        """
+
+    async def request_all(self, request_name: str) -> dict[int, bytes]:
+        """Send a request without arguments to all siblings at once; return their responses by process index.
+
+        Siblings that refuse, or do not answer in two seconds, are left out.
+
+        Args:
+            request_name: the name of the request, a key of the siblings' `handlers`.
+        """
 
         async def answer(index: int) -> bytes | None:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._connect(index) as link:
-                    return await link.send_request({"do": what}, _ANSWER_S)
+                    return await link.send_request({"do": request_name}, _ANSWER_S)
             except (OSError, TimeoutError, SiblingRefusedError):
                 return None
 
@@ -195,7 +208,7 @@ class SiblingProcesses:
         return {index: content for index, content in zip(others, answers, strict=True) if content is not None}
 
     async def render_metrics(self, own: bytes) -> bytes:
-        """Return the metrics text of all processes, in answer to a scrape.
+        """Fetch the siblings' metrics, and return those of all processes as one Prometheus text.
 
         Args: own: the metrics text of this process.
         """
@@ -208,7 +221,8 @@ class SiblingProcesses:
 
     @contextlib.asynccontextmanager
     async def connect_all(self) -> AsyncIterator[list[SiblingConnection]]:
-        """Connect to all siblings that listen, until the context ends.
+        """Open a connection to each sibling that listens, and close them when the context ends.  Siblings that
+        do not listen are left out.
 
         Raises:
             OSError: this process cannot open connections: descriptors may be exhausted.
@@ -223,6 +237,7 @@ class SiblingProcesses:
 
     @contextlib.asynccontextmanager
     async def _connect(self, index: int) -> AsyncIterator[SiblingConnection]:
+        """Open a connection to the sibling with this index, and close it when the context ends."""
         assert self.position is not None
         link = SiblingConnection(index, *await asyncio.open_unix_connection(self.position.get_socket_path(index)))
         try:
@@ -231,11 +246,14 @@ class SiblingProcesses:
             link.close()
 
     def _list_siblings(self) -> list[int]:
+        """List the indices of all other processes; empty without a fleet."""
         place = self.position
         return [] if place is None else [index for index in range(place.count) if index != place.index]
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection until it ends."""
+        """Answer a sibling's requests, one after another, until the connection ends.  Connections of other users
+        are refused.
+        """
         try:
             if not _is_same_user(writer):
                 log.warning("a process of another user tried to connect as one of the fleet")
@@ -249,6 +267,11 @@ class SiblingProcesses:
             writer.close()
 
     async def _handle_request(self, frame: bytes, at_end: contextlib.AsyncExitStack) -> bytes:
+        """Call the handler of a request and return the content of the response frame; errors become refusals.
+
+        Args:
+            at_end: the callbacks to call when the connection ends; the handler may add some.
+        """
         try:
             question = json.loads(frame)
             return _GOOD + await self.handlers[question["do"]](question, at_end)
@@ -260,7 +283,9 @@ class SiblingProcesses:
 
 
 def _is_same_user(writer: asyncio.StreamWriter) -> bool:
-    """Return whether the peer process has this user: a second check, as the folder keeps other users out."""
+    """Return whether the process at the other end belongs to this process's user.  This is a second check,
+    as the folder already excludes other users.
+    """
     connected = writer.get_extra_info("socket")
     _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(user == os.getuid())

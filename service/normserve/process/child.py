@@ -35,12 +35,12 @@ _RELINK_PAUSE_S = 0.5
 
 @dataclasses.dataclass
 class HandedConnection:
-    """A connection that was handed over to a process.
+    """A client's connection that the supervisor has sent to a child process, kept until the connection has ended.
 
     Attributes:
         connection: the socket until the process has received it, then None.
         on_end: called when the connection has ended.
-        exceeded_limit: the limit that it exceeds.
+        exceeded_limit: the limit that it exceeds; None if there is none.
         on_not_received: takes the connection back if the process ends before it has received it.
     """
 
@@ -51,18 +51,23 @@ class HandedConnection:
 
 
 class ChildProcess:
-    """One position of the fleet, and its current process."""
+    """One slot of the supervisor for a child process.  When the process ends, the supervisor can start the
+    next one in the same slot.
+    """
 
-    def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
+    def __init__(
+        self, name: str, module: str, make_arguments: Callable[[int], object], device: str, hang_s: float
+    ) -> None:
         """Args:
         name: its name in the log.
-        command: the module that it runs, with the channel's descriptor as its argument.
-        say: makes the object that it reads from standard input, from the number of restarts in this position.
+        module: the module that it runs, with the channel's descriptor as its argument.
+        make_arguments: makes the object that it reads from standard input, from the number of restarts in this
+        position.
         device: the device that it sees, in the format of `--devices`.
         hang_s: a process that sends nothing for this long is killed.
         """
         self.name = name
-        self._module, self._make_arguments, self._device, self._hang_s = command, say, device, hang_s
+        self._module, self._make_arguments, self._device, self._hang_s = module, make_arguments, device, hang_s
         # The connections of the process, by number.
         self._connections: dict[int, HandedConnection] = {}
         self._channel: socket.socket | None = None
@@ -80,22 +85,26 @@ class ChildProcess:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Log fields of the current or last process in this position."""
+        """Log fields of the slot's current process, or of its last one."""
         pid = None if self._subprocess is None else self._subprocess.pid
         return {"child": self.name, "device": self._device or "all", "pid": pid}
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it can receive connections; it may answer them that it is not ready."""
+        """Whether the process can receive connections: it runs and has not been silent for long.  A process that
+        is reachable but not ready refuses requests.
+        """
         return self._channel is not None and self._silence_s < _QUIET_S
 
     @property
     def is_ready(self) -> bool:
-        """Whether it serves requests."""
+        """Whether the process has reported that it is ready to serve requests, and is still reachable."""
         return self._is_reported_ready and self.is_reachable
 
     async def run_process(self) -> int:
-        """Start the process and wait for its end; return its exit code."""
+        """Start a process in this slot and wait until it ends; return its exit code.  Connections that the
+        process had not received are passed to their `on_not_received`.
+        """
         here, there = socket.socketpair()
         here.setblocking(False)
         with there:
@@ -131,7 +140,7 @@ class ChildProcess:
                     each.on_not_received(each.connection)
 
     def hand_over_connection(self, number: int, connection: HandedConnection) -> bool:
-        """Hand over a connection, which belongs to the process from then on; return whether it could be sent."""
+        """Send a connection to the process, which serves it; return False if it could not be sent."""
         message = encode_connection(number, connection.exceeded_limit)
         if self._channel is None or not send_with_socket(self._channel, message, connection.connection):
             return False
@@ -139,23 +148,29 @@ class ChildProcess:
         return True
 
     def send_message(self, number: int, along: socket.socket | None = None) -> bool:
-        """Send a message, and a socket with it; return whether it could be sent."""
+        """Send a message (one number) to the process, with a socket if one is given; return whether it could be
+        sent.
+        """
         return self._channel is not None and send_with_socket(self._channel, number, along)
 
     def stop_process(self) -> None:
-        """Make it drain, or stop at once if it already drains."""
+        """Send SIGTERM to the process if it runs: the first makes it drain, the second makes it stop at once."""
         if self._subprocess is not None and self._subprocess.returncode is None:
             _send_signal(self._subprocess.pid, signal.SIGTERM)
 
     def reload_tls(self) -> None:
-        """Make it read the TLS files again, as soon as it handles SIGHUP."""
+        """Make the process read the TLS files again, by SIGHUP.  Until it can handle the signal, the signal is
+        postponed.
+        """
         if self._handles_signals and self._subprocess is not None and self._subprocess.returncode is None:
             _send_signal(self._subprocess.pid, signal.SIGHUP)
         else:
             self._is_reload_pending = True
 
     def add_silence(self, seconds: float) -> None:
-        """Add time in which nothing arrived; a process that has been ready and is silent for too long is killed."""
+        """Add to the time since the process last sent a message.  After three seconds a process that has been
+        ready gets no new connections, and after `hang_s` it is killed.
+        """
         # A process that starts loads libraries and is silent for long.
         if not self._has_current_been_ready or self._subprocess is None or self._subprocess.returncode is not None:
             return
@@ -168,10 +183,11 @@ class ChildProcess:
             _send_signal(self._subprocess.pid, signal.SIGKILL)
 
     def _log_event(self, level: int, message: str, *arguments: object) -> None:
+        """Log a message with the log fields of the process."""
         log.log(level, message, *arguments, extra={"fields": self.log_fields})
 
     def _receive_reports(self, channel: socket.socket, report_reader: ReportReader) -> bool:
-        """Read the messages of the process; return whether there may be more."""
+        """Read and handle the messages that the process has sent; return False once there are none."""
         try:
             data = channel.recv(4096)
         except OSError:
@@ -202,7 +218,9 @@ class ChildProcess:
         return True
 
     def _on_connection_report(self, number: int) -> None:
-        """Record that the process has received a connection; or, the second time, that the connection has ended."""
+        """Handle a connection's number, which the process reports twice.  The first report means that the
+        process has received the connection, the second that the connection has ended.
+        """
         handed = self._connections[number]
         if handed.connection is not None:
             handed.connection.close()
@@ -213,7 +231,9 @@ class ChildProcess:
 
 
 def describe_exit(code: int) -> dict[str, object]:
-    """Make the log fields of a process's end from its exit code in asyncio's form."""
+    """Return the log fields for a process's exit: its exit code, or for a negative `code` the name of the
+    signal.
+    """
     if code >= 0:
         return {"exit_code": code}
     try:
@@ -224,7 +244,7 @@ def describe_exit(code: int) -> dict[str, object]:
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process whose end has not been seen yet."""
+    """Send a signal to a child process; do nothing if it no longer exists."""
     # `subprocess` would first ask whether it has ended, and take its exit code away from the event loop.
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -34,11 +34,11 @@ _PAUSE_S = 0.1
 
 
 class AcceptedConnection(NamedTuple):
-    """An accepted connection.
+    """The client's address and the exceeded limit of a connection that was accepted and counted.
 
     Attributes:
-        address: for `release_address`.
-        exceeded_limit: the limit that it exceeds.
+        address: the key under which the connection is counted, for `release_address`.
+        exceeded_limit: the limit that it exceeds; None if there is none.
     """
 
     address: str
@@ -49,7 +49,7 @@ Take = Callable[[socket.socket, AcceptedConnection], Awaitable[None]]
 
 
 class ConnectionLimits:
-    """The counts and limits of open connections.
+    """The numbers of open connections, in total and by client address, and their limits.
 
     Attributes:
         open_count: number of connections that were admitted and have not ended.
@@ -63,18 +63,18 @@ class ConnectionLimits:
         max_per_address: int,
         on_refused: Callable[[Reason], None],
         reserve: int = RESERVE,
-        of_address: Reason = "max_connections_per_address",
-        farewell: Callable[[NormserveError], bytes] = render_problem_response,
+        address_limit_name: Reason = "max_connections_per_address",
+        render_refusal: Callable[[NormserveError], bytes] = render_problem_response,
     ) -> None:
         """Args:
         reserve: number of connections that are accepted beyond each limit.
-        of_address: the setting that defines `max_per_address`.
-        farewell: makes the response to a refused client.
+        address_limit_name: the setting that defines `max_per_address`.
+        render_refusal: makes the response to a refused client.
         """
         self.open_count = 0
         self._extra_connections = reserve
-        self._address_limit = of_address
-        self._render_refusal = farewell
+        self._address_limit = address_limit_name
+        self._render_refusal = render_refusal
         self.max_connections = max_all
         self._max_per_address = max_per_address
         self._on_refused = on_refused
@@ -87,7 +87,9 @@ class ConnectionLimits:
         )
 
     def admit_connection(self, connection: socket.socket) -> AcceptedConnection | None:
-        """Count an accepted connection; return None if it was refused and closed."""
+        """Count a new connection, or refuse and close it; return None if it is refused.  A small reserve is
+        admitted beyond each limit, with `exceeded_limit` set.
+        """
         address = identify_client(connection)
         of_address = self._counts_by_address.get(address, 0)
         beyond: Reason | None = None
@@ -106,7 +108,7 @@ class ConnectionLimits:
         return AcceptedConnection(address, beyond)
 
     def release_address(self, address: str) -> None:
-        """Count the end of a connection from this address."""
+        """Subtract an ended connection from the counts, in total and of this address."""
         self.open_count -= 1
         remaining_count = self._counts_by_address[address] - 1
         if remaining_count:
@@ -115,7 +117,11 @@ class ConnectionLimits:
             del self._counts_by_address[address]
 
     async def accept_connections(self, listener: socket.socket, take: Take) -> None:
-        """Accept until cancelled; `take` owns each connection and arranges the release of its address."""
+        """Accept connections until cancelled, and pass each admitted one to `take`.
+
+        Args:
+            take: owns the connection from then on, and must call `release_address` when it has ended.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -135,6 +141,9 @@ class ConnectionLimits:
             await asyncio.sleep(0)
 
     def _refuse_connection(self, connection: socket.socket, reason: Reason, limit: int) -> None:
+        """Send an error response and close the connection a second later, so that the client can read the
+        response.  If many refused connections wait already, close it at once.
+        """
         self._on_refused(reason)
         self._refused_log.warning("a connection was refused: %s is %d", reason, limit)
         with contextlib.suppress(OSError):
@@ -147,19 +156,22 @@ class ConnectionLimits:
         asyncio.get_running_loop().call_later(_LINGER_S, self._close_lingering, connection)
 
     def _close_lingering(self, connection: socket.socket) -> None:
+        """Close a refused connection whose client has had time to read the error response."""
         self._lingering_count -= 1
         _close_refused(connection)
 
 
 def _close_refused(connection: socket.socket) -> None:
-    """Close a connection after its response; unread bytes would make the kernel reset it."""
+    """Close a refused connection.  Unread bytes are received first, since they would make the kernel discard
+    the response.
+    """
     with connection, contextlib.suppress(OSError):
         connection.recv(65536)
 
 
 def identify_client(connection: socket.socket) -> str:
-    """Identify the client by an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix
-    socket.
+    """Return the name under which a client's connections are counted.  This is an IPv4 address, an IPv6 /64
+    network, or for a Unix socket the user id.
     """
     try:
         if connection.family == socket.AF_UNIX:
@@ -176,7 +188,7 @@ def identify_client(connection: socket.socket) -> str:
 
 
 def raise_descriptor_limit_for_connections(wanted: int) -> int:
-    """Raise the soft limit of descriptors as far as `wanted` connections need.
+    """Raise the process's soft limit of open files so that `wanted` connections fit, at most to the hard limit.
 
     Returns:
         The number of connections that the process may hold: `wanted`, or fewer if the hard limit is lower.

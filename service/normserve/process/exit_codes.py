@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The ways in which a server ends."""
+    """The exit codes of the server process, by which a service manager decides whether to restart it."""
 
     STOPPED = 0
     """A stop by a signal."""

@@ -28,7 +28,9 @@ _POLL_S = 0.02
 
 
 class FrontEndServer(HttpServer):
-    """An HTTP server of the connections that arrive over a channel."""
+    """The HTTP server of a front end process, which owns no device.  The supervisor sends it connections,
+    and the requests are relayed to the processes that own devices.
+    """
 
     def __init__(
         self,
@@ -51,28 +53,39 @@ class FrontEndServer(HttpServer):
         front_end.on_link_lost = self._channel.request_link
 
     def report_refused_connection(self, limit: str) -> None:
-        """Report that a connection beyond this limit was accepted and then refused, so that it is counted."""
+        """Report to the supervisor that this front end refused a connection because of `limit`, so that the
+        refusal is counted in the metrics.
+        """
         self._channel.report_refused_connection(limit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the HTTP server without listeners, and begin to receive connections from the supervisor."""
         await super().startup([])
         self._channel.start()
         self._channel.report_readiness(ready=True)
 
-    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
+    def _serve_handed_over(
+        self, connection: socket.socket, on_end: Callable[[], None], exceeded_limit: str | None
+    ) -> None:
+        """Count a connection that the supervisor sent, and start a task that serves it.  `exceeded_limit` is the
+        limit that it exceeds, if any.
+        """
         self._relay_application.adjust_connection_count(1)
         self._start_task(
-            self._serve_connection(connection, functools.partial(self._on_connection_end, on_end), beyond)
+            self._serve_connection(connection, functools.partial(self._on_connection_end, on_end), exceeded_limit)
         )
 
     def _on_connection_end(self, on_end: Callable[[], None]) -> None:
+        """Count the end of a connection and report it to the supervisor."""
         self._relay_application.adjust_connection_count(-1)
         on_end()
 
     def _announce_drain(self) -> None:
+        """Report to the supervisor that this front end takes no more connections."""
         self._channel.report_readiness(ready=False)
 
     async def _finish_requests(self) -> None:
+        """Wait a few seconds at most for the relayed requests in progress, then let the server exit."""
         give_up = time.monotonic() + CLOSE_S
         while self._relay_application.is_busy and time.monotonic() < give_up:
             await asyncio.sleep(_POLL_S)
@@ -80,7 +93,9 @@ class FrontEndServer(HttpServer):
 
 
 def main() -> int:
-    """Serve; return the exit code."""
+    """Run a front end with the settings from standard input and the channel from the command line; return
+    the exit code.
+    """
     settings, index = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, f"front end {index}")
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -89,6 +104,9 @@ def main() -> int:
 
 
 def _run_server(settings: Settings, index: int, channel: socket.socket) -> int:
+    """Make the front end's application and server and run the server until it has drained; return the exit
+    code.
+    """
     front_end = RelayApplication(index)
 
     def render_refusal(error: NormserveError, target: str) -> bytes:

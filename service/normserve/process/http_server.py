@@ -33,7 +33,9 @@ CLOSE_S = 3
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server without listeners of its own."""
+    """A uvicorn server for connections that other code accepts.  At a signal the server finishes admitted
+    requests before it ends.
+    """
 
     def __init__(self, config: uvicorn.Config, settings: Settings, tls: TlsContext | None) -> None:
         super().__init__(config)
@@ -45,7 +47,9 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on the first signal, stop at once on the second; on a fatal one, print each thread's traceback."""
+        """Handle signals within the block: drain at the first SIGTERM or SIGINT, stop at once at the second, and
+        reload TLS files at SIGHUP.  A fatal signal prints each thread's traceback.
+        """
         faulthandler.enable()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,12 +62,13 @@ class HttpServer(uvicorn.Server):
 
     @abstractmethod
     async def _finish_requests(self) -> None:
-        """Finish the admitted requests, then end the server."""
+        """Wait until the admitted requests have been answered, then set `should_exit`."""
 
     def _announce_drain(self) -> None:
-        """Do the first step of a drain, which must happen at once."""
+        """Stop taking new requests, as the first step of a drain; subclasses implement this."""
 
     def _on_signal(self, number: signal.Signals) -> None:
+        """Start to drain at the first signal; at the second, end at once with exit code 1."""
         log.info("%s came%s", number.name, ", again: the server ends at once" if self._is_draining else "")
         if self._is_draining:
             self.exit_code = ExitCode.FAILED
@@ -72,7 +77,7 @@ class HttpServer(uvicorn.Server):
         self._start_drain()
 
     def _start_drain(self) -> None:
-        """Begin to drain, unless a drain has already begun."""
+        """Start to drain: announce it, and finish the admitted requests in a task.  A second call does nothing."""
         if self._is_draining:
             return
         self._is_draining = True
@@ -80,6 +85,9 @@ class HttpServer(uvicorn.Server):
         self._start_task(self._finish_requests())
 
     def _reload_tls(self) -> None:
+        """Read the TLS files again, for new connections; if they are invalid, log an error and keep the old
+        ones.
+        """
         assert self._tls is not None
         try:
             self._tls.reload_files()
@@ -89,18 +97,22 @@ class HttpServer(uvicorn.Server):
             log.info("reloaded the TLS files: new connections use them")
 
     async def _serve_connection(
-        self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None
+        self, connection: socket.socket, on_end: Callable[[], None], exceeded_limit: str | None
     ) -> None:
-        """Serve a connection until its end.
+        """Set up HTTP on a connection, after the TLS handshake if there is TLS, and call `on_end` when it has
+        ended.
 
-        Args: beyond: the limit that it exceeds.
+        Returns once the connection is set up, not at its end.
+
+        Args:
+            exceeded_limit: the limit that it exceeds.
         """
         factory: Any = self.config.http_protocol_class
         protocol: HttpConnection = factory(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         protocol.on_connection_lost = on_end
-        header_s = protocol.admit(identify_client(connection), beyond)
+        header_s = protocol.admit(identify_client(connection), exceeded_limit)
         handshake = {} if connection.family == socket.AF_UNIX else self._make_tls_options(header_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
@@ -110,7 +122,7 @@ class HttpServer(uvicorn.Server):
             on_end()
 
     def _make_tls_options(self, timeout_s: float) -> dict[str, Any]:
-        """Make the event loop's TLS options; empty without TLS."""
+        """Return the TLS arguments for asyncio's `connect_accepted_socket`; {} if the server uses plain HTTP."""
         if self._tls is None:
             return {}
         return {
@@ -121,6 +133,7 @@ class HttpServer(uvicorn.Server):
         }
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task and keep a reference to it until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -134,10 +147,11 @@ def make_uvicorn_config(
     refuse: Callable[[NormserveError, str], bytes],
     on_late_departure: Callable[[], None],
 ) -> uvicorn.Config:
-    """Make the configuration of uvicorn.
+    """Make uvicorn's configuration from the settings, with the project's own HTTP protocol class.
 
     Args:
         entrance: the ASGI application.
+        lifespan: uvicorn's option, "on" or "off".
         refuse, on_late_departure: as in `ConnectionPolicy`.
     """
     patience = ConnectionTimeouts(

@@ -14,12 +14,13 @@ _BACKLOG = 2048
 
 
 class ListenError(OSError):
-    """An error of listening at an address or a path; the message names the setting."""
+    """The server cannot listen at an address or a path; the message names the setting."""
 
 
 @contextlib.contextmanager
 def open_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Listen at every address of the host, then at the Unix socket; close all, and remove its path, at the end.
+    """Listen at every address of the host and at the optional Unix socket, and yield the listeners.  At the
+    end they are closed and the socket's path is removed.
 
     Raises:
         ListenError: an address is in use, or cannot be bound.
@@ -35,7 +36,8 @@ def open_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def open_local_listener(settings: Settings) -> Iterator[socket.socket]:
-    """Listen at the Unix socket for clients that share memory; close it, and remove its path, at the end.
+    """Listen at the Unix socket for clients that share memory, and yield the listener.  At the end it is
+    closed and its path is removed.
 
     Raises:
         ListenError: another server listens at the path, or it cannot be bound.
@@ -55,7 +57,9 @@ def is_local_connection(connection: socket.socket, settings: Settings) -> bool:
 
 
 def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
-    """Yield a listener at each address of the host, all at the same port."""
+    """Yield a listener at each address of the host.  With port 0, all have the port that the system chose
+    for the first.
+    """
     port = settings.port
     # All addresses of IPv6 are taken to mean all of IPv4 too, which has a socket of its own: through one of IPv6,
     # clients would have other addresses in logs, limits and shares.
@@ -72,11 +76,13 @@ def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _open_unix_listener(option: str, path: Path, mode: int = 0o777) -> Iterator[socket.socket]:
-    """Listen at a path, which is removed at the end if it is still this listener's.
+    """Listen at a path, which is removed at the end unless another file has replaced it.
 
-    A socket that a dead server left there is replaced; that of a live one, and any other file, is not.
+    A socket that an ended server left there is replaced; that of a running one, and any other file, is not.
 
-    Args: mode: of the path, before the process's umask applies.
+    Args:
+        option: the setting that names the path, for errors.
+        mode: of the path, before the process's umask applies.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         with _raise_listen_error(option, path):
@@ -97,7 +103,7 @@ def _open_unix_listener(option: str, path: Path, mode: int = 0o777) -> Iterator[
 
 
 def _is_stale_socket(path: Path) -> bool:
-    """Return whether a path is a socket at which no process listens.
+    """Return whether the path is a socket that an ended server left; False if it is no socket.
 
     Raises:
         OSError: a process listens there, or that cannot be found out.
@@ -118,7 +124,9 @@ def _is_stale_socket(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _raise_listen_error(option: str, value: object) -> Iterator[None]:
-    """Raise errors in the block as a `ListenError` that names the setting."""
+    """Convert an OSError or UnicodeError raised in the block to a `ListenError` that names the setting and
+    its value.
+    """
     try:
         yield
     except UnicodeError as error:
@@ -128,7 +136,7 @@ def _raise_listen_error(option: str, value: object) -> Iterator[None]:
 
 
 def make_url(listener: socket.socket, *, encrypted: bool) -> str:
-    """Make the URL at which clients on this host reach a listener."""
+    """Return the URL at which clients on this host reach a TCP listener."""
     host, port = listener.getsockname()[:2]
     # A server that listens on all addresses is reached from this host by the loopback address.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -137,7 +145,7 @@ def make_url(listener: socket.socket, *, encrypted: bool) -> str:
 
 
 def print_announcement(settings: Settings, url: str) -> None:
-    """Print the URL for operations, with an example command; print nothing if the log format is JSON."""
+    """Print the server's URL and an example curl command; print nothing if the log format is JSON."""
     if settings.log_format == "json":
         return
     with_key = settings.api_key is not None or settings.api_keys_file is not None

@@ -18,23 +18,24 @@ from normserve.settings import Settings
 
 
 def make_local_limits(settings: Settings, on_refused: Callable[[str], None]) -> ConnectionLimits:
-    """Make the limits on connections of clients on the same host."""
+    """Make the limits on connections by Unix socket of clients that share memory, in total and by user."""
     return ConnectionLimits(
         max_all=settings.max_connections,
         max_per_address=settings.local_connections,
         on_refused=on_refused,
         reserve=0,
-        of_address="local_connections",
-        farewell=make_refusal_frame,
+        address_limit_name="local_connections",
+        render_refusal=make_refusal_frame,
     )
 
 
 def make_local_server(
     service: ApplicationServices, describe: Callable[[], Awaitable[dict[str, Any]]]
 ) -> LocalServer:
-    """Make a server for clients on the same host, which uses the same objects as the HTTP routes.
+    """Make the server for clients on the same host, with the engine, layers and metrics that the HTTP routes use.
 
-    Args: describe: makes the response of `/v1/info`.
+    Args:
+        describe: makes the response of `/v1/info`.
     """
     settings = service.settings
     layers = LayerMessageDispatcher(service.request_services, service.layers, service.layer_changes)
@@ -65,7 +66,13 @@ def make_local_server(
 
 
 def _make_request_replays(service: ApplicationServices, poll_s: float) -> RequestReplays | None:
-    """Make the object that answers recurring requests; None if each request is logged or may be traced."""
+    """Make the object that lets a native replayer answer recurring requests without Python.
+
+    Return None if requests are logged or may be traced, since a replayed request is neither.
+
+    Args:
+        poll_s: seconds to poll for a request that may follow a response closely.
+    """
     services = service.request_services
     if services.is_logged or services.tracer is not None:
         return None

@@ -56,7 +56,9 @@ _SWITCH_S = 0.0005
 
 
 class OwnerServer(HttpServer):
-    """The server that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
+    """The HTTP server of a process that owns a device.  Admitted requests are finished before the server
+    stops; after a failure the exit code is 1.
+    """
 
     def __init__(
         self,
@@ -95,6 +97,9 @@ class OwnerServer(HttpServer):
         self._services.layer_changes.on_divergence = self._start_drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections of HTTP clients, clients that share memory, and the server's other
+        processes.  A task announces readiness once the device is warm.
+        """
         await super().startup([])
         asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
         if (server := await self._services.sibling_processes.start_listening()) is not None:
@@ -112,7 +117,9 @@ class OwnerServer(HttpServer):
         self._start_task(self._announce_when_ready())
 
     def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log a callback's exception.  A MemoryError ends the server: a caller may be left waiting forever."""
+        """Log an exception that an event loop callback raised.  After a MemoryError the server ends, because a
+        caller might wait forever.
+        """
         if not isinstance(context.get("exception"), MemoryError):
             loop.default_exception_handler(context)
         elif not self._is_failing:
@@ -121,12 +128,16 @@ class OwnerServer(HttpServer):
             self._end_with_failure()
 
     def _announce_drain(self) -> None:
+        """Report that this process is not ready, and make the engine refuse new jobs.  The drain is also written
+        to the audit log.
+        """
         self._report_readiness(ready=False)
         audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
         self._services.engine.start_draining()
 
     async def _finish_requests(self) -> None:
+        """Wait up to `drain_s` for admitted requests, then fail those that remain, and let the server exit."""
         give_up = time.monotonic() + self._services.settings.drain_s
         while self._services.admission_budget.request_count and time.monotonic() < give_up:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -137,20 +148,20 @@ class OwnerServer(HttpServer):
         self.should_exit = True
 
     async def _serve_accepted(self, connection: socket.socket, admission: AcceptedConnection) -> None:
-        """Serve a connection that this process accepted."""
+        """Start to serve an HTTP connection that this process accepted, and release its address at its end."""
         on_end = functools.partial(self._connection_limits.release_address, admission.address)
         self._start_task(self._serve_connection(connection, on_end, admission.exceeded_limit))
 
     async def _serve_local(self, connection: socket.socket, admission: AcceptedConnection) -> None:
-        """Serve a connection that this process accepted from a client that shares memory."""
+        """Start to serve a connection that this process accepted from a client that shares memory."""
         assert self._local_server is not None
         self._local_server.serve_connection(
             connection, functools.partial(self._local_limits.release_address, admission.address)
         )
 
     def _make_channel(self, channel: socket.socket) -> SupervisorChannel:
-        """Make a channel for connections that another process accepts; when that process ends, this one ends as
-        well.
+        """Make the channel over which the supervisor sends connections to this process.  When the supervisor
+        ends, this process drains as well.
         """
         service = self._services
         return SupervisorChannel(
@@ -162,22 +173,33 @@ class OwnerServer(HttpServer):
             on_closed=self._start_drain,
         )
 
-    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
+    def _serve_handed_over(
+        self, connection: socket.socket, on_end: Callable[[], None], exceeded_limit: str | None
+    ) -> None:
+        """Serve a connection that the supervisor sent, either of an HTTP client or of one that shares memory.
+        `exceeded_limit` is the limit that it exceeds, if any.
+        """
         if self._local_server is not None and is_local_connection(connection, self._services.settings):
             self._local_server.serve_connection(connection, on_end)
         else:
-            self._start_task(self._serve_connection(connection, on_end, beyond))
+            self._start_task(self._serve_connection(connection, on_end, exceeded_limit))
 
     def _report_readiness(self, *, ready: bool) -> None:
-        """Report readiness to the process that accepts connections, if there is one, and to the front ends."""
+        """Report to the front ends, and to the supervisor if there is one, whether this process is ready."""
         self._relay_server.report_readiness(ready=ready)
         if self._channel is not None:
             self._channel.report_readiness(ready=ready)
 
     def _count_connections(self) -> int:
+        """Return the number of clients' HTTP connections, both of this process and of the front ends linked to
+        it.
+        """
         return len(self.server_state.connections) + self._relay_server.connection_count
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting and listening, then close the connections of all kinds within a few seconds.  If the
+        stop is forced, they are closed at once.
+        """
         for task in self._accept_tasks:
             task.cancel()
         await asyncio.gather(*self._accept_tasks, return_exceptions=True)
@@ -189,6 +211,9 @@ class OwnerServer(HttpServer):
         await super().shutdown(sockets)
 
     async def _announce_when_ready(self) -> None:
+        """Wait until the device is warm, then report readiness and print the URL.  If the device cannot start,
+        end the server with an exit code for the cause.
+        """
         try:
             await self._app.state.warming
         except NormserveError as error:
@@ -217,10 +242,14 @@ class OwnerServer(HttpServer):
         print_announcement(self._settings, url)
 
     def _on_device_failure(self) -> None:
+        """Report that the device has failed, and end the server with exit code 1."""
         self._services.report_crash("the device failed")
         self._end_with_failure()
 
     def _end_with_failure(self, code: ExitCode = ExitCode.FAILED) -> None:
+        """Set the exit code, report not ready, and end the server after a short time for the last error
+        responses.
+        """
         self._is_failing = True
         self.exit_code = code
         self._report_readiness(ready=False)
@@ -228,9 +257,10 @@ class OwnerServer(HttpServer):
 
 
 def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
-    """Run the server until a signal stops it; return the process's exit code.
+    """Run a server that owns a device until a signal stops it or it fails; return the process's exit code.
 
     Args:
+        app: the application; made from the settings by default.
         channel: the source of connections that another process accepts, in place of a port.
     """
     app = app or create_app(settings)
@@ -277,7 +307,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End the process although a thread of the device still computes.
+    """Exit without the interpreter's cleanup, because a device thread still runs.
 
     The interpreter's own end would unwind the stack of such a thread, which in C++ code aborts the process.
     """

@@ -25,7 +25,7 @@ _QUIET = {"enable_access_log": False}
 
 
 class RayReplica:
-    """One process that owns one device; Ray Serve starts and ends it."""
+    """The deployment class for Ray Serve: one process with one device, which Ray Serve starts and stops."""
 
     def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
         self._state_table = board
@@ -37,15 +37,19 @@ class RayReplica:
         return _WarmupApplication(self._app, self._siblings)
 
     def check_health(self) -> None:
-        """Raise an error if the device has failed.
+        """Raise an error if the device has failed, so that Ray Serve replaces this replica.
 
-        Raises: RuntimeError: the device has failed, and another process must replace this one.
+        Raises:
+            RuntimeError: the device has failed, and another process must replace this one.
         """
         service: ApplicationServices = self._app.state.service
         if service.engine.state is EngineState.FAILED:
             raise RuntimeError("the device has failed")
 
     async def _publish(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
+        """Publish this replica's metrics in the shared state table; return the texts of all live replicas.
+        Errors of Ray are raised as ConnectionError.
+        """
         try:
             texts: Mapping[str, bytes] = await self._state_table.publish.remote(process, number, text)
         except (RayError, RayServeException) as error:
@@ -54,8 +58,8 @@ class RayReplica:
 
 
 class _WarmupApplication:
-    """An ASGI application that completes its startup only once it is warm, because Ray Serve sends requests from
-    then on.
+    """An ASGI application whose startup completes only when the device is warm, since Ray Serve sends
+    requests from then on.  Until its shutdown it also publishes metrics.
     """
 
     def __init__(self, app: FastAPI, replicas: ReplicaSiblings) -> None:
@@ -90,7 +94,9 @@ class _WarmupApplication:
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:
-    """Drop our x-request-id: Ray Serve adds its own to every response, from the request or generated."""
+    """Send an ASGI message without the header x-request-id, because Ray Serve adds its own to every
+    response.
+    """
     if message["type"] == "http.response.start":
         headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
         message = {**message, "headers": headers}
@@ -98,7 +104,7 @@ async def _send_without_request_id(send: Send, message: Message) -> None:
 
 
 def build(scale: ReplicaScaling) -> serve.Application:
-    """Build the Serve application, with the settings of this environment.
+    """Build the Ray Serve application, with the server's settings from this process's environment.
 
     Args:
         scale: Serve's `args`.

@@ -48,7 +48,9 @@ _STEADY_S = 60.0
 
 
 class FleetSupervisor:
-    """All processes, and the sockets that they serve."""
+    """The parent process of a server with several processes: it owns the listening sockets, passes
+    connections to child processes, and restarts children that end.
+    """
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
@@ -72,7 +74,9 @@ class FleetSupervisor:
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Serve until a signal; return the exit code."""
+        """Listen, run all child processes and pass connections to them until a signal stops the server; return
+        the exit code.
+        """
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             listeners = stack.enter_context(open_listeners(self._settings))
@@ -107,7 +111,9 @@ class FleetSupervisor:
         return self._exit_code
 
     async def _keep_running(self, process: ChildProcess) -> None:
-        """Run a process, and restart it when it ends unexpectedly."""
+        """Run a process, and another one in its place whenever it ends, after a growing pause.  Return when the
+        server stops or the process cannot start.
+        """
         pause = _FIRST_PAUSE_S
         while not self._stop_event.is_set():
             began = time.monotonic()
@@ -130,17 +136,19 @@ class FleetSupervisor:
                 await asyncio.wait_for(self._stop_event.wait(), pause)
 
     def _is_fatal_exit(self, process: ChildProcess, code: int) -> bool:
-        """Return whether the end of a process ends the fleet, because the process could not even start.
+        """Return whether the end of this process must end the server, because restarting it is pointless.
 
-        One that has been ready and can start no more, such as one whose device is gone, is tried again as long as
-        another one serves.
+        That is so if no process in its slot has ever been ready, or if its settings are invalid and no process that
+        owns a device is ready.  One that has been ready and can start no more, such as one whose device is gone, is
+        tried again as long as another one serves.
         """
         if not process.ready_event.is_set():
             return True
         return code == ExitCode.MISCONFIGURED and not any(owner.is_ready for owner in self._owners)
 
     async def _count_silence(self) -> None:
-        """Count the time in which processes are silent.
+        """Add half a second to each process's silence every half second, so that a process that hangs is noticed
+        and killed.
 
         Each step adds at most the time slept: time in which this process or the whole machine was stopped does not
         count.
@@ -151,6 +159,9 @@ class FleetSupervisor:
                 process.add_silence(BEAT_S)
 
     def _stop_processes(self) -> None:
+        """Handle a signal: the first one drains the processes that own devices, and front ends stop after them.
+        The second one stops all at once.
+        """
         # At the second signal the supervisor waits for no process.
         processes = self._processes if self._stop_event.is_set() else self._owners
         self._stop_event.set()
@@ -158,7 +169,9 @@ class FleetSupervisor:
             process.stop_process()
 
     def _link_process(self, process: ChildProcess) -> None:
-        """Link a process that has started with the running processes of the other kind."""
+        """Connect a started front end with each running owner of a device, or a started owner with each running
+        front end, by a socket pair.
+        """
         if process in self._front_ends:
             pairs = [(process, owner) for owner in self._owners]
         else:
@@ -171,13 +184,17 @@ class FleetSupervisor:
                     owner.send_message(LINK, there)
 
     def _reload_tls(self) -> None:
+        """Make the processes that serve HTTP read the TLS files again."""
         for process in self._front_ends or self._owners:
             process.reload_tls()
 
     def _make_hand_over(
         self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
     ) -> Callable[[socket.socket, AcceptedConnection], Coroutine[None, None, None]]:
-        """Make the function that takes the connections that these limits admit."""
+        """Return a callback that passes each admitted connection to one of the processes `takers`.
+
+        When the connection has ended, it is subtracted from the counts of `limits`.
+        """
 
         async def hand_over(connection: socket.socket, admission: AcceptedConnection) -> None:
             on_end = functools.partial(limits.release_address, admission.address)
@@ -190,18 +207,28 @@ class FleetSupervisor:
         connection: socket.socket,
         takers: Sequence[ChildProcess],
         on_end: Callable[[], None],
-        beyond: str | None = None,
+        exceeded_limit: str | None = None,
     ) -> None:
-        """Hand over to the next process that is ready, else to one that is not ready, else wait for one."""
+        """Pass a connection to the next ready process in turn, or to one that runs but is not ready.
+
+        If there is none, try again until there is one.  If a process ends before it has received the connection,
+        the
+        connection is passed to another.
+
+        Args:
+            takers: the processes that may serve it.
+            on_end: called when the connection has ended.
+            exceeded_limit: the limit that it exceeds, if any.
+        """
 
         def hand_over_again(connection: socket.socket) -> None:
-            retry_task = asyncio.create_task(self._hand_over_connection(connection, takers, on_end, beyond))
+            retry_task = asyncio.create_task(self._hand_over_connection(connection, takers, on_end, exceeded_limit))
             self._retry_tasks.add(retry_task)
             retry_task.add_done_callback(self._retry_tasks.discard)
 
         number, handed = (
             next(self._connection_numbers),
-            HandedConnection(connection, on_end, hand_over_again, beyond),
+            HandedConnection(connection, on_end, hand_over_again, exceeded_limit),
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
@@ -217,9 +244,13 @@ class FleetSupervisor:
                 await asyncio.sleep(0.05)
 
     def _report_refused(self, reason: str) -> None:
+        """Report a refused connection to the first reachable process that owns a device, which counts it in its
+        metrics.
+        """
         any(process.send_message(REFUSED[reason]) for process in self._owners)
 
     async def _announce_when_ready(self, listener: socket.socket) -> None:
+        """Wait until every process has been ready once, then log and print the server's URL."""
         for process in self._processes:
             await process.ready_event.wait()
         url = make_url(listener, encrypted=self._settings.tls_cert is not None)
@@ -229,7 +260,7 @@ class FleetSupervisor:
 
 
 def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
-    """Make a position for each device."""
+    """Make a supervisor's slot for each device, in which a process that owns the device will run."""
     # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
     devices = settings.devices.split(",") if settings.devices else [""]
 
@@ -248,7 +279,7 @@ def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
 
 
 def _make_front_ends(settings: Settings) -> list[ChildProcess]:
-    """Make a position for each front end."""
+    """Make a supervisor's slot for each front end process; none if the settings have no front ends."""
     return [
         ChildProcess(
             f"front end {index}",
@@ -262,11 +293,17 @@ def _make_front_ends(settings: Settings) -> list[ChildProcess]:
 
 
 def _make_front_end_arguments(settings: Settings, index: int, restarts: int) -> object:
+    """Return the settings and the index, which the front end process reads from standard input."""
     return settings, index
 
 
 def _make_owner_settings(settings: Settings, device: str, count: int) -> Settings:
-    """Make the settings of one process that owns a device."""
+    """Return the settings for one process that owns a device: its backend, and its share of the CPU threads.
+
+    Args:
+        device: a CUDA device's number or "cpu"; "" if the process may choose.
+        count: the number of such processes.
+    """
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
     own: dict[str, Any] = {"uds": None, "devices": ""}
     if device:
@@ -275,7 +312,9 @@ def _make_owner_settings(settings: Settings, device: str, count: int) -> Setting
 
 
 def serve_fleet(settings: Settings) -> int:
-    """Run the processes of `settings.devices` and `settings.frontends` until a signal; return the exit code."""
+    """Run a server of several processes, one for each device and front end, until a signal; return the exit
+    code.
+    """
     with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
 
         async def run() -> int:

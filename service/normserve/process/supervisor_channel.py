@@ -49,13 +49,17 @@ connection.
 """
 
 
-def encode_connection(number: int, beyond: str | None) -> int:
-    """Encode a connection's number, with the limit that it exceeds, as a message."""
-    return number if beyond is None else number | _BEYOND[beyond]
+def encode_connection(number: int, exceeded_limit: str | None) -> int:
+    """Combine a connection's number and the limit that it exceeds, if any, in one number, which is sent as a
+    message.
+    """
+    return number if exceeded_limit is None else number | _BEYOND[exceeded_limit]
 
 
 def decode_connection(message: int) -> tuple[int, str | None]:
-    """Decode a message of `encode_connection`: the connection's number, and the limit that it exceeds."""
+    """Split a message made by `encode_connection` into the connection's number and the limit that it
+    exceeds, or None.
+    """
     for beyond, flag in _BEYOND.items():
         if message < _SPECIAL and message & flag:
             return message ^ flag, beyond
@@ -63,7 +67,9 @@ def decode_connection(message: int) -> tuple[int, str | None]:
 
 
 class ReportWriter:
-    """A queue of messages from a serving process, sent in order; none is lost while the other side is busy."""
+    """A writer of a serving process's messages to the supervisor.  Messages that cannot be sent at once are
+    queued in order.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -75,6 +81,7 @@ class ReportWriter:
         return bool(self._unsent)
 
     def send_report(self, number: int) -> None:
+        """Send a message (one number) to the supervisor, or queue it until the socket is writable."""
         was_waiting = bool(self._unsent)
         self._unsent += MESSAGE.pack(number)
         if not was_waiting:
@@ -83,11 +90,13 @@ class ReportWriter:
                 asyncio.get_running_loop().add_writer(self._channel, self._on_writable)
 
     def _on_writable(self) -> None:
+        """Send queued bytes, and stop waiting for the socket once all are sent."""
         self._flush()
         if not self._unsent:
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _flush(self) -> None:
+        """Send as many queued bytes as the socket accepts; discard all if the supervisor has ended."""
         try:
             del self._unsent[: self._channel.send(self._unsent)]
         except BlockingIOError:
@@ -98,12 +107,15 @@ class ReportWriter:
 
 
 class ReportReader:
-    """A parser that splits a stream into messages."""
+    """A parser of the byte stream from a serving process, in which each message is a number of eight bytes."""
 
     def __init__(self) -> None:
         self._incomplete = b""
 
     def feed(self, data: bytes) -> list[int]:
+        """Return the messages (numbers) that these bytes complete; keep the bytes of an incomplete one for the
+        next call.
+        """
         buffered = self._incomplete + data
         end = len(buffered) - len(buffered) % MESSAGE.size
         self._incomplete = buffered[end:]
@@ -111,7 +123,9 @@ class ReportReader:
 
 
 def send_with_socket(channel: socket.socket, number: int, connection: socket.socket | None = None) -> bool:
-    """Send a message, and a connection with it; return whether it could be sent."""
+    """Send a message (one number), with the descriptor of `connection` if one is given; return whether it
+    could be sent.
+    """
     descriptors = [] if connection is None else [connection.fileno()]
     with contextlib.suppress(OSError):
         socket.send_fds(channel, [MESSAGE.pack(number)], descriptors)
@@ -120,7 +134,7 @@ def send_with_socket(channel: socket.socket, number: int, connection: socket.soc
 
 
 def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
-    """Receive the next message and its descriptors; None if the other process has ended.
+    """Return the next message (one number) with its file descriptors; None if the other process has ended.
 
     Raises:
         BlockingIOError: there is no message now.
@@ -137,8 +151,8 @@ def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
 
 
 class SupervisorChannel:
-    """A channel over which this process receives connections that another process accepted, and reports its
-    readiness.
+    """A serving process's end of its connection to the supervisor.  Over it clients' connections arrive, and
+    readiness is reported.
     """
 
     def __init__(
@@ -170,24 +184,31 @@ class SupervisorChannel:
         self._throttled_log = ThrottledLogger(log)
 
     def start(self) -> None:
-        """Receive connections from now on, and send a report at every beat."""
+        """Start to receive connections, and to report readiness every half second."""
         add_reader(asyncio.get_running_loop(), self._channel, self._receive_message)
         self._send_heartbeat()
 
     def report_readiness(self, *, ready: bool) -> None:
-        """Report to the other process whether this one is ready, now and at every beat."""
+        """Set whether this process is ready, and report it to the supervisor now and every half second."""
         self._is_ready = ready
         self._send_readiness()
 
     def report_refused_connection(self, reason: str) -> None:
-        """Report that a connection was refused that the other process had accepted beyond a limit."""
+        """Report to the supervisor that this process refused a connection because of a limit; `reason` names the
+        limit.
+        """
         self._report_writer.send_report(REFUSED[reason])
 
     def request_link(self) -> None:
-        """Ask the other process to link this one with the processes that it has no link with."""
+        """Ask the supervisor for new links between this front end and the processes that own devices, after one
+        was lost.
+        """
         self._report_writer.send_report(LINK)
 
     def _receive_message(self) -> None:
+        """Receive one message from the supervisor: a connection, a link to another process, or a refusal to
+        count.  When the supervisor has ended, call `on_closed`.
+        """
         try:
             received = receive_message(self._channel)
         except BlockingIOError:
@@ -217,10 +238,13 @@ class SupervisorChannel:
             self._on_connection(connection, functools.partial(self._report_writer.send_report, number), beyond)
 
     def _send_heartbeat(self) -> None:
-        """Report regularly; this shows that the event loop runs."""
+        """Report readiness every half second, which also shows that the event loop runs.  Skip a report while
+        earlier ones are unsent.
+        """
         if not self._report_writer.is_backlogged:
             self._send_readiness()
         asyncio.get_running_loop().call_later(BEAT_S, self._send_heartbeat)
 
     def _send_readiness(self) -> None:
+        """Report READY if this process is ready and finishes operations, else NOT_READY."""
         self._report_writer.send_report(READY if self._is_ready and not self._is_stalled() else NOT_READY)

@@ -10,7 +10,7 @@ from normserve.settings import Settings
 
 
 class TlsFileError(Exception):
-    """A file that cannot be used for TLS.
+    """A file of a TLS setting cannot be read or used; the message names the setting and the reason.
 
     Attributes:
         setting: the name of the setting that names the file.
@@ -23,12 +23,14 @@ class TlsFileError(Exception):
 
 
 class _EncryptedKeyError(Exception):
-    """The key is encrypted with a password."""
+    """An error raised when OpenSSL asks for a private key's password, since the server supports no encrypted
+    keys.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of the TLS settings, all in PEM format.
+    """The paths of the server's TLS files, all in PEM format.
 
     Attributes:
         certificate: the server's certificate, followed by the intermediate certificates of its chain.
@@ -42,13 +44,14 @@ class TlsFiles:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the files of the settings; None if the server uses plain HTTP."""
+        """Return the TLS files that the settings name; None if the server uses plain HTTP."""
         if settings.tls_cert is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def load_context(self) -> ssl.SSLContext:
-        """Load a context for TLS 1.2 or newer, with the current content of the files.
+        """Load the files and make an SSL context for TLS 1.2 or newer.  With `client_ca`, clients must have a
+        certificate.
 
         Raises:
             TlsFileError: a file cannot be used.
@@ -66,6 +69,9 @@ class TlsFiles:
         return context
 
     def _load_key(self, context: ssl.SSLContext) -> None:
+        """Load certificate and private key into the context; raise TlsFileError if the key is encrypted or does
+        not match.
+        """
         setting = "tls_cert" if self.key is None else "tls_key"
         if self.key is not None:
             _require_readable(setting, self.key)
@@ -80,7 +86,9 @@ class TlsFiles:
 
 
 class TlsContext(ssl.SSLContext):
-    """A context that begins each handshake with the files as last read; earlier handshakes keep their files."""
+    """A server's SSL context whose files can be read again while it is in use.  New handshakes use the new
+    files; existing connections keep the old ones.
+    """
 
     def __new__(cls, files: TlsFiles) -> Self:
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
@@ -94,7 +102,7 @@ class TlsContext(ssl.SSLContext):
         self._current = files.load_context()
 
     def reload_files(self) -> None:
-        """Read the files again, for later handshakes.
+        """Read the TLS files again and use them for later handshakes.
 
         Raises:
             TlsFileError: one of them cannot be used; nothing has changed.
@@ -102,15 +110,17 @@ class TlsContext(ssl.SSLContext):
         self._current = self._files.load_context()
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        """Begin a handshake; called by event loops."""
+        """Begin a handshake with the files that were read last; event loops call this for each connection."""
         return self._current.wrap_bio(*arguments, **options)
 
 
 def _refuse_password() -> str:
+    """Raise an error in place of a password, since OpenSSL would otherwise ask for one at the terminal."""
     raise _EncryptedKeyError
 
 
 def _require_readable(setting: str, path: Path) -> None:
+    """Raise a TlsFileError, which names the setting, if the file cannot be opened or is no regular file."""
     try:
         open_regular_file(path).close()
     except OSError as error:
@@ -118,6 +128,7 @@ def _require_readable(setting: str, path: Path) -> None:
 
 
 def _require_certificates(setting: str, path: Path) -> None:
+    """Raise a TlsFileError, which names the setting, if the file has no certificate in PEM format."""
     _require_readable(setting, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)

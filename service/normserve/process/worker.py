@@ -15,7 +15,9 @@ from normserve.process.owner_server import run_server
 
 
 def main() -> int:
-    """Serve; return the exit code."""
+    """Run a server that owns a device, with settings and index from standard input and connections from the
+    supervisor's channel.  Return the exit code.
+    """
     settings, place = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, str(place.index))
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -10,7 +10,9 @@ from normserve.requests.request_lifecycle import RequestLifecycle
 
 
 class KeyAuthorisation:
-    """Admits requests by their keys, where keys are required."""
+    """The check of requests by API key: whether the key exists, has the needed scope, and is within its
+    rate.  Refusals are written to the audit log.
+    """
 
     def __init__(self, keys: Keyring, place: str) -> None:
         """Args: place: where a request must have its key, for the error message to clients without one."""
@@ -20,7 +22,8 @@ class KeyAuthorisation:
         self._unknown_key_refusals, self._known_key_refusals = KeyRefusalLog(), KeyRefusalLog()
 
     def find_key_entry(self, token: bytes | None, key_name: str | None = None) -> KeyringEntry | None:
-        """Return the keyring's entry of a request's key; None if the key is not accepted.
+        """Return the keyring's entry for a request's key, or for `key_name` if the request has none.  Return
+        None if there is no such key.
 
         Args:
             token: the key, None if the request has none.
@@ -33,9 +36,14 @@ class KeyAuthorisation:
     def require_scope(
         self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
     ) -> KeyringEntry:
-        """Return the entry if its key allows a request, without counting or logging it.
+        """Return the entry if its key is valid and has a needed scope; raise an error if not.
 
-        Args: needed: scopes of which one is sufficient; None if none is.
+        The request is neither counted towards the key's rate nor logged.
+
+        Args:
+            grant: the keyring's entry; None if the key is missing or unknown.
+            token: the request's key, to distinguish a missing one from an unknown one.
+            needed: scopes of which one is sufficient; None if none is.
 
         Raises:
             UnauthorizedError: the key is missing, unknown or expired.
@@ -61,7 +69,8 @@ class KeyAuthorisation:
         path: str,
         key_name: str | None = None,
     ) -> None:
-        """Authorise a request by its key, and set the request's caller.
+        """Check a request's key and count the request towards the key's rate.  The key's identity is set in the
+        request, and a refusal is written to the audit log.
 
         Args:
             token, key_name: as for `find_key_entry`.
@@ -93,6 +102,9 @@ class KeyAuthorisation:
 
 
 def _classify_refusal(error: NormserveError, token: bytes | None, grant: KeyringEntry | None) -> str:
+    """Return the reason for the audit log: the key is absent, unknown, forbidden (lacks the scope) or
+    expired.
+    """
     if grant is None:
         return "absent" if token is None else "unknown"
     return "forbidden" if isinstance(error, ForbiddenError) else "expired"

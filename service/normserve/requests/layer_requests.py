@@ -12,14 +12,19 @@ from normserve.requests.request_parameters import LAYER_PARAMETERS, make_spec, p
 
 
 def require_layer_query(query: bytes) -> None:
-    """Raises: InvalidParameterError: the query does not describe a layer."""
+    """Raise an error if a query string does not describe a layer.
+
+    Raises:
+        InvalidParameterError: it does not.
+    """
     _parse_spec(query)
 
 
 async def load_layer(
     engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview
 ) -> RegisteredLayer:
-    """Load a layer's parameters from a safetensors body onto the device, without registering the layer.
+    """Load a layer's weight and bias from a safetensors body onto the device, and return the layer.  The
+    caller registers it.
 
     Args: query: the layer's operation and options.
 
@@ -47,7 +52,7 @@ async def load_layer(
 
 
 def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
-    """Describe a registered layer as a JSON object."""
+    """Return a registered layer's operation, options and shape as a JSON object."""
     options = {
         option.name: getattr(layer.spec, option.name)
         for option in LAYER_OPTIONS
@@ -65,7 +70,9 @@ def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
 
 
 def _parse_spec(query: bytes) -> NormSpec:
-    """Parse the operation and the options of a layer."""
+    """Parse a layer's operation and options from a query string; raise an error if they do not fit one
+    another.
+    """
     values = parse_query(query, LAYER_PARAMETERS)
     if "op" not in values:
         raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in LAYER_OPS))

@@ -14,7 +14,8 @@ UNCHARGED_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MemoryAdmission:
-    """Charges requests whose bodies have been admitted and received.
+    """An object that charges a received request's results, temporaries and body copies to the request's
+    permit.
 
     Attributes:
         max_bytes: limit of bodies, results and temporaries of all requests in progress.
@@ -26,7 +27,8 @@ class MemoryAdmission:
     def charge_results_and_temporaries(
         self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int
     ) -> None:
-        """Grow the request's permit by its results and temporaries, unless they are small.
+        """Add the bytes of the job's results and temporaries to the request's permit, unless they are few
+        (`UNCHARGED_BYTES`).  On a GPU only results count.
 
         Raises:
             TooLargeError: the request needs more than `max_bytes`; the message has the bytes that it needs.
@@ -51,7 +53,7 @@ class MemoryAdmission:
             permit.grow(nbytes)
 
     def charge_copy(self, permit: Permit | None, body_bytes: int) -> None:
-        """Grow the request's permit by a copy of its body.
+        """Add the bytes of a copy of the request's body to the request's permit.
 
         Raises:
             TooLargeError: the body and its copy need more than `max_bytes`.

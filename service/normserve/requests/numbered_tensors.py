@@ -18,19 +18,28 @@ T = TypeVar("T")
 
 
 class TensorSplit(NamedTuple):
-    """The lengths of the numbered tensors along the first axis, in the order of their numbers."""
+    """The number of rows or samples of each numbered tensor (x.0, x.1, ...), by which results are divided
+    again.
+    """
 
     counts: tuple[int, ...]
 
     def split_results(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        """Split results into those of each numbered tensor; gradients of parameters stay sums over all tensors."""
+        """Split each result into those of the numbered tensors, such as y.0 and y.1.  Gradients of parameters
+        are left unsplit, as sums over all rows.
+        """
         return self._split_each(results, _cut_rows)
 
     def split_specs(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
-        """Split the dtypes and shapes of results as `split_results` splits the results."""
+        """Split the dtypes and shapes of results in the same way as `split_results` splits the results."""
         return self._split_each(results, lambda spec, start, stop: (spec[0], (stop - start, *spec[1][1:])))
 
     def _split_each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
+        """Split each result by `cut` and number the pieces; gradients of parameters are returned unchanged.
+
+        Args:
+            cut: returns the piece of a result between a start and a stop along the first axis.
+        """
         pieces: dict[str, T] = {}
         for name, result in results.items():
             if name in PARAMETER_GRADIENTS:
@@ -46,7 +55,8 @@ class TensorSplit(NamedTuple):
 def concatenate_tensors(
     tensors: Mapping[str, HostTensor], body: memoryview, charge: Callable[[int], None]
 ) -> tuple[Mapping[str, HostTensor], TensorSplit | None]:
-    """Join numbered tensors, as x.0 and x.1, along the first axis; leave tensors with a single x unchanged.
+    """Join numbered tensors, such as x.0 and x.1, along the first axis, and return the lengths to split
+    results by.  A request with a single x is returned unchanged, with None.
 
     Args:
         body: the buffer of the tensors; those that are adjacent in it are joined without a copy.
@@ -76,13 +86,16 @@ def concatenate_tensors(
 
 
 def _parse_number(name: str, digits: str) -> int:
+    """Parse the number in a tensor's name, such as 1 in x.1; raise UnexpectedTensorError if it is malformed."""
     if not (len(digits) <= 3 and digits.isascii() and digits.isdigit() and str(int(digits)) == digits):
         raise UnexpectedTensorError(f"with x.0, tensors are numbered from 0 on, as x.1, got {name[:64]!r}")
     return int(digits)
 
 
 def _check_numbered_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]:
-    """Check the numbered x; return their lengths along the first axis."""
+    """Check that no x.N is missing and that each has at least two axes; return their lengths along the first
+    axis.
+    """
     for number in numbers:
         if number not in group:
             raise MissingTensorError(f"x.{number} is missing, although x.{max(group)} was sent")
@@ -95,6 +108,9 @@ def _check_numbered_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[
 
 
 def _check_numbered(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
+    """Check that a tensor is sent for each x.N, with equal dtypes, matching lengths (`counts`) and equal
+    further axes.
+    """
     if extra := group.keys() - set(numbers):
         raise UnexpectedTensorError(f"{base}.{min(extra)} was sent without x.{min(extra)}")
     for number, count in zip(numbers, counts, strict=True):
@@ -113,6 +129,9 @@ def _check_numbered(base: str, group: Mapping[int, HostTensor], numbers: range, 
 def _concatenate_numbered(
     parts: Sequence[HostTensor], body: memoryview, charge: Callable[[int], None]
 ) -> HostTensor:
+    """Join tensors along the first axis: as a view if they are adjacent in the body, else as a copy, which
+    is charged first.
+    """
     shape = (sum([part.shape[0] for part in parts]), *parts[0].shape[1:])
     filled = [part.data for part in parts if len(part.data)]
     nbytes = sum(map(len, filled))
@@ -124,7 +143,9 @@ def _concatenate_numbered(
 
 
 def _find_adjacent(parts: Sequence[memoryview], body: memoryview) -> int | None:
-    """Return the offset in the body at which adjacent parts begin; None if they are not adjacent in it."""
+    """Return the offset in the body at which the parts begin, if each directly follows the one before; None
+    if not.
+    """
     starts = [_get_address(part) for part in parts]
     if any(start + len(part) != after for part, (start, after) in zip(parts, pairwise(starts), strict=False)):
         return None
@@ -133,11 +154,13 @@ def _find_adjacent(parts: Sequence[memoryview], body: memoryview) -> int | None:
 
 
 def _get_address(data: memoryview) -> int:
+    """Return the memory address of a buffer."""
     place: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return place
 
 
 def _cut_rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+    """Return a view of the tensor's rows from `start` to `stop`, along the first axis."""
     row_bytes = len(tensor.data) // tensor.shape[0] if tensor.shape[0] else 0
     shape = (stop - start, *tensor.shape[1:])
     return HostTensor(tensor.dtype, shape, tensor.data[start * row_bytes : stop * row_bytes])

@@ -22,7 +22,8 @@ _CHECK_BYTES, _TENSOR_BYTES, _AXIS_BYTES = 2**10, 2**8, 2**6
 
 
 class PreparedCallCache:
-    """The prepared calls of one owner, a process or a connection, by keys that are made of requests' bytes.
+    """A cache of parsed and checked requests (prepared calls), keyed by the requests' bytes.  Tenants share
+    its space fairly; the process has one, and each connection its own.
 
     An entry depends only on its key and on the registered layer that it was prepared with; it is stale once another
     layer, or none, has that name.  Keys, scopes, rates, permits and deadlines are no part of an
@@ -50,7 +51,8 @@ class PreparedCallCache:
         return len(self._entries)
 
     def find(self, key: Hashable, layer: object = None) -> Any:
-        """Return the prepared call of a key; None if it is missing or stale.
+        """Return the prepared call stored under a key; None if there is none, or if it was prepared with another
+        layer.
 
         Args: layer: the registered layer that the request names, if any.
         """
@@ -67,7 +69,8 @@ class PreparedCallCache:
         return None
 
     def store(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
-        """Keep a prepared call under a key, unless it is too large.
+        """Store a prepared call under a key, unless it exceeds an eighth of the cache.  If the cache is full,
+        entries of tenants with more than an equal share are evicted.
 
         Args:
             nbytes: an upper bound of the memory of key and value.
@@ -96,10 +99,13 @@ class PreparedCallCache:
         self.nbytes = 0
 
     def _is_over_share(self, holder: "_TenantEntries") -> bool:
+        """Return whether a tenant's entries exceed an equal share of the cache's bytes."""
         return holder.nbytes * len(self._tenants) > self.max_bytes
 
     def _find_over_share(self) -> "_TenantEntries":
-        """Return a tenant with more than an equal share, which exists while the entries exceed `max_bytes`."""
+        """Return the entries of a tenant that exceed an equal share; one exists while all entries exceed
+        `max_bytes`.
+        """
         while True:
             tenant, holder = next(iter(self._tenants.items()))
             if self._is_over_share(holder):
@@ -108,7 +114,7 @@ class PreparedCallCache:
             self._tenants.move_to_end(tenant)
 
     def _evict_oldest(self, holder: "_TenantEntries") -> None:
-        """Evict the oldest of a tenant's entries that was not found since it was stored or last passed over."""
+        """Evict a tenant's oldest entry that was not found recently, by the second-chance (clock) rule."""
         entries = holder.entries
         key, entry = entries.popitem(last=False)
         while entry.is_recently_found:
@@ -120,6 +126,7 @@ class PreparedCallCache:
         self._evictions.value += 1
 
     def _remove_entry(self, key: Hashable, entry: "_PreparedCall") -> None:
+        """Remove an entry from the cache and from its tenant's entries, and subtract its bytes."""
         holder = self._tenants[entry.tenant]
         del self._entries[key], holder.entries[key]
         holder.nbytes -= entry.nbytes
@@ -129,7 +136,7 @@ class PreparedCallCache:
 
 
 class _PreparedCall:
-    """One prepared call.
+    """One entry of the cache: a prepared call with its bytes, tenant and layer.
 
     Attributes:
         layer: a weak reference to the layer that it was prepared with, None without one.
@@ -147,7 +154,7 @@ class _PreparedCall:
 
 
 class _TenantEntries:
-    """A tenant's entries, the oldest first, and their bytes."""
+    """One tenant's entries in the cache, from the oldest to the newest, and the sum of their bytes."""
 
     __slots__ = ("entries", "nbytes")
 
@@ -165,7 +172,10 @@ def prepare_job(
     *,
     may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
-    """Make a job as `make_validated_job` does; skip checks that equal names, dtypes and shapes have passed before.
+    """Make a job from a request's tensors and validate it, unless equal names, dtypes and shapes were validated
+    before.
+
+    The memory that the job needs is returned as well.
 
     Args:
         prepared: the cache of passed checks.

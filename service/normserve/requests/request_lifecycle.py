@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """The objects that all requests share.
+    """The objects that all requests of the process share, such as the engine, the budget and the metrics.
 
     Attributes:
         request_progress: counts the requests that have been received completely and have no response yet.
@@ -56,7 +56,7 @@ class RequestServices:
 
 
 class RequestLifecycle(ABC):
-    """One request: it is admitted, charged for memory, computed, answered and accounted for.
+    """One request of any transport, with the steps from its permit to its response, metrics and log line.
 
     A transport's subclass sends the result or the error of the job in `conclude_job`, and calls `finish_request`
     once the response has been sent or never will be.
@@ -92,7 +92,9 @@ class RequestLifecycle(ABC):
 
     @abstractmethod
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        """Respond with a job's result or error; the engine calls this after `submit_job` has returned."""
+        """Send the response for the job's result or error.  The engine's callback calls this when the job has
+        ended, always after `submit_job` has returned.
+        """
 
     @abstractmethod
     def describe_span(self) -> "tuple[str, Attributes]":
@@ -104,11 +106,11 @@ class RequestLifecycle(ABC):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """The log fields that identify the request."""
+        """The log fields that identify the request: its id, and its trace if it has one."""
         return make_log_fields(self.request_id, self.record.trace_id, self.headers)
 
     def acquire_permit(self, nbytes: int) -> Permit:
-        """Take a permit for a request with `nbytes`, and return it.
+        """Reserve `nbytes` in the admission budget for this request; keep and return the permit.
 
         Raises:
             OverloadedError, TooLargeError: the server's budget or that of the caller's key is exceeded.
@@ -125,7 +127,7 @@ class RequestLifecycle(ABC):
         self.record.current_stage = "parse"
 
     def begin_processing(self) -> None:
-        """Count the request as completely received: from now on the server is responsible for a response.
+        """Count the request as in progress, since it was received completely and the server owes it a response.
 
         A second call does nothing.
         """
@@ -134,13 +136,15 @@ class RequestLifecycle(ABC):
             self.services.request_progress.begin_work()
 
     def end_processing(self) -> None:
-        """Count the request as processed: its response is ready or not needed.  A second call does nothing."""
+        """Count the request as no longer in progress: its response is ready or not needed.  A second call does
+        nothing.
+        """
         if self._is_processing:
             self._is_processing = False
             self.services.request_progress.end_work()
 
     def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
-        """Charge a job's results and temporaries to the permit.
+        """Add the bytes of a job's results and temporaries to the permit, and end the record's parse stage.
 
         Args: body_bytes: bytes that the permit covers already.
 
@@ -154,7 +158,7 @@ class RequestLifecycle(ABC):
         record.current_stage = "queue"
 
     def charge_copy(self, nbytes: int) -> None:
-        """Charge a copy of the body to the permit.
+        """Add the bytes of a copy of the body to the request's permit.
 
         Raises:
             TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
@@ -162,7 +166,7 @@ class RequestLifecycle(ABC):
         self.services.memory_admission.charge_copy(self.permit, nbytes)
 
     def compute_deadline(self, timeout_ms: float | None) -> float:
-        """Return the latest time at which execution may begin, by `time.perf_counter`.
+        """Return the latest time, by `time.perf_counter`, at which the job may begin to run.
 
         Args: timeout_ms: None for the server's default.
         """
@@ -170,7 +174,8 @@ class RequestLifecycle(ABC):
         return self.record.began_at + wait_ms / 1000
 
     def submit_job(self, job: NormJob, timeout_ms: float | None) -> None:
-        """Submit a charged job to the engine, which later calls `conclude_job` with its result or error.
+        """Submit a job to the engine, after its memory was charged.  When the job has ended, `conclude_job` is
+        called with its result or error.
 
         Args: timeout_ms: None for the server's default.
 
@@ -188,7 +193,9 @@ class RequestLifecycle(ABC):
             self.services.engine.cancel(self.job)
 
     def log_failure(self, error: BaseException) -> NormserveError:
-        """Log an error of the server itself; return the error for the client."""
+        """Log an error if it is the server's own fault (status 500 or unexpected); return the error to send to
+        the client.
+        """
         if isinstance(error, NormserveError):
             if get_status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
                 failures.log_failure(error.detail, self._make_failure_fields())
@@ -197,7 +204,7 @@ class RequestLifecycle(ABC):
         return convert_unexpected_error(error)
 
     def finish_request(self, *, is_delivered: bool) -> None:
-        """End the request, whose response has been sent or never will be.
+        """End the request, after its response was sent or because it never will be.
 
         The processing ends, the permit is released, and the request is traced, counted and logged.
         """
@@ -214,39 +221,46 @@ class RequestLifecycle(ABC):
             log_request(*self.describe_log_target(), record, self.client_identity, self.log_fields)
 
     def _on_job_end(self, ended: NormResult | NormserveError) -> None:
+        """Release an ended job from the engine, and call `conclude_job` with its result or error."""
         job, self.job = self.job, None
         assert job is not None
         self.services.engine.release(job)
         self.conclude_job(ended, job)
 
     def _make_failure_fields(self) -> dict[str, str | None]:
-        """The log fields that identify the request and its caller."""
+        """Return the log fields that identify the request and its key.  A sampled request's span begins now, so
+        that the line has its trace id.
+        """
         if self.services.tracer is not None and self.is_traced:
             self.services.tracer.begin_span(self.record, self.headers)
         return {**self.log_fields, "key": self.client_identity.key}
 
 
 class CallbackRequest(RequestLifecycle):
-    """A request that is answered from the engine's callback, without a task that waits.
+    """A request whose response is sent directly from the engine's callback, so that no task waits for the
+    job.
 
     A transport's subclass sends results and problems.
     """
 
     @abstractmethod
     def send_result(self, result: NormResult, job: NormJob) -> None:
-        """Send the result of a job; an error that this raises is sent in its place."""
+        """Send the response for a job's result.  If the method raises an error, that error is sent instead."""
 
     @abstractmethod
     def send_problem(self, error: NormserveError) -> None:
-        """Send an error, which has been written into the record."""
+        """Send an error response; the record already has its status and error code."""
 
     def respond_error(self, error: BaseException) -> None:
-        """Send an error, and log an error of the server itself."""
+        """Send an error response and set the record's status and code.  An error that is the server's own fault
+        is logged too.
+        """
         reported_error = self.log_failure(error)
         self.record.error_code, self.record.status = reported_error.code, get_status(reported_error)
         self.send_problem(reported_error)
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Send the job's result or error.  If sending the result raises an error, that error is sent instead."""
         self.end_processing()
         # Not raised: its traceback would hold this frame, and with it the job.
         if isinstance(ended, NormserveError):
@@ -259,13 +273,13 @@ class CallbackRequest(RequestLifecycle):
 
 
 def log_request(
-    method: str, path: str, record: RequestRecord, caller: ClientIdentity, named: Mapping[str, str]
+    method: str, path: str, record: RequestRecord, caller: ClientIdentity, identifying_fields: Mapping[str, str]
 ) -> None:
-    """Log a request that has ended and been observed.
+    """Write the access log's line for a request that has ended.
 
     Args:
         path: a template or an operation, because clients can send any path.
-        named: the log fields that identify the request.
+        identifying_fields: the log fields that identify the request.
     """
     fields = {
         "method": method,
@@ -276,6 +290,6 @@ def log_request(
         "received_bytes": record.received_bytes,
         "sent_bytes": record.sent_bytes,
         "ms": round(record.duration_s * 1000, 3),
-        **named,
+        **identifying_fields,
     }
     _access_log.info("request", extra={"fields": fields})

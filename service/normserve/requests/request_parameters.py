@@ -19,6 +19,7 @@ _MAX_NAMED = 64
 
 
 def _parse_timeout_ms(text: str) -> float:
+    """Parse a timeout in milliseconds; raise ValueError unless it is above 0 and at most a day."""
     value = parse_number(text)
     if not 0 < value <= 86_400_000:
         raise ValueError("milliseconds above 0, a day at most")
@@ -26,12 +27,16 @@ def _parse_timeout_ms(text: str) -> float:
 
 
 def _parse_layer_name(text: str) -> str:
+    """Return the text unchanged; raise ValueError if it is no valid name of a registered layer."""
     if not is_layer_name(text):
         raise ValueError(LAYER_NAMES)
     return text
 
 
 def _parse_layer_names(text: str) -> str:
+    """Return the text unchanged, names of a chain's layers joined by commas; raise ValueError if one is
+    invalid or they are too many.
+    """
     names = text.split(",")
     if len(names) > MAX_NORMS or not all(map(is_layer_name, names)):
         raise ValueError(f"1 to {MAX_NORMS} names of layers, joined by commas, each {LAYER_NAMES}")
@@ -59,14 +64,16 @@ LAYER_PARAMETERS: Parameters = {"op": _OP} | {
 
 @functools.cache
 def list_operation_parameters(op: Op, direction: PassDirection) -> Parameters:
-    """List the parameters that one operation takes."""
+    """Return the query parameters that an operation accepts in this pass, by name: its options, a layer and
+    a timeout.
+    """
     layer = {"layers": _LAYERS} if op is Op.LAYER_NORM_CHAIN else {"layer": _LAYER}
     options = {option.name: option.request_parameters[op] for option in list_options(op, direction)}
     return {**options, **layer, "timeout_ms": _TIMEOUT}
 
 
 def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
-    """Describe the parameters in the form of OpenAPI."""
+    """Return the OpenAPI description of these query parameters."""
     return [
         {"name": name, "in": "query", "required": False, "description": each.doc, "schema": each.schema}
         for name, each in parameters.items()
@@ -74,7 +81,7 @@ def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def parse_query(raw: bytes, parameters: Parameters) -> dict[str, Any]:
-    """Parse a query string.
+    """Parse a query string into values by parameter name; only the given `parameters` are accepted.
 
     Raises:
         InvalidParameterError: a name is unknown or repeated, or a value is invalid.
@@ -83,7 +90,8 @@ def parse_query(raw: bytes, parameters: Parameters) -> dict[str, Any]:
 
 
 def parse_parameters(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> dict[str, Any]:
-    """Parse parameters that are given as pairs of name and text.
+    """Parse pairs of a parameter's name and text into values by name; only the given `parameters` are
+    accepted.
 
     Raises:
         InvalidParameterError: a name is unknown or repeated, or a value is invalid.
@@ -103,6 +111,9 @@ def parse_parameters(pairs: Iterable[tuple[str, str]], parameters: Parameters) -
 
 
 def _split_query(raw: bytes) -> list[tuple[str, str]]:
+    """Split a query string into pairs of name and text; raise InvalidParameterError if it is malformed or
+    has too many pairs.
+    """
     if not raw:
         return []
     try:
@@ -112,6 +123,7 @@ def _split_query(raw: bytes) -> list[tuple[str, str]]:
 
 
 def _describe_unknown_name(name: str, known_names: Collection[str]) -> str:
+    """Return the error message for an unknown parameter, with the closest known name."""
     return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {suggest_name(name, known_names)}"
 
 
@@ -122,7 +134,8 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
 
 
 def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormSpec:
-    """Make the spec of an operation from parsed parameters; a layer's own options are added later.
+    """Make an operation's `NormSpec` from parsed parameters and defaults.  If they name a registered layer,
+    the layer's own options are added later.
 
     Raises:
         InvalidParameterError: parameters contradict one another, or one is missing.
@@ -142,5 +155,7 @@ def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormS
 
 
 def find_layer_name(values: dict[str, Any]) -> str | None:
-    """Return the name of the registered layer in parsed parameters, or a chain's names joined by commas, if any."""
+    """Return the registered layer that parsed parameters name, or a chain's layers joined by commas; None if
+    they name none.
+    """
     return values.get("layers") or values.get("layer")

@@ -34,7 +34,7 @@ each reason.
 def make_exporting_tracer(
     endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None
 ) -> RequestTracer:
-    """Make a tracer that exports spans to a collector.
+    """Make a tracer that exports spans over OTLP/HTTP to the collector at `endpoint`.
 
     The environment variables of the OpenTelemetry SDK also apply: headers of its requests, certificates, the
     service's name and attributes.
@@ -79,12 +79,15 @@ def make_exporting_tracer(
 
 
 def complete_endpoint(endpoint: str) -> str:
-    """Add OTLP's path to a collector's URL that has none."""
+    """Return a collector's URL with OTLP's path /v1/traces, unless the URL has a path already."""
     has_path = urlsplit(endpoint).path not in ("", "/")
     return endpoint if has_path else endpoint.rstrip("/") + _PATH
 
 
 def _make_resource(process: str | None) -> Resource:
+    """Make the OpenTelemetry resource with this process's service name, version and ids.  Environment
+    variables of OpenTelemetry override them.
+    """
     own: dict[str, str | int] = {
         "service.name": "normserve",
         "service.version": __version__,
@@ -99,7 +102,9 @@ def _make_resource(process: str | None) -> Resource:
 
 
 class _HashedResource(Resource):
-    """A resource that computes its hash once: the exporter needs it for each span."""
+    """An OpenTelemetry resource that computes its hash only once, because the exporter needs it for each
+    span.
+    """
 
     def __init__(self, attributes: Attributes, schema_url: str | None) -> None:
         super().__init__(attributes, schema_url)
@@ -110,7 +115,9 @@ class _HashedResource(Resource):
 
 
 class _DropCountingProcessor(BatchSpanProcessor):
-    """A processor that reports each span that is dropped because the queue is full, which the SDK only logs."""
+    """A batch span processor that also counts spans dropped because its queue is full, by calling
+    `on_dropped`.
+    """
 
     def __init__(self, exporter: "_MonitoredExporter", on_dropped: OnDropped) -> None:
         self._exporter_monitor = exporter
@@ -120,6 +127,9 @@ class _DropCountingProcessor(BatchSpanProcessor):
         super().__init__(exporter, max_queue_size=self._max_queue_size)
 
     def on_end(self, span: ReadableSpan) -> None:
+        """Queue an ended span for export.  If the queue is full, the oldest span is dropped, and this is
+        reported.
+        """
         self._ended_count += 1
         if self._ended_count - self._dropped_count - self._exporter_monitor.received_count > self._max_queue_size:
             # The added span replaces the oldest one.
@@ -129,7 +139,8 @@ class _DropCountingProcessor(BatchSpanProcessor):
 
 
 class _MonitoredExporter(SpanExporter):
-    """An exporter that wraps another, counts failed exports, and logs when failures begin and end.
+    """A span exporter that passes spans to another exporter, reports lost spans, and logs when failures
+    begin and end.
 
     Attributes:
         received_count: spans that it was given so far.
@@ -143,6 +154,7 @@ class _MonitoredExporter(SpanExporter):
         self.received_count = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export spans by the wrapped exporter; if that fails, report them as dropped and log the first failure."""
         self.received_count += len(spans)
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
@@ -156,7 +168,9 @@ class _MonitoredExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
+        """Shut down the wrapped exporter."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Flush the wrapped exporter; return whether it succeeded."""
         return self._exporter.force_flush(timeout_millis)

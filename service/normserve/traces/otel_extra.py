@@ -6,7 +6,7 @@ _NEEDED = "opentelemetry.exporter.otlp.proto.http"
 
 
 def is_otel_installed() -> bool:
-    """Return whether traces can be exported."""
+    """Return whether the OpenTelemetry packages that the export of traces needs are installed."""
     try:
         return importlib.util.find_spec(_NEEDED) is not None
     except ModuleNotFoundError:

@@ -11,7 +11,7 @@ _LONGEST_STATE = 512
 
 
 class ParentSpan(NamedTuple):
-    """The client's span to which a request belongs.
+    """The client's span that a request belongs to, from the headers traceparent and tracestate.
 
     Attributes:
         trace_id: 32 hexadecimal digits.
@@ -27,9 +27,10 @@ class ParentSpan(NamedTuple):
 
 
 def make_log_fields(request_id: str, trace_id: str | None, headers: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Make the log fields that identify a request: its id and, if there is one, its trace.
+    """Return the log fields that identify a request: its id and, if it has one, its trace id.
 
-    Args: trace_id: if the request is traced here; else that of its headers is used.
+    Args:
+        trace_id: the id of the request's trace if it is traced here; if None, that of its headers is used.
     """
     if trace_id is None and (parent := parse_parent(headers)) is not None:
         trace_id = parent.trace_id
@@ -37,7 +38,9 @@ def make_log_fields(request_id: str, trace_id: str | None, headers: Mapping[byte
 
 
 def parse_parent(headers: Mapping[bytes, bytes]) -> ParentSpan | None:
-    """Parse the parent span from a request's headers, by their lower-case names; None if there is no valid one."""
+    """Parse the client's span from a request's headers; return None if traceparent is missing or invalid.
+    Header names are in lower case.
+    """
     given = headers.get(b"traceparent")
     found = None if given is None else _TRACEPARENT.fullmatch(given.strip())
     if found is None:

@@ -53,7 +53,9 @@ class _RequestSpan(NamedTuple):
 
 
 class RequestTracer:
-    """The sampling of requests, and the creation of their spans."""
+    """The tracer that decides which requests are traced, and makes spans for requests, their stages and
+    shared launches.
+    """
 
     def __init__(
         self, tracer: Tracer, make_stage: MakeStage, ratio: float, shut_down: Callable[[float], None]
@@ -71,15 +73,15 @@ class RequestTracer:
         self._launch_spans: dict[tuple[float, int], tuple[Span, int]] = {}
 
     def sample_early(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
-        """Return whether a request is certainly not traced, without parsing its parent: quick, as most are not
-        traced.
+        """Decide by chance whether a request without a traceparent header is traced; return True if it is
+        certainly not traced.  Most requests need no further work then.
         """
         if record.span is None and b"traceparent" not in headers:
             record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN
         return record.span is _NOT_TRACED
 
     def begin_span(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
-        """Begin a request's span if it is sampled; do nothing if that was decided before.
+        """Decide whether a request is traced, unless that was decided before, and begin its span if it is.
 
         Args: headers: the request's, by their lower-case names.
         """
@@ -106,7 +108,8 @@ class RequestTracer:
     def end_span(
         self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
     ) -> None:
-        """End the span of a request that has ended, if it is traced.
+        """End a traced request's span with its attributes, its stages, and a link to its launch.  Do nothing if
+        the request is not traced.
 
         Args: describe: returns the span's name and the transport's attributes.
         """
@@ -133,18 +136,23 @@ class RequestTracer:
         span.end(at(ended))
 
     async def close(self, within_s: float) -> None:
-        """Export all ended spans within `within_s` seconds; those of later requests are not exported."""
+        """Export the spans that have ended, in at most `within_s` seconds.  Spans that end later are not
+        exported.
+        """
         for key in tuple(self._launch_spans):
             self._end_launch_span(key)
         await asyncio.to_thread(self._shut_down, within_s)
 
     def _link_spans(self, request: Span, launch: Span) -> None:
+        """Link a request's span to its launch's span, and the reverse while the launch's span is open."""
         request.add_link(launch.get_span_context())
         if launch.is_recording():
             launch.add_link(request.get_span_context())
 
     def _get_launch_span(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
-        """Return the span of the launch that a request shared, which is the root of its own trace."""
+        """Return the span of the launch in which a request ran together with others, made at the first of these
+        requests.  The span is the root of its own trace.
+        """
         key = (record.launched_at, record.launch_bytes)
         if key not in self._launch_spans:
             seconds = sum([record.stage_seconds[stage] for stage in ("copy_in", "kernel", "copy_out")])
@@ -163,13 +171,16 @@ class RequestTracer:
         return self._launch_spans[key][0]
 
     def _end_launch_span(self, key: tuple[float, int]) -> None:
+        """End a launch's span with the time at which the launch ended, if it has not been ended."""
         if (launch := self._launch_spans.pop(key, None)) is not None:
             span, ended_ns = launch
             span.end(ended_ns)
 
 
 def _make_attributes(record: RequestRecord) -> Attributes:
-    """Make a request's attributes, of which the client chooses none except its API key."""
+    """Return the span attributes for a request's record.  None has text that the client can choose, except
+    its API key's name.
+    """
     attributes: Attributes = {
         "normserve.op": record.op,
         "normserve.pass": record.direction,
@@ -193,6 +204,7 @@ def _make_attributes(record: RequestRecord) -> Attributes:
 
 
 def _make_context(parent: ParentSpan) -> Context:
+    """Make the OpenTelemetry context in which a span becomes a child of the client's span."""
     state = TraceState.from_header([parent.state]) if parent.state else None
     flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
     ids = int(parent.trace_id, 16), int(parent.span_id, 16)
@@ -205,7 +217,7 @@ def _to_nanoseconds(seconds: float) -> int:
 
 
 class StageInterval(NamedTuple):
-    """One stage, with begin and end by `time.perf_counter`."""
+    """The name, begin and end of one stage of a request, in seconds by `time.perf_counter`."""
 
     name: str
     began_at: float
@@ -213,7 +225,8 @@ class StageInterval(NamedTuple):
 
 
 def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageInterval]:
-    """Compute the stages of a request until `ended`, in their order.
+    """Compute begin and end of each stage of a request from its record, in order.  `ended` is the request's
+    end.
 
     Requests that share a launch each have its full duration.  Stages of a successful request that are shorter than
     `SHORTEST_S` are left out, except for `kernel`.  A refused or aborted operation has all its stages, with the one
@@ -236,7 +249,9 @@ def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageIn
 
 
 def _place_consecutively(record: RequestRecord, began: float, *names: str) -> Iterator[StageInterval]:
-    """Yield consecutive intervals from `began` on, for those of the stages that the request has."""
+    """Yield an interval for each of these stages that the record has.  The first begins at `began`, each
+    other one at the end of the one before.
+    """
     for name in names:
         seconds = record.stage_seconds.get(name)
         if seconds is not None:
