@@ -17,7 +17,7 @@ import torch
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.recorded_launches import bind_to_nothing
+from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.ops.group_norm import call as group_call
 from fusednorm.ops.group_norm import forward_choice
 from fusednorm.ops.group_norm.affine_step import AffineParameters
@@ -27,7 +27,7 @@ from fusednorm.ops.layer_norm import choices, config_tables
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 from fusednorm.ops.layer_norm.config_tables import ForwardConfig
 from fusednorm.results import Forward
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
 from benchmarks.harness.timing import DeviceTimer
@@ -102,7 +102,7 @@ def plan_cell(cell: AlternativeCell, device: str) -> tuple[list[Launch], dict[st
     tensors["y"] = torch.empty_like(tensors["x"])
     if cell.residual:
         tensors |= {"residual": make_tensor(), "residual_out": torch.empty_like(tensors["x"])}
-    arrays = {name: describe(name, tensor) for name, tensor in tensors.items()}
+    arrays = {name: describe_as_array(name, tensor) for name, tensor in tensors.items()}
     x, residual = arrays["x"], arrays.get("residual")
     out = Forward(arrays["y"], residual_out=arrays.get("residual_out"))
     if len(cell.shape) == 2:
@@ -131,7 +131,7 @@ def plan_cell(cell: AlternativeCell, device: str) -> tuple[list[Launch], dict[st
 def compile_cell(cell: AlternativeCell) -> None:
     """Fill Triton's cache, in a worker process."""
     for step in plan_cell(cell, "meta")[0]:
-        arguments = bind_to_nothing(step.arguments)
+        arguments = bind_to_meta_tensors(step.arguments)
         step.kernel.warmup(*arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 

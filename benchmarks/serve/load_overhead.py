@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from normload.adapters.native import NativeAdapter
-from normload.clients.client_worker import ClientWorker, LoadCommand, WorkerSetup
+from normload.clients.client_worker import ClientWorker, SendSegmentCommand, WorkerSetup
 from normload.load.request_cases import RequestCase
 from normload.load.scenarios import LoadPhase
 from normserve.client import DType
@@ -72,7 +72,7 @@ def _measure_case(
     asked = replace(server, path=exchange.target)
     url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
     worker = ClientWorker(WorkerSetup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
-    worker.send_all()
+    worker.send_each_once()
     for number in range(rounds):
         turns: dict[str, ClosedLoopTimes] = {}
         for which in random.Random(number).sample(("c", "normload"), 2):
@@ -109,7 +109,7 @@ class _SilentParent:
 
 def _run_turn(worker: ClientWorker, number: int, seconds: float, connections: int) -> ClosedLoopTimes:
     phase = LoadPhase("turn", "closed", seconds, connections=connections)
-    load = LoadCommand(number, (phase,), time.perf_counter(), connections, 0.0)
+    load = SendSegmentCommand(number, (phase,), time.perf_counter(), connections, 0.0)
     done = worker.send_segment(load, cast(Any, _SilentParent()))
     (tally,) = done.tallies
     return ClosedLoopTimes(

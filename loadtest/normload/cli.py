@@ -88,7 +88,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
     """Return an objective with its measured value over all phases, and whether that value passes."""
     all_phases = result.all_phases
-    value = objective.get_value(all_phases.total, all_phases.rate)
+    value = objective.compute_value(all_phases.total, all_phases.rate)
     return objective, value, objective.is_met(value)
 
 
@@ -153,7 +153,7 @@ def _read_runs(runs: Path) -> list[RunResult]:
     return [read_result(file) for file in files]
 
 
-def _list_scenarios(_options: argparse.Namespace) -> int:
+def _print_scenarios(_options: argparse.Namespace) -> int:
     """Execute `normload scenarios`: print the name, duration and description of each built-in scenario."""
     console = terminal_report.make_console()
     for name, description, duration_s in scenarios.list_descriptions(scenarios.load_built_in_scenarios()):
@@ -184,7 +184,7 @@ def _make_parser() -> argparse.ArgumentParser:
     comparison.add_argument("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     comparison.set_defaults(command=_compare_runs)
     listing = commands.add_parser("scenarios", help="list the built-in scenarios")
-    listing.set_defaults(command=_list_scenarios)
+    listing.set_defaults(command=_print_scenarios)
     return parser
 
 
@@ -204,7 +204,7 @@ def _add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     add("--adapter", choices=list(ADAPTERS), default="normserve", help="its protocol (%(default)s)")
     add(
         "--duration",
-        type=_parse_nonnegative,
+        type=_parse_positive,
         metavar="S",
         help="total duration of all phases, in place of the scenario's",
     )
@@ -246,7 +246,7 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _parse_nonnegative(text: str) -> float:
+def _parse_positive(text: str) -> float:
     """Parse an option's value as a finite number above 0."""
     try:
         value = float(text)
@@ -261,7 +261,7 @@ def _parse_timeout_s(text: str) -> float:
     """Parse an option's value as a timeout in seconds, above 0 and short enough for the operating
     system.
     """
-    value = _parse_nonnegative(text)
+    value = _parse_positive(text)
     try:
         check_timeout(value)
     except ValueError as error:

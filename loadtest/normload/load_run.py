@@ -120,7 +120,7 @@ def run_scenario(
     started = datetime.now(UTC).isoformat(timespec="seconds")
     watcher.begin_stage("making requests", None)
     with ClientProcesses(setup, watcher.add_progress) as fleet:
-        watcher.set_stop(fleet.stop_segment)
+        watcher.set_stop(fleet.stop_run)
         fleet.wait_until_ready()
         conductor = _ScenarioRun(scenario, fleet, watcher)
         conductor.warm_up()
@@ -144,7 +144,7 @@ class _ScenarioRun:
     def warm_up(self) -> None:
         """Send every request once."""
         self._watcher.begin_stage("sending every request once", None)
-        self._uncounted_tallies.append(self._fleet.send_all())
+        self._uncounted_tallies.append(self._fleet.send_each_once())
 
     def measure_echo(self, address: ServerAddress) -> LoopbackEcho | None:
         """Measure the loopback's bandwidth for messages of the load's mean size, as an upper bound for the

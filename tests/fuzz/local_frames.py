@@ -5,7 +5,7 @@ import contextlib
 from normserve.codec import local_messages as local_codec
 from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
-from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
+from normserve.local.segment_table import SegmentTable, check_result_ranges, require_same_memory_kind
 from normserve.memory.device_segments import DeviceMemoryView, DeviceSegment
 from normserve.memory.tensors import DeviceTensor
 
@@ -71,7 +71,7 @@ def _refers_to_its_arena(message: local_codec.ComputeMessage) -> None:
         for name, place in message.results.items():
             assert len(places[name]) == place.nbytes
             _lies_within(places[name])
-        require_one_memory({name: tensor for name, (tensor, _) in located.items()}, places)
+        require_same_memory_kind({name: tensor for name, (tensor, _) in located.items()}, places)
         described = {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in located.items()}
         check_result_ranges(
             described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"}

@@ -30,7 +30,7 @@ def local_replies(data: bytes) -> None:
     before = _open_count()
     protocol = LocalClientProtocol(None)
     woken: list[int] = []
-    pending = [protocol.begin_request(LocalRequest(message))[0] for message in _REQUESTS]
+    pending = [protocol.register_request(LocalRequest(message))[0] for message in _REQUESTS]
     for number, each in enumerate(pending):
         each.on_done = lambda number=number: woken.append(number)  # type: ignore[misc]
     for number, piece in enumerate(pieces):
@@ -39,7 +39,7 @@ def local_replies(data: bytes) -> None:
         count = (options >> number & 1) * (1 + (options >> 5 & 1))
         is_cut = bool(options >> 6 & 1) and number == len(pieces) - 1
         ancillary = [_rights(count)] if count else []
-        protocol.receive_data(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
+        protocol.process_received(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
         assert protocol.make_failure is not None or not is_cut
     if protocol.make_failure is not None:
         assert isinstance(protocol.make_failure(), ClientError)

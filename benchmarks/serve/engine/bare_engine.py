@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from normserve.backends.backend_choice import choose_backend
+from normserve.backends.backend_choice import make_backend_by_name
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation_queue import CompilationQueue
 from normserve.engine.engine import Engine
@@ -44,7 +44,7 @@ class BareEngine:
     def __init__(self, backend: str) -> None:
         self.slabs = SlabPool(max_idle_bytes=2**36)
         # Without a warm-up the only class of requests is compiled at the first one.
-        self._executor = Executor(lambda: choose_backend(backend, 0, self.slabs, warm_sizes=()))
+        self._executor = Executor(lambda: make_backend_by_name(backend, 0, self.slabs, warm_sizes=()))
         batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
         compilation = CompilationQueue(max_classes=100, max_per_minute=100)
         self._engine = Engine(self._executor, batcher, compilation, Metrics())

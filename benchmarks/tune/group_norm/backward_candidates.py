@@ -13,8 +13,8 @@ from typing import TypeVar
 from fusednorm.ops.group_norm.backward_choice import (
     MOST_LABELS,
     choose_backward,
+    find_backward_stream,
     find_split_backward,
-    find_stream_backward,
 )
 from fusednorm.ops.group_norm.call import GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
@@ -165,7 +165,7 @@ def _iterate_columns(sample: SampleShape, itemsize: int) -> Iterator[BackwardCol
 
 def _iterate_streams(sample: SampleShape, itemsize: int) -> Iterator[BackwardSampleStream]:
     """All columns of a position side by side."""
-    usual = find_stream_backward(sample, itemsize)
+    usual = find_backward_stream(sample, itemsize)
     if usual is not None:
         for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
             yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_fragments=apply_pieces)

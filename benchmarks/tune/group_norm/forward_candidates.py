@@ -109,7 +109,7 @@ def iterate_resident_blocks(sample: SampleShape, itemsize: int, samples: int) ->
     found: dict[ForwardResidentBlock, float] = {}
     for groups, warps, programs_per_sm in product(list_block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
         tile = make_block_tile(sample, groups, warps, itemsize)
-        chunks = ceil(sample.hw / tile.rows)
+        chunks = ceil(sample.hw / tile.positions)
         units = samples * ceil(sample.groups / groups)
         config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
         if chunks <= 20 and _can_fit_registers(
@@ -117,7 +117,9 @@ def iterate_resident_blocks(sample: SampleShape, itemsize: int, samples: int) ->
         ):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
             found[config] = (
-                _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
+                _estimate_width_cost(sample, groups, tile.threads_per_position * tile.vec, itemsize)
+                * ceil(turns)
+                / turns
             )
     yield from _select_best(found, 8)
 
@@ -132,19 +134,19 @@ def iterate_cooperative_blocks(
             list_block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
         ):
             tile = make_block_tile(sample, groups, warps, itemsize)
-            members = ceil(sample.hw / (most * tile.rows))
+            members = ceil(sample.hw / (most * tile.positions))
             config = ForwardCooperativeBlock(
-                groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
+                groups, ceil(sample.hw / (members * tile.positions)), warps, programs_per_sm, lag, 1
             )
             members = config.count_members(sample, itemsize)
             # Values that a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
             sums = _REDUCE_REGISTERS + 5 * tile.sums_per_thread + 3 * pairs
             if _can_fit_registers(config, config.chunks * (4 if lag == 0 else 8), sums):
-                padding = members * config.chunks * tile.rows / sample.hw
+                padding = members * config.chunks * tile.positions / sample.hw
                 found[config] = (
                     padding
-                    * _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize)
+                    * _estimate_width_cost(sample, groups, tile.threads_per_position * tile.vec, itemsize)
                     * _estimate_cost(
                         members,
                         samples * ceil(sample.groups / groups),

@@ -20,7 +20,7 @@ from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.recorded_launches import bind_to_nothing
+from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.ops.group_norm.affine_step import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import (
@@ -32,7 +32,7 @@ from fusednorm.ops.group_norm.call import (
 from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample_shape import SampleShape
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
 from benchmarks.harness.timing import DeviceTimer
@@ -126,7 +126,7 @@ class GroupNormTuningPass:
     def plan_launches(self, config: Config) -> list[Launch]:
         """Launches that write into `results`."""
         options = NormOptions("group_norm", self.cell.sample.groups, EPS, activation=ACTIVATION)
-        arrays = {name: describe(name, tensor) for name, tensor in self.tensors.items()}
+        arrays = {name: describe_as_array(name, tensor) for name, tensor in self.tensors.items()}
         x, sample, affine = arrays["x"], self.cell.sample, AffineParameters(arrays["weight"], arrays["bias"])
         if self.dy is None:
             assert isinstance(config, GroupNormForwardConfig)
@@ -228,7 +228,9 @@ def compile_config(item: tuple[GroupNormTuningCell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
     for step in GroupNormTuningPass(cell, "meta").plan_launches(config):
-        step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
+        step.kernel.warmup(
+            *bind_to_meta_tensors(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options
+        )
 
 
 def select_distinct_kernels(

@@ -14,13 +14,13 @@ from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.recorded_launches import bind_to_nothing
+from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.workload.benchmark_cells import compute_sweep_rows
@@ -68,7 +68,7 @@ class LayerNormTuningPass:
 
     def plan_launches(self, config: Config | None = None) -> list[Launch]:
         """Launches that write into `results`; with the table's own choice when None."""
-        arrays: dict[str, Any] = {name: describe(name, tensor) for name, tensor in self._tensors.items()}
+        arrays: dict[str, Any] = {name: describe_as_array(name, tensor) for name, tensor in self._tensors.items()}
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
             out = Forward(arrays.pop("y"))
@@ -105,7 +105,9 @@ def compile_config(item: tuple[LayerNormTuningCell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
     for step in LayerNormTuningPass(cell, "meta").plan_launches(config):
-        step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
+        step.kernel.warmup(
+            *bind_to_meta_tensors(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options
+        )
 
 
 def select_distinct_kernels(

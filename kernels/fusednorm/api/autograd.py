@@ -482,7 +482,7 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
     """
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
-    replayed: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
+    replayed: Forward | None = _select_kernel_passes(options.op).FORWARD.try_replay(tensors, (options, None, stats))
     return replayed
 
 

@@ -14,8 +14,8 @@ from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choices import plan_chain
 from fusednorm.ops.layer_norm.outputs import declare_forward_outputs
 from fusednorm.results import Forward
-from fusednorm.tensors.arrays import describe_each, name_dtype
-from fusednorm.tensors.outputs import describe_results, places
+from fusednorm.tensors.arrays import describe_as_arrays, name_dtype
+from fusednorm.tensors.outputs import describe_results, prepare_result_tensors
 
 CHAIN = ReplayablePass(Forward, (ShapeRole.LIKE_X,))
 """Inputs x, weights and biases."""
@@ -82,13 +82,13 @@ def layer_norm_chain(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         raise KernelInputError("layer_norm_chain has no derivative: call it under torch.no_grad()")
     given = None if out is None else Forward(out)
-    repeated = CHAIN.replay(inputs, options, given)
+    repeated = CHAIN.try_replay(inputs, options, given)
     if repeated is not None:
         return repeated.y
     eps = validate_eps(eps)
     norms = range(len(weights))
     names = ["x", *(f"weights[{index}]" for index in norms), *(f"biases[{index}]" for index in norms)]
-    (described, *parameters), named = describe_each(names, inputs)
+    (described, *parameters), named = describe_as_arrays(names, inputs)
     assert described is not None
     check_float("x", described)
     x_rows = view_as_rows("x", described)
@@ -97,7 +97,7 @@ def layer_norm_chain(
     y_dtype = described.dtype if out_dtype is None else name_dtype(out_dtype)
     check_out_dtype(y_dtype)
     outputs = declare_forward_outputs(None, y_dtype, stats=False, is_rms=False)
-    result = places(Forward, outputs, x, given)
+    result = prepare_result_tensors(Forward, outputs, x, given)
     if x_rows.shape[0]:
         y, *_ = describe_results(outputs, result, described, given, named)
         arrays = tuple(parameters)

@@ -17,7 +17,7 @@ from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_inputs, name_dtype
-from fusednorm.tensors.outputs import describe_results, places
+from fusednorm.tensors.outputs import describe_results, prepare_result_tensors
 
 FORWARD = ReplayablePass(Forward)
 BACKWARD = ReplayablePass(Backward)
@@ -99,7 +99,7 @@ def group_norm_forward(
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
     may_repeat = is_replayable(values)
-    repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
+    repeated = FORWARD.try_replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
@@ -110,7 +110,7 @@ def group_norm_forward(
         y_dtype = name_dtype(out_dtype)
         check_out_dtype(y_dtype)
     outputs = declare_forward_outputs(arrays.x, sample, arrays.residual, y_dtype, stats)
-    result = places(Forward, outputs, x, out)
+    result = prepare_result_tensors(Forward, outputs, x, out)
     if x.shape[0]:
         call = GroupNormForwardCall(
             x=arrays.x,
@@ -202,7 +202,7 @@ def group_norm_backward(
     tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
-    repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None
+    repeated = BACKWARD.try_replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
@@ -213,7 +213,7 @@ def group_norm_backward(
     sample = check_sample(options, arrays)
     parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
     outputs = declare_backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), residual is not None)
-    result = places(Backward, outputs, x, out)
+    result = prepare_result_tensors(Backward, outputs, x, out)
     if x.shape[0]:
         call = GroupNormBackwardCall(
             dy=arrays.dy,

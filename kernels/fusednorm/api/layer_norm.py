@@ -18,7 +18,7 @@ from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_inputs, name_dtype
-from fusednorm.tensors.outputs import describe_results, places
+from fusednorm.tensors.outputs import describe_results, prepare_result_tensors
 
 FORWARD = ReplayablePass(Forward, list_roles(NormInputs))
 BACKWARD = ReplayablePass(Backward, list_roles(BackwardInputs))
@@ -317,7 +317,7 @@ def _run_forward(
     """
     kind = values, out_dtype, stats
     may_repeat = is_replayable(values)
-    repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
+    repeated = FORWARD.try_replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
@@ -329,7 +329,7 @@ def _run_forward(
         check_out_dtype(y_dtype, FLOAT8)
     outputs = declare_forward_outputs(arrays.residual, y_dtype, stats, options.is_rms)
     x = inputs.x
-    result = places(Forward, outputs, x, out)
+    result = prepare_result_tensors(Forward, outputs, x, out)
     if x.numel():
         written: Forward[Array] = Forward(*describe_results(outputs, result, arrays.x, out, named))
         call = LayerNormForwardCall(**rows, options=options, out=written)
@@ -352,7 +352,7 @@ def _run_backward(
     """
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
-    repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None
+    repeated = BACKWARD.try_replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
@@ -364,7 +364,7 @@ def _run_backward(
     parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
     outputs = declare_backward_outputs(arrays.x, *parameters, arrays.residual)
     x = inputs.x
-    result = places(Backward, outputs, x, out)
+    result = prepare_result_tensors(Backward, outputs, x, out)
     if x.numel():
         written: Backward[Array] = Backward(*describe_results(outputs, result, arrays.x, out, named))
         launches = plan_backward(LayerNormBackwardCall(**rows, options=options, out=written))

@@ -32,7 +32,7 @@ from fusednorm.arguments.options import OPTIONS_SCHEMA, NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
-from fusednorm.tensors.layouts import laid_out
+from fusednorm.tensors.layouts import convert_to_layout
 
 Results = tuple[Tensor, ...]
 Plain = Callable[..., Results]
@@ -288,7 +288,7 @@ def _make_result_like(op: str, x: Tensor) -> Tensor:
     layouts = (x, x.permute(0, *range(2, x.dim()), 1)) if x.dim() > 2 else (x,)
     if any(map(is_contiguous_or_false, layouts)):
         return torch.empty_like(x)
-    return laid_out(x, suggest_memory_format(x) is not torch.contiguous_format)
+    return convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
 
 
 _LIBRARY = torch.library.Library("fusednorm", "DEF")

@@ -24,7 +24,7 @@ from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeR
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import in_layout, laid_out
+from fusednorm.tensors.layouts import convert_to_layout, in_layout
 
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
@@ -129,9 +129,9 @@ def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list
                 return [t if t is None or _has_contiguous_heads(t) else t.contiguous() for t in tensors]
         return tensors
     if not _has_sample_layout(x):
-        x = laid_out(x, suggest_memory_format(x) is not torch.contiguous_format)
+        x = convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
     channels_last = not x.is_contiguous()
-    return [x, *(t if t is None or _has_sample_layout(t) else laid_out(t, channels_last) for t in others)]
+    return [x, *(t if t is None or _has_sample_layout(t) else convert_to_layout(t, channels_last) for t in others)]
 
 
 def _has_empty_rows(op: str, x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from fusednorm.cpu import batch_invariant
 from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, is_valid_offset
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import in_layout, laid_out
+from fusednorm.tensors.layouts import convert_to_layout, in_layout
 
 _SMALL_ELEMENTS = 512 * 1024
 """The most elements for which the reference is faster without dropout: see `_is_reference_faster`."""
@@ -130,7 +130,7 @@ def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
         channels_last = not x.is_contiguous()
         for name in _LIKE_X:
             if prepared.get(name) is not None:
-                prepared[name] = laid_out(prepared[name], channels_last)
+                prepared[name] = convert_to_layout(prepared[name], channels_last)
         return prepared
     # [heads, cols] or [cols]
     of_row = x.shape[-2:] if has_heads(arguments["weight"], arguments.get("bias")) else x.shape[-1:]
@@ -153,7 +153,7 @@ def _restore_results(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, A
         if result is None:
             continue
         if name in _LIKE_X:
-            result = result.view(x.shape) if is_rows else laid_out(result, not x.is_contiguous())
+            result = result.view(x.shape) if is_rows else convert_to_layout(result, not x.is_contiguous())
         elif name in _STATISTICS and is_rows:
             result = result.view(x.shape[:-1])
         results[name] = result.new_empty(0).set_(result) if result._is_view() else result

@@ -10,7 +10,7 @@ from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import torch_group_norm, torch_row_norms
 from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, to_float32
 from fusednorm.tensors.arrays import FLOAT_DTYPES
-from fusednorm.tensors.layouts import laid_out
+from fusednorm.tensors.layouts import convert_to_layout
 
 
 def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradient: bool) -> Tensor | None:
@@ -86,11 +86,11 @@ def try_group_norm(
         return None
     weight, bias = to_float32(weight), to_float32(bias)
     if x.is_contiguous():
-        return torch.group_norm(laid_out(x, False), num_groups, weight, bias, eps, False)
+        return torch.group_norm(convert_to_layout(x, False), num_groups, weight, bias, eps, False)
     # torch writes to the gradient of a channels-last x even if there is none, and crashes.
     if needs_gradient and not x.requires_grad:
         return None
     n, c = x.shape[:2]
-    h = laid_out(x, True)
+    h = convert_to_layout(x, True)
     y, mean, rstd = torch.native_group_norm(h, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
     return None if torch_group_norm.has_distant_mean(mean, rstd) else y

@@ -16,7 +16,7 @@ from fusednorm.cpu.supported_arguments import (
     to_float32,
 )
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import in_layout, laid_out
+from fusednorm.tensors.layouts import convert_to_layout, in_layout
 
 _FARTHEST_MEAN = 2.0
 """The largest |mean| of a channels-last group, in standard deviations.
@@ -188,4 +188,4 @@ def _try_normalise(
 
 def _convert_layout_like(x: Tensor, tensor: Any) -> Any:
     """Convert a tensor of x's shape to x's layout; None stays None."""
-    return None if tensor is None else laid_out(tensor, not x.is_contiguous())
+    return None if tensor is None else convert_to_layout(tensor, not x.is_contiguous())

@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 @triton.jit
-def locate_program_in_head(HEADS: tl.constexpr):
+def locate_program_among_heads(HEADS: tl.constexpr):
     """Compute this program's head, and its index among the programs of that head.
 
     Returns the index, the number of programs of a head, the head, and the number of heads.  HEADS is the

@@ -142,7 +142,7 @@ def compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n):
 
 
 @triton.jit
-def compute_row_moments(
+def compute_row_mean_and_variance(
     x_ptr,
     residual_ptr,
     x_row,

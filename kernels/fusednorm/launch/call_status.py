@@ -1,7 +1,7 @@
 """A description of how this process makes repeated calls."""
 
 from fusednorm.devices.device_properties import INTERPRETED
-from fusednorm.launch.extension_calls import explain_extension
+from fusednorm.launch.extension_calls import find_extension_status
 from fusednorm.launch.prepared_kernels import can_bypass_triton
 from fusednorm.launch.replay_cache import get_extension, is_extension_pending
 
@@ -15,7 +15,7 @@ def describe_repeated_calls() -> str:
         return "repeated calls on a GPU are planned anew: kernels are interpreted"
     if not can_bypass_triton():
         return "repeated calls on a GPU are planned anew: Triton's hooks or debug settings see each launch"
-    is_there, path_or_reason = explain_extension()
+    is_there, path_or_reason = find_extension_status()
     if get_extension() is not None or (is_there and is_extension_pending()):
         return f"repeated calls on a GPU are made by the host extension: {path_or_reason}"
     if not is_extension_pending():

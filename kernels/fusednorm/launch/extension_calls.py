@@ -12,7 +12,7 @@ from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.host.background_build import BackgroundBuild, explain_absence
 from fusednorm.host.extension_files import ExtensionFiles
 from fusednorm.launch.launch_template import LaunchTemplate, PreparedLaunch
-from fusednorm.launch.memories import workspace_of
+from fusednorm.launch.memories import get_stream_workspace
 from fusednorm.tensors.arrays import TORCH_DTYPES
 
 Parameter = tuple[bool, int]
@@ -43,7 +43,7 @@ def load_extension(
     if _load_error or _build.is_running():
         return None
     try:
-        extension = _files.load_module()
+        extension = _files.load_compiled_module()
         if extension is not None:
             configure_extension(extension, backward, max_kinds)
     except (ImportError, OSError, RuntimeError) as error:
@@ -55,7 +55,7 @@ def load_extension(
     return extension
 
 
-def explain_extension() -> tuple[bool, str]:
+def find_extension_status() -> tuple[bool, str]:
     """Return whether the host extension can be loaded, and its path or the reason why it cannot."""
     if _load_error:
         return False, f"the host extension does not load: {_load_error}"
@@ -81,7 +81,7 @@ def configure_extension(
 
 def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    return workspace_of(device, stream, words, purpose)
+    return get_stream_workspace(device, stream, words, purpose)
 
 
 def describe_call(template: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:

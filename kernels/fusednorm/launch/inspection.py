@@ -125,14 +125,14 @@ def inspect_launch(launch: Launch, target: GPUTarget = SM_90) -> KernelReport:
 
 def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
     """Assemble PTX; return registers per thread, spilled bytes per thread and bytes of static shared memory."""
-    text = _read_assembler_report(ptx, target)
+    text = _get_or_make_assembler_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     shared = [int(n) for n in re.findall(r"(\d+) bytes smem", text)]
     return registers, spilled, max(shared, default=0)
 
 
-def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
+def _get_or_make_assembler_report(ptx: str, target: GPUTarget) -> str:
     """Return the assembler's report on PTX, from Triton's cache or by running the assembler.
 
     A new report is stored in the cache.

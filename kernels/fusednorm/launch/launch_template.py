@@ -18,7 +18,7 @@ from torch import Tensor
 from fusednorm.arguments.arrays import ITEMSIZES, Array, Workspace
 from fusednorm.launch import prepared_kernels
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.memories import workspace_of
+from fusednorm.launch.memories import get_stream_workspace
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
 """A function that selects some items of a list, in a fixed order."""
@@ -122,7 +122,7 @@ class LaunchTemplate:
             launches=tuple(starts),
         )
 
-    def launch(self, addresses: list[Any], rows: int = 0) -> bool:
+    def try_launch(self, addresses: list[Any], rows: int = 0) -> bool:
         """Repeat the launches with other tensors; False if a tensor is not aligned to 16 bytes.
 
         The launches are made on the current stream of `device`, which must be the current device.  The list of
@@ -140,7 +140,7 @@ class LaunchTemplate:
             start = own.data_ptr()
             addresses += [start + offset for offset in self.offsets]
         if self.workspaces:
-            workspaces = [workspace_of(self.device, stream, *workspace) for workspace in self.workspaces]
+            workspaces = [get_stream_workspace(self.device, stream, *workspace) for workspace in self.workspaces]
             addresses += [workspace.data_ptr() for workspace in workspaces]
         if self.rules:
             addresses.append(rows)
@@ -179,7 +179,7 @@ class _ScratchMemory:
     def from_launches(cls, launches: list[Launch]) -> "_ScratchMemory":
         """List the temporary arrays and workspaces of launches; each array gets an offset in one allocation."""
         own, starts = cls({}, {}, 0), dict[Workspace, int]()
-        for array in _arrays(argument for launch in launches for argument in launch.arguments):
+        for array in _iterate_arrays(argument for launch in launches for argument in launch.arguments):
             memory = array.memory
             if isinstance(memory, str):
                 continue
@@ -247,7 +247,7 @@ class _SlotTable:
         Constants are added to the list if necessary.
         """
         if type(argument) is Array:
-            return self._addresses[_address_of(argument)]
+            return self._addresses[_make_address_key(argument)]
         if type(argument) is tuple:
             # Tuples are at the end of the list.
             return self._tuples[tuple(map(self._find_argument_slot, argument))] - len(self._tuples)
@@ -279,7 +279,7 @@ def _make_selector(places: tuple[int, ...]) -> Pick:
     return itemgetter(*places)
 
 
-def _address_of(array: Array) -> Hashable:
+def _make_address_key(array: Array) -> Hashable:
     """Make the key that stands for an array's address while the list positions are assigned.
 
     The key is the name of a tensor of the call, the memory and offset of a temporary array, or the size and
@@ -291,10 +291,10 @@ def _address_of(array: Array) -> Hashable:
     return (memory, array.offset) if memory.purpose is None else (memory.count, memory.purpose)
 
 
-def _arrays(arguments: Iterable[Any]) -> Iterator[Array]:
+def _iterate_arrays(arguments: Iterable[Any]) -> Iterator[Array]:
     """Yield the arrays among the arguments of launches, also those in tuples."""
     for argument in arguments:
         if type(argument) is Array:
             yield argument
         elif type(argument) is tuple:
-            yield from _arrays(argument)
+            yield from _iterate_arrays(argument)

@@ -125,7 +125,7 @@ def can_bypass_triton() -> bool:
 
 
 def _launch_through_triton(launch: Launch, memories: PlanTensors) -> Any:
-    compute_stable_key(launch.kernel)
+    store_stable_key(launch.kernel)
     # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
     return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
 
@@ -183,7 +183,7 @@ def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) 
     function = kernel.fn
     looks = _LOOKS.get(function)
     if looks is None:
-        looks = _LOOKS[function] = tuple(_find_integer_properties(parameter) for parameter in kernel.params)
+        looks = _LOOKS[function] = tuple(_find_specialised_property(parameter) for parameter in kernel.params)
     kinds, values = _describe_arguments(looks, launch.arguments, memories)
     return (function, device, tuple(kinds), tuple(launch.options.items())), values
 
@@ -222,7 +222,7 @@ def _describe_arguments(
     return kinds, values
 
 
-def _find_integer_properties(parameter: Any) -> str:
+def _find_specialised_property(parameter: Any) -> str:
     """Return the property of an integer parameter that selects the compiled kernel: "value", "width" or "type".
 
     It is "value" unless Triton must not specialise the kernel for the parameter (do_not_specialize).  Then
@@ -238,7 +238,7 @@ def _classify_integer(value: int, look: str) -> Any:
     return width if look == "width" else (width, value == 1, value % 16 == 0)
 
 
-def compute_stable_key(function: Any) -> None:
+def store_stable_key(function: Any) -> None:
     """Let Triton compute and store the key of a jit function, after the keys of the functions that it calls.
 
     In this order the key is equal in every process.
@@ -249,7 +249,7 @@ def compute_stable_key(function: Any) -> None:
         if function.hash is None:
             for called in _iterate_called(function):
                 if called is not function:
-                    compute_stable_key(called)
+                    store_stable_key(called)
             _ = function.cache_key
 
 

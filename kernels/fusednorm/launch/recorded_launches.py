@@ -10,7 +10,7 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.launch.launches import Launch
 from fusednorm.tensors.arrays import TORCH_DTYPES
-from fusednorm.tensors.devices import stand_in
+from fusednorm.tensors.devices import set_absent_gpu
 
 _noted: list[Launch] = []
 
@@ -26,26 +26,26 @@ def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
 
     The calls are planned for `gpu`.
     """
-    stand_in(gpu)
+    set_absent_gpu(gpu)
     _noted.clear()
     try:
         yield _noted
     finally:
-        stand_in(None)
+        set_absent_gpu(None)
 
 
-def bind_to_nothing(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def bind_to_meta_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace the arrays in a launch's arguments by meta tensors, with which the kernel can be compiled.
 
     The meta tensors have the dtypes and alignments of the arrays.
     """
-    return tuple(map(_bind_to_nothing, arguments))
+    return tuple(map(_bind_value_to_meta_tensors, arguments))
 
 
-def _bind_to_nothing(value: Any) -> Any:
+def _bind_value_to_meta_tensors(value: Any) -> Any:
     """Replace an argument that is an array, or the arrays in a tuple, by meta tensors."""
     if isinstance(value, tuple):
-        return bind_to_nothing(value)
+        return bind_to_meta_tensors(value)
     if not isinstance(value, Array):
         return value
     return torch.empty(1, dtype=TORCH_DTYPES[value.dtype], device="meta")[not value.is_aligned :]

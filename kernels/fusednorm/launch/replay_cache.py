@@ -27,7 +27,7 @@ from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.cooperative_launches import may_wait
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import TORCH_DTYPES
-from fusednorm.tensors.outputs import Result, fits
+from fusednorm.tensors.outputs import Result, can_hold_result
 
 Inputs = tuple[Tensor | None, ...]
 Options = tuple[Hashable, ...]
@@ -62,7 +62,7 @@ class _CallReplay:
     shared_fields: tuple[tuple[int, int], ...]
     template: LaunchTemplate
 
-    def allocate_missing(
+    def try_allocate_missing(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], rows_shape: Sequence[int]
     ) -> list[Tensor | None] | None:
         """Return the tensors of the results: those in `out`, and new ones for the others.
@@ -73,7 +73,7 @@ class _CallReplay:
         for new, output, given in zip(self.allocators, self.outputs, out, strict=True):
             if given is None:
                 results.append(None if new is None else new(x, shape, rows_shape))
-            elif output is not None and fits(output, given, x):
+            elif output is not None and can_hold_result(output, given, x):
                 results.append(given)
             else:
                 return None
@@ -127,7 +127,7 @@ def set_extension(extension: Any) -> None:
     _extension, _load = extension, None
 
 
-def _search_extension(may_build: bool) -> None:
+def _try_use_extension(may_build: bool) -> None:
     """Load the host extension if it exists, and let it make recorded calls from then on.
 
     All records in Python are dropped, so that each call is planned once more and recorded in the extension.
@@ -145,12 +145,12 @@ def _search_extension(may_build: bool) -> None:
         _LOOKING.release()
 
 
-def _count_replay() -> None:
+def _count_replay_and_search_extension() -> None:
     """Count a replay by Python; at every `_LOOK_EVERY`th one, search for the host extension."""
     global _replays
     _replays += 1
     if _replays % _LOOK_EVERY == 0:
-        _search_extension(may_build=True)
+        _try_use_extension(may_build=True)
 
 
 def clear_replays() -> None:
@@ -194,7 +194,7 @@ class ReplayablePass(Generic[Result]):
         self.extension_number = -1
         _PASSES.append(self)
 
-    def replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
+    def try_replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """Repeat the recorded launches of an earlier call like this one, and return the results.
 
         Return None if no such call is recorded, a tensor of `out` does not fit its result, a tensor is not
@@ -217,7 +217,7 @@ class ReplayablePass(Generic[Result]):
         recipe = call_replay.template
         if current_device() != recipe.device_index:
             with torch.cuda.device(recipe.device_index):
-                return self.replay(inputs, options, out)
+                return self.try_replay(inputs, options, out)
         at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
         # Tensors without elements, and those of tracers, have address 0.
         if not all(at):
@@ -228,15 +228,15 @@ class ReplayablePass(Generic[Result]):
         if out is None:
             results = [None if new is None else new(x, shape, leading) for new in call_replay.allocators]
         else:
-            given = call_replay.allocate_missing(out, x, shape, leading)
+            given = call_replay.try_allocate_missing(out, x, shape, leading)
             if given is None:
                 return None
             results = given
         at += [tensor.data_ptr() for tensor in results if tensor is not None]
-        if not recipe.launch(at, x.numel() // cols if recipe.rules else 0):
+        if not recipe.try_launch(at, x.numel() // cols if recipe.rules else 0):
             return None
         if _load is not None:
-            _count_replay()
+            _count_replay_and_search_extension()
         for place, other in call_replay.shared_fields:
             results[place] = results[other]
         result: Result = _as_result(self._result, results)
@@ -250,7 +250,7 @@ class ReplayablePass(Generic[Result]):
         inputs: Inputs,
         options: Options,
     ) -> None:
-        """Record a call for `replay`, after it was checked, planned and launched.
+        """Record a call for `try_replay`, after it was checked, planned and launched.
 
         Nothing is recorded if `LaunchTemplate` does not support the launches.
 
@@ -264,8 +264,8 @@ class ReplayablePass(Generic[Result]):
             return
         x: Any = inputs[0]
         if _load is not None:
-            _search_extension(may_build=False)
-        of_any_rows = _make_row_free_key(self, self.roles, inputs, options)
+            _try_use_extension(may_build=False)
+        of_any_rows = _try_make_key_for_any_rows(self, self.roles, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
         new = tuple(None if output is None else _make_allocator(output, x, follows) for output in own)
         replay = _CallReplay(new, own, tuple(same.items()), recipe)
@@ -284,7 +284,7 @@ class ReplayablePass(Generic[Result]):
         The earlier call may have had another number of rows if all launches declare how they depend on that
         number.
         """
-        of_any_rows = _make_row_free_key(self, self.roles, inputs, options)
+        of_any_rows = _try_make_key_for_any_rows(self, self.roles, inputs, options)
         if of_any_rows is not None:
             call_replay = _KNOWN.get(of_any_rows, _NOTHING)
             if call_replay is not None:
@@ -307,7 +307,7 @@ def _make_call_key(replayable_pass: Hashable, inputs: Inputs, options: Options) 
     return tuple(kind)
 
 
-def _make_row_free_key(
+def _try_make_key_for_any_rows(
     replayable_pass: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
 ) -> Hashable | None:
     """Make the key under which a call is recorded for any number of rows; None if there is no such key.

@@ -38,7 +38,7 @@ from fusednorm.reference.float8 import quantise_rows
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.activations import activation_of
 from fusednorm.tensors.arrays import FLOAT8
-from fusednorm.tensors.layouts import is_channels_last, laid_out
+from fusednorm.tensors.layouts import convert_to_layout, is_channels_last
 
 
 @dataclass(frozen=True)
@@ -540,4 +540,4 @@ def _convert_result(view: _NormView, x: Tensor, values: Tensor, dtype: torch.dty
     """Copy a result to x's shape and `dtype`, in the memory layout of the view."""
     # Not a view, which torch would not change in place as the result of an autograd function; and not written into
     # an empty tensor, since under vmap x may be one tensor and its results several.
-    return laid_out(values.reshape(x.shape), view.channels_last).to(dtype, copy=True)
+    return convert_to_layout(values.reshape(x.shape), view.channels_last).to(dtype, copy=True)

@@ -11,7 +11,7 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.devices.device_properties import INTERPRETED, GpuModel
 from fusednorm.errors import KernelInputError
-from fusednorm.tensors.devices import describe_device, stands_in
+from fusednorm.tensors.devices import describe_device, is_absent_gpu
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in arrays.ITEMSIZES}
 """Torch's dtype of each name."""
@@ -34,7 +34,7 @@ def is_misaligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 != 0
 
 
-def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array:
+def describe_as_array(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array:
     """Describe a tensor as an `Array` whose memory has the given name."""
     dtype = tensor.dtype
     device = device or describe_device(tensor.device)
@@ -43,7 +43,7 @@ def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array
     return Array(name, name_of_dtype, tensor.shape, tensor.stride(), device, tensor.is_contiguous(), is_aligned)
 
 
-def describe_each(
+def describe_as_arrays(
     names: Iterable[str], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Array | None], dict[str, Tensor]]:
     """Check the devices of a call's tensors, x first; return their descriptions, and the tensors by name.
@@ -54,7 +54,7 @@ def describe_each(
     """
     x: Any = tensors[0]
     place = x.device
-    if not x.is_cuda and not INTERPRETED and not stands_in(place):
+    if not x.is_cuda and not INTERPRETED and not is_absent_gpu(place):
         raise KernelInputError(f"x must be on a CUDA device, got {place}")
     device, index = describe_device(place), x.get_device()
     described: list[Array | None] = []
@@ -70,7 +70,7 @@ def describe_each(
         # Tensors without an index may be on devices of different types.
         if tensor.get_device() != index or (index < 0 and tensor.device != place):
             raise KernelInputError(f"{name} must be on x's device {place}, got {tensor.device}")
-        described.append(describe(name, tensor, device))
+        described.append(describe_as_array(name, tensor, device))
         named[name] = tensor
     return described, named
 
@@ -79,8 +79,8 @@ def describe_inputs(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
     """Check the devices of a call's inputs; return their descriptions, and the tensors by name.
 
     Raises:
-        KernelInputError: as in `describe_each`.
+        KernelInputError: as in `describe_as_arrays`.
     """
-    described, named = describe_each(inputs._fields, inputs)
+    described, named = describe_as_arrays(inputs._fields, inputs)
     arrays: Inputs = type(inputs)(*described)
     return arrays, named

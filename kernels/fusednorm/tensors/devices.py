@@ -10,7 +10,7 @@ from fusednorm.devices.device_properties import CPU, H200, GpuModel
 _stand_in: GpuModel | None = None
 
 
-def stand_in(gpu: GpuModel | None) -> None:
+def set_absent_gpu(gpu: GpuModel | None) -> None:
     """Set the GPU for which calls on meta tensors are planned; these calls only record their launches.
 
     A process that compiles kernels in advance for a GPU that is not present calls this function.  With None,
@@ -21,7 +21,7 @@ def stand_in(gpu: GpuModel | None) -> None:
     describe_device.cache_clear()
 
 
-def stands_in(device: torch.device) -> bool:
+def is_absent_gpu(device: torch.device) -> bool:
     """Return whether tensors of the device are treated as tensors of an absent GPU."""
     return _stand_in is not None and device.type == "meta"
 
@@ -30,7 +30,7 @@ def stands_in(device: torch.device) -> bool:
 def describe_device(device: torch.device) -> GpuModel:
     """Return the properties of a device on which plans depend.
 
-    For the meta device these are the properties of the GPU set by `stand_in`, or of an H200.
+    For the meta device these are the properties of the GPU set by `set_absent_gpu`, or of an H200.
     """
     if device.type != "cuda":
         return (_stand_in or H200) if device.type == "meta" else CPU

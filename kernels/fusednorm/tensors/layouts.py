@@ -32,7 +32,7 @@ def in_layout(tensor: Tensor, channels_last: bool) -> bool:
     return tensor.is_contiguous()
 
 
-def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
+def convert_to_layout(tensor: Tensor, channels_last: bool) -> Tensor:
     """Return a tensor [N, C, *spatial] as channels-last, or as contiguous if not `channels_last`.
 
     It is copied only if it has another layout.  Its strides are those of a new tensor, also along axes of
@@ -42,7 +42,7 @@ def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
     if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
         return tensor
     if channels_last:
-        by_position = laid_out(tensor.permute(0, *range(2, tensor.dim()), 1), False)
+        by_position = convert_to_layout(tensor.permute(0, *range(2, tensor.dim()), 1), False)
         return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
     # Axes of one element may have any stride in a contiguous tensor, and torch chooses a layout by their strides.
     return tensor.contiguous().view(tensor.shape)

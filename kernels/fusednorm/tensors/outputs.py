@@ -16,7 +16,7 @@ from fusednorm.tensors.layouts import in_layout
 Result = TypeVar("Result", Forward, Backward)
 
 
-def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
+def can_hold_result(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
     """Return whether a tensor of the caller has the dtype, shape, device and layout of a result."""
     return (
         given.dtype == TORCH_DTYPES[output.dtype]
@@ -27,7 +27,7 @@ def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
     )
 
 
-def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
+def _check_or_allocate_result(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
     """Return the caller's tensor for a result after a check, or a new tensor if the caller passed none.
 
     Raises:
@@ -38,7 +38,7 @@ def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
         if output.has_x_layout:
             return torch.empty_like(x, dtype=dtype)
         return torch.empty(shape, dtype=dtype, device=x.device)
-    if not fits(output, given, x):
+    if not can_hold_result(output, given, x):
         contiguous, as_x = ("", ", laid out as x") if output.has_x_layout else ("contiguous ", "")
         raise KernelInputError(
             f"out.{output.name} must be {contiguous}{dtype} {list(shape)} on {x.device}{as_x}, "
@@ -47,7 +47,7 @@ def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
     return given
 
 
-def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
+def prepare_result_tensors(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
     """Return a tensor for each result of a pass: the one that the caller passed in `out`, or a new one.
 
     Raises:
@@ -61,7 +61,7 @@ def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None
         if output is not None:
             tensor = made.get(id(output))
             if tensor is None:
-                tensor = made[id(output)] = _place(output, place, x)
+                tensor = made[id(output)] = _check_or_allocate_result(output, place, x)
         if place is not None and place is not tensor:
             raise KernelInputError(f"out.{name} must be None: this call returns no tensor of its own there")
         found.append(tensor)

@@ -17,8 +17,8 @@ import fusednorm
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.prepared_kernels import compute_stable_key
-from fusednorm.launch.recorded_launches import bind_to_nothing, recording_launches
+from fusednorm.launch.prepared_kernels import store_stable_key
+from fusednorm.launch.recorded_launches import bind_to_meta_tensors, recording_launches
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
 from fusednorm.warm.absent_driver import build_launcher
@@ -95,8 +95,8 @@ def compile_kernel(launch: Launch) -> Any:
     Nothing is launched.
     """
     options = {"enable_fp_fusion": True, **launch.options}
-    compute_stable_key(launch.kernel)
-    return launch.kernel.warmup(*bind_to_nothing(launch.arguments), grid=launch.grid, **options)
+    store_stable_key(launch.kernel)
+    return launch.kernel.warmup(*bind_to_meta_tensors(launch.arguments), grid=launch.grid, **options)
 
 
 def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:

@@ -12,10 +12,10 @@ from typing import Self
 from normload.clients import client_worker
 from normload.clients.client_worker import (
     CommandResult,
-    LoadCommand,
     LoadProgress,
-    SendAllCommand,
-    StopCommand,
+    SendEachOnceCommand,
+    SendSegmentCommand,
+    StopSegmentCommand,
     WorkerFailure,
     WorkerSetup,
 )
@@ -55,7 +55,8 @@ class ClientProcesses:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[
             Connection[
-                SendAllCommand | LoadCommand | StopCommand | None, CommandResult | LoadProgress | WorkerFailure
+                SendEachOnceCommand | SendSegmentCommand | StopSegmentCommand | None,
+                CommandResult | LoadProgress | WorkerFailure,
             ]
         ] = []
         self._running = []
@@ -97,9 +98,9 @@ class ClientProcesses:
         """Return when every process has created its requests."""
         self._receive_results()
 
-    def send_all(self) -> PhaseTally:
+    def send_each_once(self) -> PhaseTally:
         """Make every process send every request once."""
-        self._send_commands([SendAllCommand()] * self.processes)
+        self._send_commands([SendEachOnceCommand()] * self.processes)
         return _merge_tallies(self._receive_results())[0]
 
     def send_phases(
@@ -121,22 +122,22 @@ class ClientProcesses:
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
         counts = split_evenly(connections, self.processes)
-        self._send_commands([LoadCommand(self._segments, phases, start, count, grace_s) for count in counts])
+        self._send_commands([SendSegmentCommand(self._segments, phases, start, count, grace_s) for count in counts])
         done = self._receive_results()
         self.cpu = [max(before, each.cpu_fraction) for before, each in zip(self.cpu, done, strict=True)]
         self.cores_used = sum(each.cpu_fraction for each in done)
         return start, _merge_tallies(done)
 
-    def stop_segment(self) -> None:
+    def stop_run(self) -> None:
         """Make all processes end the current phases early, and set `is_stopped`.  Nothing more may be sent
         afterwards.
         """
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):
-                pipe.send(StopCommand())
+                pipe.send(StopSegmentCommand())
 
-    def _send_commands(self, commands: Sequence[SendAllCommand | LoadCommand]) -> None:
+    def _send_commands(self, commands: Sequence[SendEachOnceCommand | SendSegmentCommand]) -> None:
         """Send each process its own command.
 
         Raises:

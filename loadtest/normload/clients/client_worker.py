@@ -11,7 +11,7 @@ from typing import TypeAlias
 from normserve.client.http.server_address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.prepared_requests import make_request
+from normload.clients.prepared_requests import prepare_request
 from normload.clients.request_sender import RequestSender
 from normload.clients.response_checker import ResponseChecker
 from normload.load.request_cases import RequestCase
@@ -44,24 +44,24 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class SendAllCommand:
+class SendEachOnceCommand:
     """A command to a client process: send each request of the pool once, as a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadCommand:
+class SendSegmentCommand:
     """A command to a client process: send its share of a segment, which is a series of phases without a
     pause.
 
     Attributes:
-        number: the segment's number in the run, from which its random choices are seeded.
+        segment_number: the segment's number in the run, from which its random choices are seeded.
         phases: with their rates in requests per second, of all processes together.
         start: of the first phase, by `time.perf_counter`, which is the same in all processes of a machine.
         connections: number of connections of this process.
         grace_s: how long after the last phase late requests are still sent.
     """
 
-    number: int
+    segment_number: int
     phases: tuple[LoadPhase, ...]
     start: float
     connections: int
@@ -69,7 +69,7 @@ class LoadCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class StopCommand:
+class StopSegmentCommand:
     """A command to a client process: send no more requests, because the run ends early."""
 
 
@@ -106,9 +106,9 @@ class WorkerFailure:
     reason: str
 
 
-WorkerPipe: TypeAlias = (
-    "Connection[CommandResult | LoadProgress | WorkerFailure, SendAllCommand | LoadCommand | StopCommand | None]"
-)
+WorkerMessage: TypeAlias = CommandResult | LoadProgress | WorkerFailure
+WorkerCommand: TypeAlias = SendEachOnceCommand | SendSegmentCommand | StopSegmentCommand
+WorkerPipe: TypeAlias = "Connection[WorkerMessage, WorkerCommand | None]"
 """The worker's end of the pipe, with the types of the messages that it sends and receives."""
 
 
@@ -130,9 +130,9 @@ def main(
         gc.freeze()
         pipe.send(CommandResult([], 0.0))
         while (command := pipe.recv()) is not None:
-            if isinstance(command, SendAllCommand):
-                pipe.send(worker.send_all())
-            elif isinstance(command, LoadCommand):
+            if isinstance(command, SendEachOnceCommand):
+                pipe.send(worker.send_each_once())
+            elif isinstance(command, SendSegmentCommand):
                 pipe.send(worker.send_segment(command, pipe))
     except EOFError:
         return
@@ -146,7 +146,7 @@ class ClientWorker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         adapter, address = ADAPTERS[setup.adapter](), ServerAddress.parse_url(setup.url)
-        pool = [make_request(case, adapter, address, setup.api_key) for case, _ in setup.cases]
+        pool = [prepare_request(case, adapter, address, setup.api_key) for case, _ in setup.cases]
         self._sender = RequestSender(
             address,
             pool,
@@ -157,22 +157,22 @@ class ClientWorker:
             api_key=setup.api_key,
         )
 
-    def send_all(self) -> CommandResult:
+    def send_each_once(self) -> CommandResult:
         """Send each request of the pool once, to warm up the connections and the server; check every
         response.
         """
         tally = PhaseTally(1.0)
-        tally.add_records(self._sender.send_all())
+        tally.add_records(self._sender.send_each_once())
         return CommandResult([tally], 0.0)
 
     def send_segment(
         self,
-        command: LoadCommand,
+        command: SendSegmentCommand,
         pipe: WorkerPipe,
     ) -> CommandResult:
         """Send this process's share of a segment, and return the tally of each phase.
 
-        Progress is reported through the pipe several times a second.  A `StopCommand` in the pipe ends
+        Progress is reported through the pipe several times a second.  A `StopSegmentCommand` in the pipe ends
         the segment early.
         """
         starts = [command.start]
@@ -193,7 +193,7 @@ class ClientWorker:
         self._tally_records(tallies)
         return CommandResult(tallies, cpu if command.connections else 0.0)
 
-    def _make_schedule(self, command: LoadCommand) -> RequestSchedule:
+    def _make_schedule(self, command: SendSegmentCommand) -> RequestSchedule:
         """Make this process's schedule for a segment.
 
         For an open loop all processes compute one schedule, and each takes every n-th request.  For a
@@ -203,9 +203,9 @@ class ClientWorker:
         shares = [share for _, share in setup.cases]
         if first.arrivals == "closed":
             # The order of requests depends on the responses, so processes cannot share one.
-            draws = ArrivalGenerator((setup.seed, command.number, setup.index), shares)
+            draws = ArrivalGenerator((setup.seed, command.segment_number, setup.index), shares)
             return ClosedLoopSchedule(first, command.start, draws)
-        draws = ArrivalGenerator((setup.seed, command.number), shares)
+        draws = ArrivalGenerator((setup.seed, command.segment_number), shares)
         return OpenLoopSchedule(
             command.phases, command.start, command.grace_s, draws, (setup.index, setup.processes)
         )

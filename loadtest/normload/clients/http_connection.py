@@ -86,17 +86,17 @@ class HttpLoadConnection(SteppedConnection):
         Raises:
             ClientError: as `run_steps`.
         """
-        return self.run_steps(self._exchange_in_steps(head, parts, most_bytes))
+        return self.run_steps(self._exchange_bytes_in_steps(head, parts, most_bytes))
 
-    def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
+    def exchange_in_steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """Return a generator that exchanges a request for its response, for a caller with its own event
         loop.
 
         Nothing is sent before its first step.  It raises only `FAILURES`.
         """
-        return self._exchange_in_steps(request.head, request.parts, request.max_response_bytes)
+        return self._exchange_bytes_in_steps(request.head, request.parts, request.max_response_bytes)
 
-    def _exchange_in_steps(
+    def _exchange_bytes_in_steps(
         self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int
     ) -> Steps[ApiResponse]:
         """Send a request and receive its response, in steps.
@@ -120,7 +120,7 @@ class HttpLoadConnection(SteppedConnection):
             self.close()
         return answer
 
-    def release_response(self) -> None:
+    def detach_response(self) -> None:
         """Leave the memory of the last response to the caller."""
         self._response_buffer = None
 

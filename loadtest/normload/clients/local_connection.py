@@ -70,7 +70,7 @@ class LocalLoadConnection(SteppedConnection):
         # The request of the last response, and the blocks of its results.
         self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
-    def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
+    def exchange_in_steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """Return a generator that exchanges a request for its response, for a caller with its own event
         loop.
 
@@ -93,7 +93,7 @@ class LocalLoadConnection(SteppedConnection):
             response = yield from self._socket.send_request(LocalRequest(placed.message))
         except ApiError as refusal:
             self.close()
-            return _make_refusal(refusal)
+            return _make_refusal_response(refusal)
         except BaseException:
             self.close()
             raise
@@ -101,7 +101,7 @@ class LocalLoadConnection(SteppedConnection):
         self._last = id(request), results
         return make_arena_response(response, results)
 
-    def release_response(self) -> None:
+    def detach_response(self) -> None:
         """Leave the memory of the last response's results to the caller, so that later exchanges do not
         overwrite it.
         """
@@ -132,7 +132,7 @@ class LocalLoadConnection(SteppedConnection):
             retained_bytes -= self._arena_requests.popitem(last=False)[1].nbytes
         protocol = link.protocol
         prepared = yield from link.run_exchanges(
-            protocol.run_growing_host_arena(prepare_host_call(request.call, protocol.arena))
+            protocol.run_host_arena_steps(prepare_host_call(request.call, protocol.arena))
         )
         message = msgspec.Raw(msgspec.json.encode(prepared.message))
         placed = _ArenaRequest(message, prepared.copied_inputs, dict(prepared.result_blocks))
@@ -196,7 +196,7 @@ class _LocalSocket:
             ClientError, OSError: the connection has ended, or cannot be used any more.
         """
         protocol, outgoing = self.protocol, self._outgoing
-        pending, frame = protocol.begin_request(request)
+        pending, frame = protocol.register_request(request)
         outgoing.add(frame)
         while outgoing:
             try:
@@ -214,7 +214,7 @@ class _LocalSocket:
                 data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 continue
-            protocol.receive_data(data, ancillary, flags)
+            protocol.process_received(data, ancillary, flags)
         return pending.response
 
     def close(self) -> None:
@@ -225,9 +225,9 @@ class _LocalSocket:
         if self.protocol.has_pending or self.protocol.make_failure is not None:
             self._socket.close()
         else:
-            self.protocol.call_when_unused(self._send_leave)
+            self.protocol.call_when_unused(self._free_all_and_close)
 
-    def _send_leave(self) -> None:
+    def _free_all_and_close(self) -> None:
         """Send the message that frees all of this connection's shared memory, and close the socket."""
         try:
             self._socket.send(self.protocol.encode_free_all())
@@ -237,7 +237,7 @@ class _LocalSocket:
             self._socket.close()
 
 
-def _make_refusal(refusal: ApiError) -> ApiResponse:
+def _make_refusal_response(refusal: ApiError) -> ApiResponse:
     """Make the response for a request that the server refused, from the error that the client raised."""
     headers = {"x-request-id": refusal.request_id}
     if refusal.retry_after_s is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from normserve.client import DType, HostTensor
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from torch.nn import functional
 
 from normload.load.element_types import to_float64
@@ -101,7 +101,7 @@ def find_fault(
     """
     should_be = compute_expected(case, tensors)
     if answer.keys() != should_be.keys():
-        got = ", ".join(quote_text(name, 32) for name in sorted(answer)[:_NAMED])
+        got = ", ".join(sanitise_text(name, 32) for name in sorted(answer)[:_NAMED])
         return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
         scale = answer["scale"] if name == "y" and "scale" in answer else None

@@ -50,7 +50,7 @@ def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], addr
             raise ScenarioError(f"such a server does {refusal}; the scenario has {case.operation}")
 
 
-def make_request(
+def prepare_request(
     case: RequestCase, adapter: ProtocolAdapter, address: ServerAddress, api_key: str | None
 ) -> PreparedRequest:
     """Create the tensors of a case, and encode its HTTP request or prepare its call over shared memory."""

@@ -114,7 +114,7 @@ class RequestRecorder:
             exchange.code = exchange.code or self._find_error_code(answer)
             exchange.is_checked = False
         elif exchange.is_checked:
-            exchange.connection.release_response()
+            exchange.connection.detach_response()
             self._unrecorded_bytes += answer.nbytes
         self._unrecorded.append((exchange, start))
         while len(self._unrecorded) > _MAX_UNRECORDED or self._unrecorded_bytes > _MAX_UNRECORDED_BYTES:

@@ -49,7 +49,7 @@ class _SegmentState:
         events: polls the sockets that the exchanges in `busy` wait for.
         paused: until when each failed connection pauses, and the connection.
         busy: exchanges by the descriptor that they wait for.
-        is_over: whether no more requests will be due.
+        is_schedule_done: whether no more requests will be due.
     """
 
     schedule: RequestSchedule
@@ -58,7 +58,7 @@ class _SegmentState:
     events: select.epoll
     paused: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
     busy: dict[int, SentRequest] = field(default_factory=dict)
-    is_over: bool = False
+    is_schedule_done: bool = False
 
 
 class RequestSender:
@@ -113,7 +113,7 @@ class RequestSender:
             run = _SegmentState(arrivals, starts, free, events)
             look = reported = now
             try:
-                while not run.is_over or run.busy:
+                while not run.is_schedule_done or run.busy:
                     self._wait_for_events(run, self._send_due(run))
                     now = time.perf_counter()
                     if now >= look + _LOOK_S:
@@ -132,7 +132,7 @@ class RequestSender:
         """Return the records since the last call, like `RequestRecorder.take_records`."""
         return self._recorder.take_records()
 
-    def send_all(self) -> list[RequestOutcome]:
+    def send_each_once(self) -> list[RequestOutcome]:
         """Send each request of the pool once, one after another, and check every response.
 
         After a few timeouts the remaining requests are skipped, because each timeout takes the full time.
@@ -141,7 +141,7 @@ class RequestSender:
         records: list[RequestOutcome] = []
         for number, request in enumerate(self._pool):
             began = time.perf_counter()
-            steps = connection.start_exchange(request)
+            steps = connection.exchange_in_steps(request)
             exchange = SentRequest(connection, ScheduledRequest(0, began, number), began, began, True, steps)
             try:
                 exchange.response = connection.run_steps(exchange.steps)
@@ -183,7 +183,7 @@ class RequestSender:
         while run.free:
             slot = run.schedule.take_due(now)
             if slot is None:
-                run.is_over = True
+                run.is_schedule_done = True
                 return None
             if isinstance(slot, float):
                 return slot
@@ -208,7 +208,7 @@ class RequestSender:
         """
         request = self._pool[slot.request_index]
         check = self._choices.random() < self._check_share
-        steps = connection.start_exchange(request)
+        steps = connection.exchange_in_steps(request)
         exchange = SentRequest(connection, slot, free_since, time.perf_counter(), check, steps)
         self._advance(run, exchange, None)
 
@@ -234,7 +234,7 @@ class RequestSender:
             if due_s is not None and wait_s < _EXACT_S:
                 select.select([run.events], (), (), wait_s)
                 ready = run.events.poll(0, most)
-            elif run.busy or not run.is_over:
+            elif run.busy or not run.is_schedule_done:
                 ready = run.events.poll(wait_s, most)
         for descriptor, events in ready:
             if (exchange := run.busy.pop(descriptor, None)) is not None:

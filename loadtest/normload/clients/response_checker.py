@@ -37,7 +37,7 @@ class ResponseChecker:
         """
         right = self._correct_contents.get(number)
         try:
-            if right is not None and _is_same(right, answer.list_memory()):
+            if right is not None and _has_equal_bytes(right, answer.list_memory()):
                 return None
         except ClientError as error:
             return str(error)
@@ -69,7 +69,7 @@ class ResponseChecker:
         return fault
 
 
-def _is_same(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
+def _has_equal_bytes(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
     """Return whether a response has the same bytes, buffer by buffer, as one that is correct."""
     # numpy compares many bytes at once, a memoryview one by one.
     return len(right) == len(content) and all(

@@ -73,7 +73,7 @@ class RequestCase:
     """
 
     operation: str = field(metadata=_declare_key(_read_one_of(OPERATIONS)))
-    shape: tuple[int, ...] = field(metadata=_declare_key(TomlTable.take_sizes))
+    shape: tuple[int, ...] = field(metadata=_declare_key(TomlTable.take_shape))
     dtype: DType = field(default=DType.FLOAT32, metadata=_declare_key(_read_dtype(FLOATS)))
     activation: str = field(default="none", metadata=_declare_key(_read_one_of(ACTIVATIONS), is_option=True))
     residual: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))

@@ -100,7 +100,7 @@ class ClosedLoopSchedule:
         """Args: as of `OpenLoopSchedule`."""
         self.cutoff = math.inf
         self._start, self._end = start, start + phase.duration_s
-        self._requests = draws.iterate_requests()
+        self._requests = draws.draw_request_numbers()
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
         """Take a request that is due now; before the start return the seconds until then, after the end
@@ -126,7 +126,7 @@ class ArrivalGenerator:
         self._seed = seed
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
-    def iterate_requests(self) -> Iterator[int]:
+    def draw_request_numbers(self) -> Iterator[int]:
         """Yield random indices into the request pool without end, by the requests' relative frequencies."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
@@ -134,7 +134,7 @@ class ArrivalGenerator:
 
     def iterate_schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
         """Yield the requests of consecutive phases in order of time, for all client processes together."""
-        requests = self.iterate_requests()
+        requests = self.draw_request_numbers()
         for place, phase in enumerate(phases):
             end = start + phase.duration_s
             for due in self._iterate_times(place, phase, start):

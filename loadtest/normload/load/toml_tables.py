@@ -83,7 +83,7 @@ class TomlTable:
         )
         return float(value)
 
-    def take_sizes(self, key: str) -> tuple[int, ...]:
+    def take_shape(self, key: str) -> tuple[int, ...]:
         """Take the shape of a tensor: a list of whole numbers above 0, with a limited product."""
         value = self.take_value(key)
         if not isinstance(value, list) or not value or not all(_is_integer(size) and size > 0 for size in value):

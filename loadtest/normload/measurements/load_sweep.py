@@ -47,7 +47,7 @@ class LoadSweep:
     peak: float
 
 
-def find_knee(points: Sequence[SweepPoint]) -> LoadSweep | None:
+def evaluate_sweep(points: Sequence[SweepPoint]) -> LoadSweep | None:
     """Find the knee, the sustained load and the peak rate of a sweep.
 
     Return None if fewer than three different loads were answered.

@@ -32,7 +32,7 @@ class LoadObjective:
     inclusive: bool
     bound: float
 
-    def get_value(self, total: RequestTotals, rate: float) -> float:
+    def compute_value(self, total: RequestTotals, rate: float) -> float:
         """Compute the objective's metric from a run's totals and its rate.
 
         Return NaN for a latency without successful requests, and for errors without requests.

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 
 from normload.load.scenarios import LoadPhase
 from normload.load.toml_tables import is_number
-from normload.measurements.load_sweep import LoadSweep, SweepPoint, find_knee
+from normload.measurements.load_sweep import LoadSweep, SweepPoint, evaluate_sweep
 from normload.measurements.loopback_echo import LoopbackEcho
 from normload.measurements.machine_use import PeakMachineUse
 from normload.measurements.tallies import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
@@ -174,7 +174,8 @@ class RunResult:
         device = self.server.get("device")
         name = device.get("name") if isinstance(device, dict) else None
         version, backend, name = (
-            quote_text(each, 64) or "?" for each in (self.server.get("version"), self.server.get("backend"), name)
+            sanitise_text(each, 64) or "?"
+            for each in (self.server.get("version"), self.server.get("backend"), name)
         )
         return f"normserve {version}, {backend} on {name}"
 
@@ -195,7 +196,7 @@ class RunResult:
         Return None if fewer than three different rates were answered.
         """
         parts = [part for part in self.summarise_phases() if not math.isnan(part.offered)]
-        return find_knee(
+        return evaluate_sweep(
             [
                 SweepPoint(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors)
                 for part in parts

@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class MetricChange:
+class MetricComparison:
     """The comparison of one metric of one phase, before and after, with the interval of the difference.
 
     Attributes:
@@ -68,7 +68,7 @@ class MetricChange:
 
 
 @dataclass(frozen=True, slots=True)
-class _BootstrapMetric:
+class _ComparedMetric:
     """A metric that is compared, and a function that computes it for many random draws of a phase's
     intervals.
 
@@ -133,9 +133,9 @@ def _divide(numerator: Floats, denominator: Floats) -> Floats:
     return found
 
 
-def _make_percentile_metric(percent: float) -> _BootstrapMetric:
+def _make_percentile_metric(percent: float) -> _ComparedMetric:
     """Make the metric of a percentile of latency."""
-    return _BootstrapMetric(
+    return _ComparedMetric(
         f"p{percent:g}",
         False,
         lambda value: f"{value * 1e3:.2f} ms",
@@ -146,23 +146,23 @@ def _make_percentile_metric(percent: float) -> _BootstrapMetric:
 ERRORS = "errors"
 
 _METRICS = (
-    _BootstrapMetric(
+    _ComparedMetric(
         "rate", True, lambda value: f"{value:.1f}/s", lambda times, of: _divide(times @ of.ok, times @ of.seconds)
     ),
-    _BootstrapMetric(
+    _ComparedMetric(
         "end to end",
         True,
         lambda value: f"{value / 1e9:.3f} GB/s",
         lambda times, of: _divide(times @ of.moved, times @ of.seconds),
     ),
-    _BootstrapMetric(
+    _ComparedMetric(
         "kernels",
         True,
         lambda value: f"{value / 1e9:.2f} GB/s",
         lambda times, of: _divide(times @ of.kernel_bytes, times @ of.kernel_s),
     ),
     *(_make_percentile_metric(percent) for percent in PERCENTILES),
-    _BootstrapMetric(
+    _ComparedMetric(
         ERRORS,
         False,
         lambda value: f"{value:.3%}",
@@ -171,7 +171,7 @@ _METRICS = (
 )
 
 
-def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[MetricChange]:
+def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[MetricComparison]:
     """Compare every metric of every phase between runs before and runs after a change.
 
     Args:
@@ -218,8 +218,8 @@ def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunRe
 
 
 def _compare_single_runs(
-    phase: str, metric: _BootstrapMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
-) -> MetricChange:
+    phase: str, metric: _ComparedMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
+) -> MetricComparison:
     """Compare a metric between one run before and one after.
 
     The interval of the difference is computed from random draws of the runs' intervals.  The spread
@@ -241,11 +241,11 @@ def _compare_single_runs(
 
 def _compare_repeated_runs(
     phase: str,
-    metric: _BootstrapMetric,
+    metric: _ComparedMetric,
     old: Sequence[_IntervalArrays],
     new: Sequence[_IntervalArrays],
     confidence: float,
-) -> MetricChange:
+) -> MetricComparison:
     """Compare the means of a metric over several runs, with a confidence interval from the spread
     between runs.
 
@@ -255,9 +255,9 @@ def _compare_repeated_runs(
     means = float(np.mean(before)), float(np.mean(after))
     if metric.name == ERRORS:
         all_finite = all(map(math.isfinite, (*before, *after)))
-        bounds = compute_interval(before, after, confidence) if all_finite else (0.0, 0.0)
+        bounds = compute_difference_interval(before, after, confidence) if all_finite else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
-        low, high = compute_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
+        low, high = compute_difference_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
         # Larger than any change, and still finite.
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:
@@ -266,7 +266,9 @@ def _compare_repeated_runs(
     return _evaluate_change(phase, metric, means, bounds, spreads, _SMALL)
 
 
-def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
+def compute_difference_interval(
+    before: Sequence[float], after: Sequence[float], confidence: float
+) -> tuple[float, float]:
     """Compute a confidence interval of the difference of two means, after less before.
 
     The numbers are assumed to have equal spread in both sets.
@@ -296,7 +298,7 @@ def compute_student_quantile(probability: float, degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(float(np.interp(probability * sums[-1], sums, angle)))
 
 
-def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:
+def _compute_spread(metric: _ComparedMetric, values: Sequence[float]) -> float:
     """Compute the standard deviation between runs, relative to their mean except for errors; NaN for one
     run.
     """
@@ -308,18 +310,18 @@ def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:
     return deviation / mean if mean else math.nan
 
 
-def _compute_value(metric: _BootstrapMetric, run: _IntervalArrays) -> float:
+def _compute_value(metric: _ComparedMetric, run: _IntervalArrays) -> float:
     return float(metric.compute(np.ones((1, len(run))), run)[0])
 
 
 def _evaluate_change(
     phase: str,
-    metric: _BootstrapMetric,
+    metric: _ComparedMetric,
     values: tuple[float, float],
     bounds: tuple[float, float],
     spreads: tuple[float, float],
     least: float,
-) -> MetricChange:
+) -> MetricComparison:
     """Make the comparison of a metric: it has changed if the entire interval is beyond `least`.
 
     Args:
@@ -332,7 +334,7 @@ def _evaluate_change(
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
     is_worse = falls if metric.more_is_better else rises
-    return MetricChange(
+    return MetricComparison(
         phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.format_value
     )
 

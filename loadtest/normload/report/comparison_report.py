@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from normload.report.comparison import ERRORS, MetricChange
+from normload.report.comparison import ERRORS, MetricComparison
 from normload.report.report_tables import escape_formula, escape_markdown, make_markdown_table
 
 HEADINGS = ("phase", "metric", "before", "after", "change", "interval")
@@ -21,7 +21,7 @@ COLUMNS = (
 )
 
 
-def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> None:
+def print_changes(console: Console, changes: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> None:
     """Print a table of the changes beyond noise, or that there are none, and then the remarks."""
     changed = [change for change in changes if change.is_change]
     if changed:
@@ -40,7 +40,7 @@ def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Se
         console.print(remark, style="yellow", markup=False)
 
 
-def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> str:
+def render_markdown(title: str, changes: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> str:
     """Render the changes beyond noise as Markdown, to paste into an issue or a pull request."""
     changed = [change for change in changes if change.is_change]
     rows = [[*_format_row(change), "worse" if change.is_worse else "better"] for change in changed]
@@ -52,7 +52,7 @@ def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequen
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def render_csv(changes: Sequence[MetricChange]) -> str:
+def render_csv(changes: Sequence[MetricComparison]) -> str:
     """Render CSV with a line for every metric of every phase, changed or not.
 
     Rates are in requests or bytes per second, latencies in seconds, errors a fraction.  The interval is that of
@@ -70,15 +70,15 @@ def render_csv(changes: Sequence[MetricChange]) -> str:
     return text.getvalue()
 
 
-def _format_no_change(changes: Sequence[MetricChange]) -> str:
+def _format_no_change(changes: Sequence[MetricComparison]) -> str:
     return f"No change beyond noise: {len(changes)} values compared."
 
 
-def _list_headings(changed: Sequence[MetricChange]) -> tuple[str, ...]:
+def _list_headings(changed: Sequence[MetricComparison]) -> tuple[str, ...]:
     return HEADINGS + SPREAD_HEADINGS if any(map(_has_spread, changed)) else HEADINGS
 
 
-def _format_row(change: MetricChange) -> list[str]:
+def _format_row(change: MetricComparison) -> list[str]:
     """Format the cells of a change for a table: values, difference and interval, and the spreads if
     known.
     """
@@ -100,7 +100,7 @@ def _format_row(change: MetricChange) -> list[str]:
     ]
 
 
-def _has_spread(change: MetricChange) -> bool:
+def _has_spread(change: MetricComparison) -> bool:
     return not (math.isnan(change.spread_before) and math.isnan(change.spread_after))
 
 

@@ -70,7 +70,7 @@ def list_facts(result: RunResult) -> dict[str, str]:
         "started": result.started,
         "duration": f"{result.all_phases.duration_s:.1f} s",
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
-        "client CPU": _format_cpu(result),
+        "client CPU": _format_client_cpu(result),
         "capacity": f"{result.capacity:.0f}/s" if result.capacity else "",
         "by status, with warm-up": format_statuses(result),
         "errors": format_errors(result),
@@ -79,7 +79,7 @@ def list_facts(result: RunResult) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _format_cpu(result: RunResult) -> str:
+def _format_client_cpu(result: RunResult) -> str:
     """Format the CPU use of the busiest client process and of the client's machine; "" if neither was
     measured.
     """

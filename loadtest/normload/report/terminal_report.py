@@ -81,7 +81,7 @@ def show_progress(
 def print_result(console: Console, result: RunResult) -> None:
     """Print a run's tables, bandwidths, errors, wrong responses and remarks."""
     _print_line(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
-    _print_line(console, _format_server(result))
+    _print_line(console, _format_setup_line(result))
     console.print(_make_table(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)))
     console.print(_make_table(report_tables.OPERATION_HEADINGS, report_tables.make_operation_rows(result)))
     for sentence in report_tables.list_sentences(result):
@@ -100,7 +100,7 @@ def print_objectives(console: Console, outcomes: Sequence[report_tables.Outcome]
         _print_line(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")
 
 
-def _format_server(result: RunResult) -> str:
+def _format_setup_line(result: RunResult) -> str:
     """Format a line about the server, the client's settings, and the numbers of requests and checks."""
     server_prefix = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""

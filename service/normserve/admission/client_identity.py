@@ -32,7 +32,7 @@ class ClientIdentity:
         """
         if self.key is not None:
             return f"key:{self.key}"
-        return _format_ipv6_prefix(self.address) if ":" in self.address else self.address
+        return _format_ipv6_tenant(self.address) if ":" in self.address else self.address
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,7 +42,7 @@ def make_anonymous_identity(address: str) -> ClientIdentity:
 
 
 @functools.lru_cache(maxsize=1024)
-def _format_ipv6_prefix(address: str) -> str:
+def _format_ipv6_tenant(address: str) -> str:
     """Return the tenant's name for an IPv6 address: its /64 network, as `PREFIX/64`.
 
     An IPv4 address that is mapped to IPv6 is returned as IPv4, and an invalid address unchanged.

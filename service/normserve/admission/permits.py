@@ -233,7 +233,7 @@ class AdmissionBudget:
                 # Only for a tenant within its share are permits of tenants above theirs revoked.
                 share if is_within_share else None,
                 now,
-                measures_all=not lacking.is_covered and self._claim_inspection(now),
+                measures_all=not lacking.is_covered and self._try_begin_inspection(now),
             )
             if revoked is not None:
                 for permit, reason in revoked:
@@ -244,7 +244,7 @@ class AdmissionBudget:
         tenants.record_refusal(holder, now, is_within_share=is_within_share)
         raise error
 
-    def _claim_inspection(self, now: float) -> bool:
+    def _try_begin_inspection(self, now: float) -> bool:
         """Return whether the rates of all bodies may be measured now; if so, delay the next measurement.
 
         The limit keeps refusals cheap when there are many.
@@ -275,7 +275,7 @@ class AdmissionBudget:
     def _revoke(self, permit: "Permit", reason: str) -> None:
         """Take back a permit's request and bytes, and abort its body with an error that depends on the reason."""
         inflow = self._body_rates[permit]
-        permit.revoke()
+        permit.mark_revoked()
         self._subtract_permit(permit)
         self._on_revoked(reason)
         error: NormserveError
@@ -343,7 +343,7 @@ class Permit:
             self._is_receiving = False
             self._budget.end_receiving(self)
 
-    def revoke(self) -> None:
+    def mark_revoked(self) -> None:
         """Mark the permit as revoked, so that it cannot grow and its release does nothing.
 
         Called by the budget, which takes the permit's request and bytes back itself.

@@ -116,7 +116,7 @@ def choose_permits_to_revoke(
         if shortfall.is_covered:
             break
         requests, nbytes = remaining_use.get(held.tenant, (held.tenant.request_count, held.tenant.used_bytes))
-        if is_lively and not _is_above_share_of_shortfall(share, shortfall, requests, nbytes):
+        if is_lively and not _exceeds_share_of_short_resource(share, shortfall, requests, nbytes):
             continue
         chosen.append((held, SHARE if is_lively else STALLED))
         remaining_use[held.tenant] = requests - 1, nbytes - held.nbytes
@@ -161,7 +161,7 @@ def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
     return share is not None and (tenant.request_count > share.max_requests or tenant.used_bytes > share.max_bytes)
 
 
-def _is_above_share_of_shortfall(
+def _exceeds_share_of_short_resource(
     share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
 ) -> bool:
     """Return whether a tenant with `requests` and `nbytes` exceeds its share of requests or bytes,

@@ -91,13 +91,13 @@ class TenantTable:
         """Record that a tenant was refused, and whether it had less than its share."""
         if tenant.has_priority and not is_within_share:
             return
-        self._clear_refused_state(tenant)
+        self._end_refusal_priority(tenant)
         self.sharing_count += not tenant.is_sharing
         tenant.refused_at, tenant.has_priority = now, is_within_share
         self.priority_count += is_within_share
         self._refused_tenants[tenant.name] = tenant
         if len(self._refused_tenants) > _MAX_CLAIMS:
-            self._clear_refused_state(next(iter(self._refused_tenants.values())))
+            self._end_refusal_priority(next(iter(self._refused_tenants.values())))
 
     def clear_priority(self, tenant: Tenant) -> None:
         """End the priority of a tenant, which has been admitted or whose refusal has expired."""
@@ -113,9 +113,9 @@ class TenantTable:
             assert first.refused_at is not None
             if now - first.refused_at < _CLAIM_S:
                 return
-            self._clear_refused_state(first)
+            self._end_refusal_priority(first)
 
-    def _clear_refused_state(self, tenant: Tenant) -> None:
+    def _end_refusal_priority(self, tenant: Tenant) -> None:
         """Forget that a tenant was refused, and end its priority; do nothing if it was not refused recently."""
         if tenant.refused_at is None:
             return

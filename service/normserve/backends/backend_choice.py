@@ -7,7 +7,7 @@ from normserve.errors import ConfigurationError
 from normserve.memory.slabs import SlabPool
 
 
-def choose_backend(
+def make_backend_by_name(
     name: str, cpu_threads: int, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
 ) -> Backend:
     """Make the backend of that name: `triton` for CUDA, `torch` for the CPU; `auto` is triton if there is

@@ -10,14 +10,14 @@ class CapturedLaunch(NamedTuple):
 
     Attributes:
         graph, stream: the driver's handles.
-        stage_events: for each part, the events at the end of its copy-in and of its computation; empty
+        part_events: for each part, the events at the end of its copy-in and of its computation; empty
             if nothing is copied.
         retained: keeps the graph alive, and the memory that it reads and writes.
     """
 
     graph: int
     stream: int
-    stage_events: Sequence[tuple[int, int]]
+    part_events: Sequence[tuple[int, int]]
     retained: object
 
 
@@ -76,7 +76,7 @@ class LaunchReplayer(Protocol):
         """From now on, answer each request of exactly these bytes on a connection by replaying a graph.
 
         Args:
-            graph, stream, stage_events: as of `CapturedLaunch`.
+            graph, stream, part_events: as of `CapturedLaunch`.
             kernel_bytes: the fewest bytes that the launch must move.
             results: the results' description in the response, in JSON.
             admitted_bytes: the share of the server's memory budget that such a request takes.

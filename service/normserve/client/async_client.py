@@ -167,7 +167,9 @@ class AsyncClient:
         transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, AsyncLocalTransport):
-            made = await transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
+            made = await transport.try_allocate_device_tensor(
+                index, dtype, shape, Deadline(self._options.timeout_s)
+            )
         return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:
@@ -198,7 +200,7 @@ class AsyncClient:
         """
         arguments = {
             name: place.concatenate_into(await self.empty(place.shape, place.dtype, device=place.device))
-            for name, place in joined.iterate_buffers()
+            for name, place in joined.iterate_plans()
         }
         named = joined.make_arguments(arguments)
         return joined.split_result(
@@ -230,7 +232,7 @@ class AsyncClient:
             return await self._run_call(build(*args, **kwargs))
 
         async def exchange(deadline: Deadline) -> R:
-            cached_result: R | None = await transport.exchange_cached(link, recurring, signature, deadline)
+            cached_result: R | None = await transport.try_exchange_cached(link, recurring, signature, deadline)
             if cached_result is not None:
                 return cached_result
             call = build(*args, **kwargs)

@@ -160,7 +160,7 @@ class Client:
         transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
-            made = transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
+            made = transport.try_allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
         return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Client:
         """
         arguments = {
             name: place.concatenate_into(self.empty(place.shape, place.dtype, device=place.device))
-            for name, place in joined.iterate_buffers()
+            for name, place in joined.iterate_plans()
         }
         named = joined.make_arguments(arguments)
         return joined.split_result(self._run_cacheable(transport, get_first_argument((), named), build, (), named))
@@ -221,7 +221,7 @@ class Client:
             return self._run_call(build(*args, **kwargs))
 
         def exchange(deadline: Deadline) -> R:
-            cached_result: R | None = transport.exchange_cached(link, recurring, signature, deadline)
+            cached_result: R | None = transport.try_exchange_cached(link, recurring, signature, deadline)
             if cached_result is not None:
                 return cached_result
             call = build(*args, **kwargs)

@@ -22,7 +22,7 @@ API key nor a body, and their quotations of a problem document are short and pri
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 
 
 class ClientError(Exception):
@@ -77,11 +77,11 @@ class ApiError(ClientError):
         """
         self.status = status
         self.problem = problem
-        self.code = quote_text(problem.get("code"), 100, api_key)
-        self.detail = quote_text(problem.get("detail"), 1000, api_key)
-        self.request_id = quote_text(problem.get("request_id") or request_id, 128, api_key)
+        self.code = sanitise_text(problem.get("code"), 100, api_key)
+        self.detail = sanitise_text(problem.get("detail"), 1000, api_key)
+        self.request_id = sanitise_text(problem.get("request_id") or request_id, 128, api_key)
         self.retry_after_s = retry_after_s
-        cause = self.code or quote_text(problem.get("title"), 100, api_key)
+        cause = self.code or sanitise_text(problem.get("title"), 100, api_key)
         detail = self.detail if problem else "the answer holds no problem document"
         super().__init__(f"{status} {cause}: {detail}" if cause else f"{status}: {detail}")
 

@@ -3,7 +3,7 @@
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
-def quote_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
+def sanitise_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
     """Make a server's text safe for messages: cut to `most` characters, with unprintable ones replaced.
 
     Any value but a str becomes "".  Half of a surrogate pair cannot be written to any file, and a control

@@ -110,7 +110,7 @@ def choose_transport(server: ClientOptions, user_transport: httpx.BaseTransport 
     """Return the blocking client's transport; `user_transport` is an httpx transport that the caller passed."""
     check_type("transport", user_transport, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.is_shared_memory:
-        return LocalTransport(_get_shared_memory_path(server, user_transport), server.api_key)
+        return LocalTransport(_get_local_socket_path(server, user_transport), server.api_key)
     if user_transport is not None or _needs_httpx(server):
         return HttpxTransport(user_transport, **_make_httpx_options(server))
     sockets = ConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
@@ -123,14 +123,14 @@ def choose_async_transport(
     """Return the asynchronous client's transport; `user_transport` is an httpx transport that the caller passed."""
     check_type("transport", user_transport, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.is_shared_memory:
-        return AsyncLocalTransport(_get_shared_memory_path(server, user_transport), server.api_key)
+        return AsyncLocalTransport(_get_local_socket_path(server, user_transport), server.api_key)
     if user_transport is not None or _needs_httpx(server):
         return AsyncHttpxTransport(user_transport, **_make_httpx_options(server))
     sockets = AsyncConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
     return AsyncDirectTransport(_make_request_encoder(server), sockets)
 
 
-def _get_shared_memory_path(server: ClientOptions, user_transport: object) -> str:
+def _get_local_socket_path(server: ClientOptions, user_transport: object) -> str:
     """Return the path of the Unix socket for clients that share memory with the server.
 
     Raises:

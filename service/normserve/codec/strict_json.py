@@ -32,7 +32,7 @@ def parse_object(text: str, max_depth: int) -> dict[str, object]:
     try:
         result = json.loads(
             text,
-            object_pairs_hook=_require_unique_keys,
+            object_pairs_hook=_make_checked_object,
             parse_int=_parse_whole_number,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
@@ -59,7 +59,7 @@ def _check_depth(text: str, max_depth: int) -> None:
             raise MalformedPayloadError(f"the header must nest at most {max_depth} levels deep")
 
 
-def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _make_checked_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Make the dictionary of a JSON object from the pairs that Python's parser has read.
 
     Raises:

@@ -52,7 +52,7 @@ class CompilationQueue:
         """
         is_new = kernel_class not in self._waiting_jobs
         if is_new:
-            self._take_token()
+            self._admit_compilation()
             self._waiting_jobs[kernel_class] = {}
         self._waiting_jobs[kernel_class][job] = None
         self._waiting_classes[job] = kernel_class
@@ -79,7 +79,7 @@ class CompilationQueue:
         """List all waiting jobs."""
         return tuple(self._waiting_classes)
 
-    def _take_token(self) -> None:
+    def _admit_compilation(self) -> None:
         """Count a new compilation against the limits of classes and of compilations per minute.
 
         Raises:

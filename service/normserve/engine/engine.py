@@ -15,7 +15,7 @@ from enum import Enum
 from normserve.backends.replay_interface import CapturedLaunch, LaunchReplayer
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation_queue import CompilationQueue
-from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
+from normserve.engine.executor import Executor, Reply, WorkOutcome, make_loop_reply
 from normserve.engine.launch_dispatcher import LaunchDispatcher, describe_batch
 from normserve.engine.pending_jobs import OnEnd, PendingJobs
 from normserve.errors import (
@@ -137,7 +137,7 @@ class Engine:
         Raises:
             NormserveError: the device could not take them.
         """
-        return await self._run_on_executor(lambda reply: self._executor.load_parameters(op, weight, bias, reply))
+        return await self._run_on_executor(lambda reply: self._executor.submit_parameters(op, weight, bias, reply))
 
     def register_host_memory(self, memory: memoryview) -> object:
         """Prepare memory that clients on this host share, so that copies between it and the device are fast.
@@ -182,7 +182,7 @@ class Engine:
         Args: code: the error code of the CUDA driver.
         """
         error = self._executor.translate_error(RuntimeError(f"CUDA error: {code}, of a captured launch"))
-        self._record_failure(error)
+        self._fail_on_device_error(error)
         return error
 
     def submit(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
@@ -242,14 +242,14 @@ class Engine:
         if kind in self._compilation_queue:
             return True
         if self._compilation_queue.add_job(kind, job):
-            self._executor.compile_kernels(job, wrap_for_loop(functools.partial(self._end_compilation, kind)))
+            self._executor.submit_compilation(job, make_loop_reply(functools.partial(self._end_compilation, kind)))
         return False
 
     def _end_compilation(self, kernel_class: Hashable, outcome: WorkOutcome) -> None:
         """Queue and launch the jobs that waited for a compilation, or fail them with its error."""
         jobs = self._compilation_queue.end_compilation(kernel_class, compiled=outcome.error is None)
         if outcome.error is not None:
-            self._record_failure(outcome.error)
+            self._fail_on_device_error(outcome.error)
             self._pending_jobs.fail(jobs, outcome.error)
             return
         self._metrics.observe_compile(time.perf_counter() - outcome.started_at)
@@ -319,7 +319,7 @@ class Engine:
         engine.
         """
         if outcome.error is not None:
-            self._record_failure(outcome.error, batch)
+            self._fail_on_device_error(outcome.error, batch)
             self._pending_jobs.fail(batch.jobs, outcome.error)
             return
         execution = outcome.value
@@ -328,7 +328,7 @@ class Engine:
         # No caller waits for this.
         self._metrics.observe_launch(batch, execution)
 
-    def _record_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
+    def _fail_on_device_error(self, error: NormserveError, batch: Batch | None = None) -> None:
         """Fail the engine if an error is a failure of the device: refuse the waiting jobs, and notify the
         process.
 
@@ -361,10 +361,10 @@ class Engine:
         Args: request: starts the work with the callback.
         """
         future: asyncio.Future[WorkOutcome] = asyncio.get_running_loop().create_future()
-        request(wrap_for_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
+        request(make_loop_reply(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future
         if outcome.error is not None:
-            self._record_failure(outcome.error)
+            self._fail_on_device_error(outcome.error)
             raise copy.copy(outcome.error)
         return outcome.value
 

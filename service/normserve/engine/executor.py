@@ -55,7 +55,7 @@ class WorkOutcome(NamedTuple):
 Reply = Callable[[WorkOutcome], None]
 
 
-def wrap_for_loop(reply: Reply) -> Reply:
+def make_loop_reply(reply: Reply) -> Reply:
     """Wrap a callback of the event loop so that any thread may call it; it then runs on the loop.
 
     It does not run if the loop is closed.
@@ -155,7 +155,7 @@ class Executor:
             thread.start()
         self._owner.enqueue(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
 
-    def run_batch(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
+    def submit_batch(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
         """Queue a batch for the thread that owns the device; `reply` gets its `BatchResult`.
 
         Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
@@ -187,7 +187,7 @@ class Executor:
         (`Backend.max_inline_bytes`).
 
         All batches of the owner's thread must have ended: a backend runs one batch at a time.  If the
-        batch takes long, the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
+        batch takes long, the outcome's value is a `PendingLaunch`, which is for `submit_wait`.
         """
         started = time.perf_counter()
         try:
@@ -212,7 +212,7 @@ class Executor:
         except Exception as error:
             return self._make_failed_outcome(outcome.started_at, error)
 
-    def wait_on_thread(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
+    def submit_wait(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
         """Queue a batch in flight for the thread that waits for its lane; `reply` gets the `BatchResult`."""
         started, flight = outcome.started_at, outcome.value
         assert isinstance(flight, PendingLaunch)
@@ -226,7 +226,7 @@ class Executor:
         assert meaning is not None
         return meaning
 
-    def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
+    def submit_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Queue the loading of a layer's parameters, in parallel with batches; `reply` gets the backend's
         handle.
         """
@@ -234,7 +234,7 @@ class Executor:
             _WorkItem(lambda: self.backend.load_parameters(op, weight, bias), reply, QueueLane.SMALL)
         )
 
-    def compile_kernels(self, job: NormJob, reply: Reply) -> None:
+    def submit_compilation(self, job: NormJob, reply: Reply) -> None:
         """Compile the kernels of the job's class, in parallel with batches."""
         self._compiler.enqueue(_WorkItem(lambda: self.backend.compile_kernels(job), reply, QueueLane.SMALL))
 
@@ -275,7 +275,7 @@ class Executor:
         if isinstance(outcome.value, PendingLaunch):
             if work.on_launched is not None:
                 work.on_launched(outcome)
-            self.wait_on_thread(outcome, work.lane, work.on_done)
+            self.submit_wait(outcome, work.lane, work.on_done)
         else:
             work.on_done(outcome)
 
@@ -293,7 +293,7 @@ class Executor:
     def _make_failed_outcome(self, started: float, error: Exception) -> WorkOutcome:
         """Make the outcome of work that raised an exception; keep its traceback if no request caused it."""
         try:
-            meaning = self._translate(error)
+            meaning = self._translate_and_log(error)
             if type(meaning) in (NormserveError, DeviceFailureError):
                 self.last_error = "".join(traceback.format_exception(error))
             return WorkOutcome(started, error=meaning)
@@ -301,7 +301,7 @@ class Executor:
             # There may be no memory for a message; the caller must get an error all the same.
             return WorkOutcome(started, error=_WORDLESS)
 
-    def _translate(self, error: Exception) -> NormserveError:
+    def _translate_and_log(self, error: Exception) -> NormserveError:
         """Translate an exception into the error for callers, and log it if it is not such an error already."""
         if isinstance(error, NormserveError):
             return error

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from normserve.backends.interface import PendingLaunch
-from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
+from normserve.engine.executor import Executor, Reply, WorkOutcome, make_loop_reply
 from normserve.engine.progress import CompletionTracker
 from normserve.jobs.job import Batch, QueueLane
 
@@ -89,9 +89,9 @@ class LaunchDispatcher:
             outcome = executor.launch_inline(batch)
         if outcome is None:
             self._batch_to_launch = batch
-            executor.run_batch(
+            executor.submit_batch(
                 batch,
-                wrap_for_loop(functools.partial(self._record_launched, batch)),
+                make_loop_reply(functools.partial(self._record_launched, batch)),
                 self._make_end_callback(batch),
             )
         elif isinstance(outcome.value, PendingLaunch):
@@ -104,7 +104,7 @@ class LaunchDispatcher:
         return None
 
     def _make_end_callback(self, batch: Batch) -> Reply:
-        return wrap_for_loop(functools.partial(self._end_launch, batch))
+        return make_loop_reply(functools.partial(self._end_launch, batch))
 
     def _add_polled(self, flight: _PolledLaunch) -> None:
         """Poll a batch in flight from the next iteration of the event loop on."""
@@ -129,7 +129,7 @@ class LaunchDispatcher:
             elif time.perf_counter() < until:
                 self._add_polled(flight)
             else:
-                self._executor.wait_on_thread(outcome, batch.lane, self._make_end_callback(batch))
+                self._executor.submit_wait(outcome, batch.lane, self._make_end_callback(batch))
 
     def _record_launched(self, batch: Batch, _: WorkOutcome) -> None:
         self._clear_batch_to_launch(batch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from normserve import __version__
 from normserve.admission.keys import ApiKey, Keyring, KeysFileReader
 from normserve.admission.permits import AdmissionBudget
-from normserve.backends.backend_choice import choose_backend
+from normserve.backends.backend_choice import make_backend_by_name
 from normserve.backends.interface import Backend
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation_queue import CompilationQueue
@@ -61,7 +61,7 @@ class ApplicationServices:
         )
         # The memory that front ends receive into and send from.
         self.shared_slabs = SharedSlabRegistry()
-        source = self.shared_slabs.make_source() if settings.frontend_count else PLAIN
+        source = self.shared_slabs.make_allocator() if settings.frontend_count else PLAIN
         self.slab_pool = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
         self.metrics.track_slabs(lambda: self.slab_pool.used_bytes, lambda: self.slab_pool.idle_bytes)
         prefix = settings.oip_shared_memory
@@ -166,7 +166,7 @@ class ApplicationServices:
 
     def _choose_backend(self) -> Backend:
         sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
-        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
+        return make_backend_by_name(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
 
     async def warm_up(self) -> None:
         """Start the device, register the checkpoint's layers, then begin to accept jobs.

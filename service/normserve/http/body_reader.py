@@ -56,7 +56,7 @@ class BodyReader:
         """
         exchange.services.engine.require_ready()
         body = await self.receive_body(exchange)
-        exchange.begin_processing()
+        exchange.mark_in_progress()
         exchange.record_received(exchange.incoming_body.receive_s)
         return body
 

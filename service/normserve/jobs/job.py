@@ -12,9 +12,9 @@ from normserve.codec.api_names import ACTIVATIONS, PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
     RequestParameter,
     make_choice_parameter,
-    parse_count,
     parse_eps,
     parse_flag,
+    parse_positive_integer,
     parse_probability,
     parse_seed,
     parse_zero_or_one,
@@ -164,7 +164,7 @@ class NormSpec:
         metadata=_declare_option(
             {
                 Op.GROUP_NORM: RequestParameter(
-                    "Divides the channels.", parse_count, {"type": "integer", "minimum": 1}
+                    "Divides the channels.", parse_positive_integer, {"type": "integer", "minimum": 1}
                 )
             },
             is_layer_option=True,

@@ -72,7 +72,7 @@ def parse_eps(text: str) -> float:
     return value
 
 
-def parse_count(text: str) -> int:
+def parse_positive_integer(text: str) -> int:
     """Parse a whole number of at least 1."""
     value = parse_integer(text)
     if value < 1:

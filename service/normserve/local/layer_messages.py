@@ -84,7 +84,7 @@ class LayerMessageDispatcher:
 
     async def _delete_layer(self, message: Any, sender: MessageOrigin) -> _Answer:
         """Remove the registered layer that the message names; return no document and status 204."""
-        sender.exchange.begin_processing()
+        sender.exchange.mark_in_progress()
         await self.layer_changes.remove(message.name)
         return None, 204
 
@@ -103,7 +103,7 @@ class LayerMessageDispatcher:
         try:
             exchange.charge_copy(nbytes)
             body = memoryview(b"".join(safetensors.encode(copy_tensors(_find_parameters(arena, message.tensors)))))
-            exchange.begin_processing()
+            exchange.mark_in_progress()
             layer, replaced = await self.layer_changes.register(message.name, query, body)
         finally:
             permit.release()

@@ -42,14 +42,14 @@ class LocalServer:
         self._orphaned_segments = service.orphaned_segments
         self._sweep_timer: asyncio.TimerHandle | None = None
         # Connections whose clients had gone at the last sweep.
-        self._stale_connections: set[LocalServerConnection] = set()
+        self._orphaned_connections: set[LocalServerConnection] = set()
 
     @property
     def connection_count(self) -> int:
         """Number of open connections."""
         return len(self._connections)
 
-    def serve_connection(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
+    def start_connection(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
         """Start to serve a connection, or refuse the client if its user may not connect.  `on_end` is called
         when the connection ends.
         """
@@ -88,18 +88,18 @@ class LocalServer:
     def _schedule_sweep(self) -> None:
         """Schedule the next check for connections without a client, unless one is scheduled."""
         if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._close_stale_connections)
+            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._close_orphaned_connections)
 
-    def _close_stale_connections(self) -> None:
+    def _close_orphaned_connections(self) -> None:
         """Close connections whose clients had already ended at the previous check, and schedule the next one.
         Each is logged as a bug, because a client's end should close its connection at once.
         """
         self._sweep_timer = None
         gone = {each for each, connected in self._connections.items() if has_ended(connected.fileno())}
-        for connection in gone & self._stale_connections:
+        for connection in gone & self._orphaned_connections:
             log.error("a connection of uid %d outlived its client: please report this", connection.peer.uid)
             connection.close()
-        self._stale_connections = gone & self._connections.keys()
+        self._orphaned_connections = gone & self._connections.keys()
         if self._connections:
             self._schedule_sweep()
 

@@ -23,7 +23,7 @@ from normserve.jobs.job import (
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.layers.registry import LayerRegistry
-from normserve.local.segment_table import SegmentTable, check_result_ranges, require_one_memory
+from normserve.local.segment_table import SegmentTable, check_result_ranges, require_same_memory_kind
 from normserve.memory.tensors import HostTensor
 from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache, prepare_job
@@ -187,7 +187,7 @@ class OperationPlanner:
         located = {name: arena.find_tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
         places = {name: arena.find_result_buffer(name, place) for name, place in message.results.items()}
-        require_one_memory(tensors, places)
+        require_same_memory_kind(tensors, places)
         job, cost = prepare_job(prepared, "", spec, tensors, layer)
         results = infer_result_specs(
             job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer

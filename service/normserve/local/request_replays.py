@@ -103,7 +103,7 @@ class RequestReplays:
         self._last_completion = 0.0
         self._is_scheduled = False
 
-    def add_replay(
+    def try_add_replay(
         self,
         request: ComputeRequest,
         encoded_results: Raw,
@@ -135,7 +135,11 @@ class RequestReplays:
             and responder.session.has_lasting_permission(_INFER)
             and self._has_same_layer(request, job)
         )
-        if not is_as_it_was or self._has_short_timeout(request) or (replayer := self._get_replayer()) is None:
+        if (
+            not is_as_it_was
+            or self._has_short_timeout(request)
+            or (replayer := self._get_or_make_replayer()) is None
+        ):
             return
         self._remove_on_change()
         assert responder.frame_socket is not None
@@ -148,7 +152,7 @@ class RequestReplays:
             request.frame_content,
             replay.graph,
             replay.stream,
-            replay.stage_events,
+            replay.part_events,
             bytes(encoded_results),
             record.kernel_bytes,
             admitted_bytes,
@@ -180,7 +184,7 @@ class RequestReplays:
         for learned, samples in self._replayer.take_samples():
             assert isinstance(learned, _ReplayedRequest)
             self._admission_budget.record_unpermitted_release(len(samples), len(samples) * learned.permit_bytes)
-            self._metrics.observe_replays(learned.record, _make_times(samples), learned.job)
+            self._metrics.observe_replays(learned.record, _compute_durations(samples), learned.job)
 
     def _has_same_layer(self, request: ComputeRequest, job: NormJob) -> bool:
         """Return whether the layer name in the request still refers to the layer that the job used."""
@@ -200,7 +204,7 @@ class RequestReplays:
         timeout_ms = self._timeout_ms if request.operation.timeout_ms is None else request.operation.timeout_ms
         return timeout_ms < _SHORTEST_TIMEOUT_MS
 
-    def _get_replayer(self) -> LaunchReplayer | None:
+    def _get_or_make_replayer(self) -> LaunchReplayer | None:
         """Return the replayer, or None if the backend has none.  The first call makes the replayer, because the
         backend can make one only after its start.
         """
@@ -306,7 +310,7 @@ def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> R
     )
 
 
-def _make_times(samples: list[Sample]) -> RequestTimes:
+def _compute_durations(samples: list[Sample]) -> RequestTimes:
     """Compute the stage durations and total durations of replayed requests, in seconds, from the replayer's
     samples.
     """

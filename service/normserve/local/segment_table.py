@@ -112,7 +112,7 @@ class SegmentTable:
             ) from None
 
 
-def require_one_memory(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
+def require_same_memory_kind(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
     """Raise an error unless all tensors and result buffers of a request are in host memory, or all in device
     memory.
 

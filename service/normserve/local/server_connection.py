@@ -176,7 +176,7 @@ class LocalServerConnection:
         other in a task.  `began` and `ended` are the times of its frame's reception.
         """
         if isinstance(message, _UNANSWERED):
-            self._handle_silent_message(message)
+            self._handle_unanswered_message(message)
             return
         record = RequestRecord(transport="local", stage_seconds={"recv": ended - began}, began_at=began)
         if isinstance(message, ComputeRequest):
@@ -192,7 +192,7 @@ class LocalServerConnection:
         self._tasks.discard(task)
         self._on_request_end()
 
-    def _handle_silent_message(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
+    def _handle_unanswered_message(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
         """Cancel an operation or remove a segment; such messages have no response.  An unknown tag or segment
         number is ignored.
         """
@@ -424,7 +424,7 @@ class LocalComputation(LocalExchange):
             [*message.tensors.values(), *message.results.values()]
         ):
             assert self.permit is not None
-            service.request_replays.add_replay(
+            service.request_replays.try_add_replay(
                 request, plan.encoded_results, job, record, self.permit.nbytes, self._responder
             )
         if service.busy_poller is not None:

@@ -33,7 +33,7 @@ def read_available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
         proc: the mount point of procfs, with the host's memory and the control group of this process.
         cgroups: the mount point of control groups, of version 2, or of version 1 with a folder for each controller.
     """
-    return min([_read_host_available_bytes(proc), *_read_cgroup_available_bytes(proc, cgroups)])
+    return min([_read_host_available_bytes(proc), *_list_cgroup_available_bytes(proc, cgroups)])
 
 
 def _read_host_available_bytes(proc: Path) -> int:
@@ -44,7 +44,7 @@ def _read_host_available_bytes(proc: Path) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
+def _list_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
     """Return the bytes left below each memory limit of this process's control group and its parents; none
     without limits.
     """

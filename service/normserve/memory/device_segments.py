@@ -273,11 +273,11 @@ def call_driver(function: Any, *arguments: Any) -> Any:
     Raises:
         DeviceMemoryError: it fails.
     """
-    values = call_driver_for_all(function, *arguments)
+    values = call_driver_for_results(function, *arguments)
     return values[0] if values else None
 
 
-def call_driver_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
+def call_driver_for_results(function: Any, *arguments: Any) -> Sequence[Any]:
     """Call a driver function and return all its results but the error code.
 
     Raises:

@@ -15,7 +15,7 @@ from normserve.memory.device_segments import (
     DeviceSegment,
     ShareableDevice,
     call_driver,
-    call_driver_for_all,
+    call_driver_for_results,
 )
 from normserve.memory.thread_allocation import make_on_thread
 
@@ -65,7 +65,7 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
     with device.use_context():
         address = int(call_driver(driver.cuIpcOpenMemHandle, ipc_handle, _LAZY_PEER_ACCESS))
         try:
-            base, extent = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
+            base, extent = (int(each) for each in call_driver_for_results(driver.cuMemGetAddressRange, address))
             ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
             if int(call_driver(driver.cuPointerGetAttribute, ordinal, address)) != device.ordinal:
                 raise ValueError("the memory must be on the server's device, it is on another")

@@ -57,15 +57,15 @@ class SharedSlabRegistry:
         self._ended_slabs: queue.SimpleQueue[SharedSlab] = queue.SimpleQueue()
         self._unreported_numbers: list[int] = []
 
-    def make_source(self) -> SlabAllocator:
+    def make_allocator(self) -> SlabAllocator:
         """Make a slab pool's allocator of shared slabs, which is used until the backend replaces it by one of
         pinned slabs.
         """
         return SlabAllocator(
-            self.allocate, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment
+            self.allocate_slab, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment
         )
 
-    def allocate(self, nbytes: int) -> Bytes:
+    def allocate_slab(self, nbytes: int) -> Bytes:
         """Allocate the memory of one new shared slab, as an array of `nbytes` bytes.
 
         Raises:
@@ -85,7 +85,7 @@ class SharedSlabRegistry:
         weakref.finalize(segment, self._close_slab, memory)
         with self._lock:
             # An earlier slab at this address has ended, since the address is free.
-            self._remove_ended()
+            self._forget_freed_slabs()
             bisect.insort(self._addresses, memory.address)
             self._slabs_by_address[memory.address] = memory
         return segment
@@ -94,7 +94,7 @@ class SharedSlabRegistry:
         """Return the slab and offset of a view's bytes; None if they are not in a shared slab."""
         address = _get_address(view)
         with self._lock:
-            self._remove_ended()
+            self._forget_freed_slabs()
             index = bisect.bisect_right(self._addresses, address) - 1
             if index < 0:
                 return None
@@ -107,7 +107,7 @@ class SharedSlabRegistry:
         unmap them.
         """
         with self._lock:
-            self._remove_ended()
+            self._forget_freed_slabs()
             untold, self._unreported_numbers = self._unreported_numbers, []
         return untold
 
@@ -115,7 +115,7 @@ class SharedSlabRegistry:
         os.close(memory.descriptor)
         self._ended_slabs.put(memory)
 
-    def _remove_ended(self) -> None:
+    def _forget_freed_slabs(self) -> None:
         """Remove freed slabs from the look-up by address, and note their numbers for `take_ended_numbers`.
 
         The caller holds the lock.

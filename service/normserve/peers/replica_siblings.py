@@ -1,6 +1,6 @@
 """Replicas: processes of one application that another program starts, stops and sends requests to.
 
-Such replicas know neither their number nor each other's addresses; they share a `ReplicaStateTable`.
+Such replicas know neither their number nor each other's addresses; they share a `ReplicaMetricsTable`.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class ReplicaScaling(BaseModel):
         }
 
 
-class ReplicaStateTable:
+class ReplicaMetricsTable:
     """A table of the last metrics that each replica published, as Prometheus text.  One process has the
     table, and all replicas call it.
     """
@@ -127,7 +127,7 @@ class ReplicaStateTable:
 
 class ReplicaSiblings(SiblingProcesses):
     """The other replicas of a Ray Serve deployment, which exchange metrics through a shared
-    `ReplicaStateTable`.
+    `ReplicaMetricsTable`.
     """
 
     def __init__(self, name: str, exchange: BoardCall) -> None:

@@ -50,7 +50,7 @@ class FleetPosition:
         device: the device that it owns, as `--devices` names it.
         restarts: how often the process with this index has ended unexpectedly.
         folder: the folder of the fleet's sockets and registered layers.
-        is_shown: whether clients see which process is which.
+        is_visible_to_clients: whether clients see which process is which.
     """
 
     index: int
@@ -58,7 +58,7 @@ class FleetPosition:
     device: str
     restarts: int
     folder: Path
-    is_shown: bool = True
+    is_visible_to_clients: bool = True
 
     def get_socket_path(self, index: int) -> Path:
         """Return the path of the socket on which the process with this index listens."""
@@ -161,7 +161,9 @@ class SiblingProcesses:
 
     def __init__(self, place: FleetPosition | None) -> None:
         self.position = place
-        self.process_label: str | None = str(place.index) if place is not None and place.is_shown else None
+        self.process_label: str | None = (
+            str(place.index) if place is not None and place.is_visible_to_clients else None
+        )
         self.handlers: dict[str, Handler] = {}
         self._serve_tasks: set[asyncio.Task[None]] = set()
 
@@ -212,7 +214,7 @@ class SiblingProcesses:
 
         Args: own: the metrics text of this process.
         """
-        if self.position is None or not self.position.is_shown:
+        if self.position is None or not self.position.is_visible_to_clients:
             return own
         texts = {str(index): text for index, text in (await self.request_all("metrics")).items()}
         return merge_expositions(

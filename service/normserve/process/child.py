@@ -50,7 +50,7 @@ class HandedConnection:
     exceeded_limit: str | None = None
 
 
-class ChildProcess:
+class ChildSlot:
     """One slot of the supervisor for a child process.  When the process ends, the supervisor can start the
     next one in the same slot.
     """
@@ -153,12 +153,12 @@ class ChildProcess:
         """
         return self._channel is not None and send_with_socket(self._channel, number, along)
 
-    def stop_process(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM to the process if it runs: the first makes it drain, the second makes it stop at once."""
         if self._subprocess is not None and self._subprocess.returncode is None:
             _send_signal(self._subprocess.pid, signal.SIGTERM)
 
-    def reload_tls(self) -> None:
+    def request_tls_reload(self) -> None:
         """Make the process read the TLS files again, by SIGHUP.  Until it can handle the signal, the signal is
         postponed.
         """
@@ -167,7 +167,7 @@ class ChildProcess:
         else:
             self._is_reload_pending = True
 
-    def add_silence(self, seconds: float) -> None:
+    def handle_silence(self, seconds: float) -> None:
         """Add to the time since the process last sent a message.  After three seconds a process that has been
         ready gets no new connections, and after `hang_s` it is killed.
         """
@@ -199,7 +199,7 @@ class ChildProcess:
         self._handles_signals = True
         if self._is_reload_pending:
             self._is_reload_pending = False
-            self.reload_tls()
+            self.request_tls_reload()
         if self._silence_s >= _QUIET_S:
             self._log_event(logging.INFO, "%s gives signs again", self.name)
         self._silence_s = 0.0

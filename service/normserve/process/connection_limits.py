@@ -37,7 +37,7 @@ class AcceptedConnection(NamedTuple):
     """The client's address and the exceeded limit of a connection that was accepted and counted.
 
     Attributes:
-        address: the key under which the connection is counted, for `release_address`.
+        address: the key under which the connection is counted, for `release_connection`.
         exceeded_limit: the limit that it exceeds; None if there is none.
     """
 
@@ -86,7 +86,7 @@ class ConnectionLimits:
             ThrottledLogger(log),
         )
 
-    def admit_connection(self, connection: socket.socket) -> AcceptedConnection | None:
+    def try_admit_connection(self, connection: socket.socket) -> AcceptedConnection | None:
         """Count a new connection, or refuse and close it; return None if it is refused.  A small reserve is
         admitted beyond each limit, with `exceeded_limit` set.
         """
@@ -107,7 +107,7 @@ class ConnectionLimits:
         self._counts_by_address[address] = of_address + 1
         return AcceptedConnection(address, beyond)
 
-    def release_address(self, address: str) -> None:
+    def release_connection(self, address: str) -> None:
         """Subtract an ended connection from the counts, in total and of this address."""
         self.open_count -= 1
         remaining_count = self._counts_by_address[address] - 1
@@ -120,7 +120,7 @@ class ConnectionLimits:
         """Accept connections until cancelled, and pass each admitted one to `take`.
 
         Args:
-            take: owns the connection from then on, and must call `release_address` when it has ended.
+            take: owns the connection from then on, and must call `release_connection` when it has ended.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -132,7 +132,7 @@ class ConnectionLimits:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
-            admission = self.admit_connection(connection)
+            admission = self.try_admit_connection(connection)
             if admission is not None:
                 if connection.family != socket.AF_UNIX:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

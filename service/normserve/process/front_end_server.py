@@ -80,7 +80,7 @@ class FrontEndServer(HttpServer):
         self._relay_application.adjust_connection_count(-1)
         on_end()
 
-    def _announce_drain(self) -> None:
+    def _stop_admitting(self) -> None:
         """Report to the supervisor that this front end takes no more connections."""
         self._channel.report_readiness(ready=False)
 

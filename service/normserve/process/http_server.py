@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
     async def _finish_requests(self) -> None:
         """Wait until the admitted requests have been answered, then set `should_exit`."""
 
-    def _announce_drain(self) -> None:
+    def _stop_admitting(self) -> None:
         """Stop taking new requests, as the first step of a drain; subclasses implement this."""
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
         if self._is_draining:
             return
         self._is_draining = True
-        self._announce_drain()
+        self._stop_admitting()
         self._start_task(self._finish_requests())
 
     def _reload_tls(self) -> None:

@@ -64,10 +64,10 @@ def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
     # All addresses of IPv6 are taken to mean all of IPv4 too, which has a socket of its own: through one of IPv6,
     # clients would have other addresses in logs, limits and shares.
     host = None if settings.host in ("", "::") else settings.host
-    with _raise_listen_error("host", settings.host):
+    with _convert_to_listen_error("host", settings.host):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, _, _, _, address in dict.fromkeys(found):
-        with _raise_listen_error("host", settings.host):
+        with _convert_to_listen_error("host", settings.host):
             listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         # If the system chose the port, the other addresses use the same one.
         port = listener.getsockname()[1]
@@ -85,7 +85,7 @@ def _open_unix_listener(option: str, path: Path, mode: int = 0o777) -> Iterator[
         mode: of the path, before the process's umask applies.
     """
     with socket.socket(socket.AF_UNIX) as listener:
-        with _raise_listen_error(option, path):
+        with _convert_to_listen_error(option, path):
             if _is_stale_socket(path):
                 path.unlink()
             # Before a client can connect: Linux creates the path with the mode of the socket.
@@ -123,7 +123,7 @@ def _is_stale_socket(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _raise_listen_error(option: str, value: object) -> Iterator[None]:
+def _convert_to_listen_error(option: str, value: object) -> Iterator[None]:
     """Convert an OSError or UnicodeError raised in the block to a `ListenError` that names the setting and
     its value.
     """

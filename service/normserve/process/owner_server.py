@@ -127,7 +127,7 @@ class OwnerServer(HttpServer):
             self._services.report_crash("there is no memory left to go on with", context["exception"])
             self._end_with_failure()
 
-    def _announce_drain(self) -> None:
+    def _stop_admitting(self) -> None:
         """Report that this process is not ready, and make the engine refuse new jobs.  The drain is also written
         to the audit log.
         """
@@ -149,14 +149,14 @@ class OwnerServer(HttpServer):
 
     async def _serve_accepted(self, connection: socket.socket, admission: AcceptedConnection) -> None:
         """Start to serve an HTTP connection that this process accepted, and release its address at its end."""
-        on_end = functools.partial(self._connection_limits.release_address, admission.address)
+        on_end = functools.partial(self._connection_limits.release_connection, admission.address)
         self._start_task(self._serve_connection(connection, on_end, admission.exceeded_limit))
 
     async def _serve_local(self, connection: socket.socket, admission: AcceptedConnection) -> None:
         """Start to serve a connection that this process accepted from a client that shares memory."""
         assert self._local_server is not None
-        self._local_server.serve_connection(
-            connection, functools.partial(self._local_limits.release_address, admission.address)
+        self._local_server.start_connection(
+            connection, functools.partial(self._local_limits.release_connection, admission.address)
         )
 
     def _make_channel(self, channel: socket.socket) -> SupervisorChannel:
@@ -180,7 +180,7 @@ class OwnerServer(HttpServer):
         `exceeded_limit` is the limit that it exceeds, if any.
         """
         if self._local_server is not None and is_local_connection(connection, self._services.settings):
-            self._local_server.serve_connection(connection, on_end)
+            self._local_server.start_connection(connection, on_end)
         else:
             self._start_task(self._serve_connection(connection, on_end, exceeded_limit))
 

@@ -17,7 +17,7 @@ from normserve.errors import NormserveError
 from normserve.http.app import create_app
 from normserve.http.application_services import ApplicationServices
 from normserve.http.transport import AsgiAdapter
-from normserve.peers.replica_siblings import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
+from normserve.peers.replica_siblings import ReplicaMetricsTable, ReplicaScaling, ReplicaSiblings
 from normserve.settings import Settings
 
 # One line per request costs more than a small request.
@@ -28,7 +28,7 @@ class RayReplica:
     """The deployment class for Ray Serve: one process with one device, which Ray Serve starts and stops."""
 
     def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
-        self._state_table = board
+        self._metrics_table = board
         self._siblings = ReplicaSiblings(serve.get_replica_context().replica_id.unique_id, self._publish)
         self._app = create_app(settings, siblings=self._siblings)
 
@@ -51,7 +51,7 @@ class RayReplica:
         Errors of Ray are raised as ConnectionError.
         """
         try:
-            texts: Mapping[str, bytes] = await self._state_table.publish.remote(process, number, text)
+            texts: Mapping[str, bytes] = await self._metrics_table.publish.remote(process, number, text)
         except (RayError, RayServeException) as error:
             raise ConnectionError("the board does not answer") from error
         return texts
@@ -111,7 +111,7 @@ def build(scale: ReplicaScaling) -> serve.Application:
     """
     settings = scale.make_replica_settings(Settings(**{}))
     board = serve.deployment(
-        ReplicaStateTable, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET
+        ReplicaMetricsTable, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET
     )
     ingress = serve.deployment(
         serve.ingress()(RayReplica),

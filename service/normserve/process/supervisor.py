@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from normserve.peers.sibling_processes import FleetPosition
-from normserve.process.child import FRONT_END, OWNER, ChildProcess, HandedConnection, describe_exit
+from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
@@ -60,8 +60,8 @@ class FleetSupervisor:
             on_refused=self._report_refused,
         )
         self._local_limits = make_local_limits(settings, self._report_refused)
-        self._owners = _make_owners(settings, folder)
-        self._front_ends = _make_front_ends(settings)
+        self._owners = _make_owner_slots(settings, folder)
+        self._front_ends = _make_front_end_slots(settings)
         self._processes = [*self._owners, *self._front_ends]
         for process in self._processes:
             process.on_start = functools.partial(self._link_process, process)
@@ -97,20 +97,20 @@ class FleetSupervisor:
                 loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
             beside = [
                 asyncio.create_task(work)
-                for work in (self._announce_when_ready(listeners[0]), self._count_silence())
+                for work in (self._announce_when_ready(listeners[0]), self._monitor_silence())
             ]
             accepting = [asyncio.create_task(each) for each in accepted]
             serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
             await asyncio.gather(*(self._keep_running(process) for process in self._owners))
             # The front ends have sent the responses to all requests that the owners had admitted.
             for process in self._front_ends:
-                process.stop_process()
+                process.request_stop()
             await asyncio.gather(*serving)
             for task in (*beside, *accepting, *self._retry_tasks):
                 task.cancel()
         return self._exit_code
 
-    async def _keep_running(self, process: ChildProcess) -> None:
+    async def _keep_running(self, process: ChildSlot) -> None:
         """Run a process, and another one in its place whenever it ends, after a growing pause.  Return when the
         server stops or the process cannot start.
         """
@@ -135,7 +135,7 @@ class FleetSupervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_event.wait(), pause)
 
-    def _is_fatal_exit(self, process: ChildProcess, code: int) -> bool:
+    def _is_fatal_exit(self, process: ChildSlot, code: int) -> bool:
         """Return whether the end of this process must end the server, because restarting it is pointless.
 
         That is so if no process in its slot has ever been ready, or if its settings are invalid and no process that
@@ -146,7 +146,7 @@ class FleetSupervisor:
             return True
         return code == ExitCode.MISCONFIGURED and not any(owner.is_ready for owner in self._owners)
 
-    async def _count_silence(self) -> None:
+    async def _monitor_silence(self) -> None:
         """Add half a second to each process's silence every half second, so that a process that hangs is noticed
         and killed.
 
@@ -156,7 +156,7 @@ class FleetSupervisor:
         while True:
             await asyncio.sleep(BEAT_S)
             for process in self._processes:
-                process.add_silence(BEAT_S)
+                process.handle_silence(BEAT_S)
 
     def _stop_processes(self) -> None:
         """Handle a signal: the first one drains the processes that own devices, and front ends stop after them.
@@ -166,9 +166,9 @@ class FleetSupervisor:
         processes = self._processes if self._stop_event.is_set() else self._owners
         self._stop_event.set()
         for process in processes:
-            process.stop_process()
+            process.request_stop()
 
-    def _link_process(self, process: ChildProcess) -> None:
+    def _link_process(self, process: ChildSlot) -> None:
         """Connect a started front end with each running owner of a device, or a started owner with each running
         front end, by a socket pair.
         """
@@ -186,10 +186,10 @@ class FleetSupervisor:
     def _reload_tls(self) -> None:
         """Make the processes that serve HTTP read the TLS files again."""
         for process in self._front_ends or self._owners:
-            process.reload_tls()
+            process.request_tls_reload()
 
     def _make_hand_over(
-        self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
+        self, limits: ConnectionLimits, takers: Sequence[ChildSlot]
     ) -> Callable[[socket.socket, AcceptedConnection], Coroutine[None, None, None]]:
         """Return a callback that passes each admitted connection to one of the processes `takers`.
 
@@ -197,7 +197,7 @@ class FleetSupervisor:
         """
 
         async def hand_over(connection: socket.socket, admission: AcceptedConnection) -> None:
-            on_end = functools.partial(limits.release_address, admission.address)
+            on_end = functools.partial(limits.release_connection, admission.address)
             await self._hand_over_connection(connection, takers, on_end, admission.exceeded_limit)
 
         return hand_over
@@ -205,7 +205,7 @@ class FleetSupervisor:
     async def _hand_over_connection(
         self,
         connection: socket.socket,
-        takers: Sequence[ChildProcess],
+        takers: Sequence[ChildSlot],
         on_end: Callable[[], None],
         exceeded_limit: str | None = None,
     ) -> None:
@@ -259,29 +259,29 @@ class FleetSupervisor:
         print_announcement(self._settings, url)
 
 
-def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
+def _make_owner_slots(settings: Settings, folder: Path) -> list[ChildSlot]:
     """Make a supervisor's slot for each device, in which a process that owns the device will run."""
     # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
     devices = settings.devices.split(",") if settings.devices else [""]
 
     def make_arguments(index: int, restarts: int) -> object:
         place = FleetPosition(
-            index, len(devices), devices[index], restarts, folder, is_shown=bool(settings.devices)
+            index, len(devices), devices[index], restarts, folder, is_visible_to_clients=bool(settings.devices)
         )
         return _make_owner_settings(settings, devices[index], len(devices)), place
 
     return [
-        ChildProcess(
+        ChildSlot(
             f"process {index}", OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
         )
         for index in range(len(devices))
     ]
 
 
-def _make_front_ends(settings: Settings) -> list[ChildProcess]:
+def _make_front_end_slots(settings: Settings) -> list[ChildSlot]:
     """Make a supervisor's slot for each front end process; none if the settings have no front ends."""
     return [
-        ChildProcess(
+        ChildSlot(
             f"front end {index}",
             FRONT_END,
             functools.partial(_make_front_end_arguments, settings, index),

@@ -185,7 +185,7 @@ class SupervisorChannel:
 
     def start(self) -> None:
         """Start to receive connections, and to report readiness every half second."""
-        add_reader(asyncio.get_running_loop(), self._channel, self._receive_message)
+        add_reader(asyncio.get_running_loop(), self._channel, self._receive_from_supervisor)
         self._send_heartbeat()
 
     def report_readiness(self, *, ready: bool) -> None:
@@ -205,7 +205,7 @@ class SupervisorChannel:
         """
         self._report_writer.send_report(LINK)
 
-    def _receive_message(self) -> None:
+    def _receive_from_supervisor(self) -> None:
         """Receive one message from the supervisor: a connection, a link to another process, or a refusal to
         count.  When the supervisor has ended, call `on_closed`.
         """

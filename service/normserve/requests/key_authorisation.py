@@ -55,7 +55,7 @@ class KeyAuthorisation:
             raise UnauthorizedError("the API key is not one that the server knows")
         now = time.time()
         if needed is None:
-            grant.require_valid(now)
+            grant.require_unexpired(now)
             raise ForbiddenError("no API key may use this path")
         grant.require_scope(needed, now)
         return grant

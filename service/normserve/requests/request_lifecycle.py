@@ -126,7 +126,7 @@ class RequestLifecycle(ABC):
         self.record.stage_seconds["recv"] = seconds
         self.record.current_stage = "parse"
 
-    def begin_processing(self) -> None:
+    def mark_in_progress(self) -> None:
         """Count the request as in progress, since it was received completely and the server owes it a response.
 
         A second call does nothing.
@@ -135,7 +135,7 @@ class RequestLifecycle(ABC):
             self._is_processing = True
             self.services.request_progress.begin_work()
 
-    def end_processing(self) -> None:
+    def mark_processed(self) -> None:
         """Count the request as no longer in progress: its response is ready or not needed.  A second call does
         nothing.
         """
@@ -184,7 +184,7 @@ class RequestLifecycle(ABC):
             NormserveError: the engine does not take the job.
         """
         self.services.engine.submit(job, self.compute_deadline(timeout_ms), self._on_job_end)
-        self.begin_processing()
+        self.mark_in_progress()
         self.job = job
 
     def cancel_job(self) -> None:
@@ -192,7 +192,7 @@ class RequestLifecycle(ABC):
         if self.job is not None:
             self.services.engine.cancel(self.job)
 
-    def log_failure(self, error: BaseException) -> NormserveError:
+    def log_and_convert_error(self, error: BaseException) -> NormserveError:
         """Log an error if it is the server's own fault (status 500 or unexpected); return the error to send to
         the client.
         """
@@ -209,7 +209,7 @@ class RequestLifecycle(ABC):
         The processing ends, the permit is released, and the request is traced, counted and logged.
         """
         services, record = self.services, self.record
-        self.end_processing()
+        self.mark_processed()
         if self.permit is not None:
             self.permit.release()
         if not is_delivered:
@@ -255,13 +255,13 @@ class CallbackRequest(RequestLifecycle):
         """Send an error response and set the record's status and code.  An error that is the server's own fault
         is logged too.
         """
-        reported_error = self.log_failure(error)
+        reported_error = self.log_and_convert_error(error)
         self.record.error_code, self.record.status = reported_error.code, get_status(reported_error)
         self.send_problem(reported_error)
 
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         """Send the job's result or error.  If sending the result raises an error, that error is sent instead."""
-        self.end_processing()
+        self.mark_processed()
         # Not raised: its traceback would hold this frame, and with it the job.
         if isinstance(ended, NormserveError):
             self.respond_error(ended)

@@ -72,7 +72,7 @@ class RequestTracer:
         # Spans by the key of their launch, each with its end.
         self._launch_spans: dict[tuple[float, int], tuple[Span, int]] = {}
 
-    def sample_early(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
+    def _rule_out_tracing(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
         """Decide by chance whether a request without a traceparent header is traced; return True if it is
         certainly not traced.  Most requests need no further work then.
         """
@@ -85,7 +85,7 @@ class RequestTracer:
 
         Args: headers: the request's, by their lower-case names.
         """
-        if self.sample_early(record, headers) or isinstance(record.span, _RequestSpan):
+        if self._rule_out_tracing(record, headers) or isinstance(record.span, _RequestSpan):
             return
         parent = parse_parent(headers)
         is_chosen = record.span is _CHOSEN or (parent is not None and parent.is_sampled)
@@ -132,7 +132,7 @@ class RequestTracer:
         for stage in compute_stage_intervals(record, ended):
             self._make_stage(parent, stage.name, at(stage.began_at), at(stage.ended_at))
         if record.batch_size > 1:
-            self._link_spans(span, self._get_launch_span(record, at))
+            self._link_spans(span, self._get_or_begin_launch_span(record, at))
         span.end(at(ended))
 
     async def close(self, within_s: float) -> None:
@@ -149,7 +149,7 @@ class RequestTracer:
         if launch.is_recording():
             launch.add_link(request.get_span_context())
 
-    def _get_launch_span(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
+    def _get_or_begin_launch_span(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
         """Return the span of the launch in which a request ran together with others, made at the first of these
         requests.  The span is the root of its own trace.
         """

@@ -42,14 +42,14 @@ import torch
 from benchmarks.fingerprints.machine_code import make_code_line, compute_ir_hash
 from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.launches import Launch
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 specialisations = []
 for path, kernel, block in json.loads(sys.argv[1]):
     found = importlib.util.spec_from_file_location(f"module_of_{kernel}", path)
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    x, y = (describe(name, torch.empty(100, device="meta")) for name in ("x", "y"))
+    x, y = (describe_as_array(name, torch.empty(100, device="meta")) for name in ("x", "y"))
     launch = Launch(getattr(module, kernel), (1,), (x, y, 100), {block: 128, "num_warps": 2})
     specialisations.append(specialise_kernel(launch))
 lines = [(compute_ir_hash(each), *make_code_line(each, {}).split()) for each in specialisations]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from normload.adapters.native import NativeAdapter
-from normload.clients.prepared_requests import make_request
+from normload.clients.prepared_requests import prepare_request
 from normload.clients.request_sender import RequestSender
 from normload.clients.response_checker import ResponseChecker
 from normload.load.scenarios import LoadPhase
@@ -151,11 +151,11 @@ def test_the_load_test_asks_at_a_socket(at_a_socket):
     phase = LoadPhase("a", "closed", 0.2, connections=4)
     address = ServerAddress.parse_url(at_a_socket)
     drawn = Workload(max_bytes=2**12, pool=5).draw_cases(0)
-    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in drawn]
+    pool = [prepare_request(case, NativeAdapter(), address, None) for case, _ in drawn]
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=20.0
     )
-    assert {(record.code, record.fault) for record in sender.send_all()} == {("ok", None)}
+    assert {(record.code, record.fault) for record in sender.send_each_once()} == {("ok", None)}
     start = time.perf_counter()
     sender.send_segment(
         ClosedLoopSchedule(phase, start, ArrivalGenerator((0,), [1.0] * 5)), 4, [start], lambda: None

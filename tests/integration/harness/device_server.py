@@ -71,7 +71,7 @@ class DeviceBackend(CpuBackend):
         prepared = None if job.replay_slot is None else job.replay_slot.prepared
         if prepared is None:
             prepared = client_memory_launches.prepare_client_memory_launch(
-                self._places.own(job), Writing(), self._pipeline, self._replays, iter(())
+                self._places.describe_job_buffers(job), Writing(), self._pipeline, self._replays, iter(())
             )
             if job.replay_slot is not None:
                 job.replay_slot.prepared = prepared
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     # What comes again is soon answered without Python code.
     graph_cache._CALLS_BEFORE_CAPTURE = 2
     client_memory_launches._view_as_device_tensor = seen
-    normserve.http.application_services.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(
+    normserve.http.application_services.make_backend_by_name = lambda name, threads, slabs, sizes: DeviceBackend(
         threads, slabs
     )
     sys.exit(main())

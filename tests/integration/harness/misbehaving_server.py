@@ -75,7 +75,7 @@ def wait_for_gate() -> None:
 
 
 if __name__ == "__main__":
-    normserve.http.application_services.choose_backend = lambda name, threads, slabs, sizes: MisbehavingBackend(
-        threads, slabs
+    normserve.http.application_services.make_backend_by_name = lambda name, threads, slabs, sizes: (
+        MisbehavingBackend(threads, slabs)
     )
     sys.exit(main())

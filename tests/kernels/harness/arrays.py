@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
 Call = TypeVar("Call")
@@ -16,7 +16,7 @@ def make(call: Callable[..., Call], *arguments: Any, **named: Any) -> Call:
     def described(given: Any, name: str) -> Any:
         if isinstance(given, Tensor):
             if id(given) not in known:
-                known[id(given)] = describe(name, given)
+                known[id(given)] = describe_as_array(name, given)
             return known[id(given)]
         if hasattr(given, "_fields"):
             return type(given)(*(described(value, name) for name, value in given._asdict().items()))

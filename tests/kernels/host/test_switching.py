@@ -97,7 +97,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
     configure_extension(host_extension, autograd._compute_gradients, replay_cache.MAX_KINDS, launch)
     host_extension.clear_replays()
     note_workspaces(monkeypatch)
-    note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.workspace_of", stream=0)
+    note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.get_stream_workspace", stream=0)
     operands = Operands(5, 48)
     planned = operands.call(pass_)
     assert equal(operands.call(pass_), planned)
@@ -128,7 +128,7 @@ def files(monkeypatch):
     class Files:
         found, failure = None, None
 
-        def load_module(self):
+        def load_compiled_module(self):
             if self.failure:
                 raise self.failure
             return self.found
@@ -185,4 +185,4 @@ def test_an_extension_that_does_not_load_is_named_once(failure, files, build):
         assert extension_calls.load_extension(None, 1, True) is None
     assert extension_calls.load_extension(None, 1, True) is None
     assert build.advanced == 0
-    assert extension_calls.explain_extension() == (False, f"the host extension does not load: {failure}")
+    assert extension_calls.find_extension_status() == (False, f"the host extension does not load: {failure}")

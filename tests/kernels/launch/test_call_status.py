@@ -11,7 +11,7 @@ def extension(monkeypatch):
     monkeypatch.setattr(replay_cache, "_load", lambda may_build: None)
 
     def set_to(is_there, path_or_reason):
-        monkeypatch.setattr(call_status, "explain_extension", lambda: (is_there, path_or_reason))
+        monkeypatch.setattr(call_status, "find_extension_status", lambda: (is_there, path_or_reason))
 
     return set_to
 
@@ -64,6 +64,6 @@ def test_a_folder_that_cannot_be_trusted_is_named(monkeypatch):
 
     monkeypatch.setattr(extension_calls, "_files", Files())
     monkeypatch.setattr(extension_calls, "_load_error", "")
-    is_there, reason = extension_calls.explain_extension()
+    is_there, reason = extension_calls.find_extension_status()
     assert not is_there
     assert "expected it to be writable by its user alone" in reason

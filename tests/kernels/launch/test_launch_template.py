@@ -10,7 +10,7 @@ from fusednorm.launch import prepared_kernels, workspaces
 from fusednorm.launch.launch_template import LaunchTemplate
 from fusednorm.launch.launches import Launch, RowDependence
 from fusednorm.launch.prepared_kernels import DriverLauncher
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 KERNEL = SimpleNamespace(name="kernel")
 CONSTANTS = (128, True)
@@ -28,7 +28,7 @@ def launched(monkeypatch):
 
 X, Y = torch.zeros(8), torch.zeros(8)
 TENSORS = {"x": X, "y": Y}
-ARRAYS = {name: describe(name, tensor) for name, tensor in TENSORS.items()}
+ARRAYS = {name: describe_as_array(name, tensor) for name, tensor in TENSORS.items()}
 
 
 def recipe_of(*arguments, tensors=TENSORS):
@@ -40,7 +40,7 @@ def test_arguments_follow_from_the_tensors_and_the_workspace(launched):
     (first, second), alone = new_workspace(x, 2, 5).unbind(), new_workspace(x, 3)
     recipe = recipe_of(x, None, second, (y, None, first), 1, True, 1.0, alone, (y, None, first))
     assert recipe.scratch_words == 2 * 64
-    assert recipe.launch([160, 320])
+    assert recipe.try_launch([160, 320])
     ((*head, parameters),) = launched
     assert head == [3, 1, 1, 69, "head"]
     start = parameters[7] - 256
@@ -51,13 +51,13 @@ def test_arguments_follow_from_the_tensors_and_the_workspace(launched):
 
 
 def test_tensors_are_told_apart_by_name_where_one_is_two(launched):
-    assert recipe_of(*ARRAYS.values(), tensors={"x": X, "y": X}).launch([160, 320])
+    assert recipe_of(*ARRAYS.values(), tensors={"x": X, "y": X}).try_launch([160, 320])
     assert launched[0][-1][:2] == (160, 320)
 
 
 def test_launches_come_in_order(launched):
     launches = [Launch(KERNEL, grid, (ARRAYS["x"],), {}) for grid in ((3,), (4, 5), (6, 7, 8))]
-    LaunchTemplate.from_launches(launches, {"x": X}).launch([16])
+    LaunchTemplate.from_launches(launches, {"x": X}).try_launch([16])
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 
 
@@ -65,19 +65,19 @@ def test_memory_of_any_floating_point_is_the_launches_own(launched):
     x = ARRAYS["x"]
     recipe = recipe_of(workspace_like(x, "bfloat16"), x, new_workspace(x, 3))
     assert recipe.scratch_words == 2 * 64
-    assert recipe.launch([160, 320])
+    assert recipe.try_launch([160, 320])
     first, _, second = launched[0][-1][:3]
     assert second - first == 256
 
 
 @pytest.mark.parametrize("at", [[8, 16], [16, 24]])
 def test_tensors_that_lie_otherwise_are_not_launched_over(at, launched):
-    assert not recipe_of(*ARRAYS.values()).launch(at)
+    assert not recipe_of(*ARRAYS.values()).try_launch(at)
     assert launched == []
 
 
 def test_a_misaligned_tensor_teaches_nothing(launched):
-    assert recipe_of(describe("x", X[1:]), tensors={"x": X[1:]}) is None
+    assert recipe_of(describe_as_array("x", X[1:]), tensors={"x": X[1:]}) is None
 
 
 def test_kernels_that_are_not_there_teach_nothing(monkeypatch):
@@ -96,7 +96,7 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
     recipe = LaunchTemplate.from_launches(launches, {"x": X})
     for rows, programs in ((1, 1), (8, 2), (9, 3), (1000, 5)):
         launched.clear()
-        recipe.launch([16], rows)
+        recipe.try_launch([16], rows)
         assert [(call[:3], call[-1][:-2]) for call in launched] == [
             ((programs, 1, 1), (16, rows)),
             ((9, 2, 1), (16, programs, 7)),
@@ -116,7 +116,7 @@ def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, la
         asked.append(what)
         return given
 
-    monkeypatch.setattr("fusednorm.launch.launch_template.workspace_of", workspace_of)
-    recipe.launch([16])
+    monkeypatch.setattr("fusednorm.launch.launch_template.get_stream_workspace", workspace_of)
+    recipe.try_launch([16])
     assert asked == [(X.device, 69, planned.numel(), purpose)]
     assert launched[0][-1][:2] == (16, given.data_ptr())

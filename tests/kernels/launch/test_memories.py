@@ -9,7 +9,7 @@ from fusednorm.devices.device_properties import H200
 from fusednorm.launch import memories
 from fusednorm.launch.memories import PlanTensors
 from fusednorm.launch.workspaces import get_counters, get_exchange_buffer
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -35,11 +35,11 @@ def bind(array, device=DEVICES[0]):
 
 def test_a_stream_of_a_device_has_one_exchange_buffer_of_a_size(current):
     planned = bind(get_exchange_buffer(H200, 5))
-    assert memories.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
+    assert memories.get_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
     assert bind(get_exchange_buffer(H200, 5)) is planned
     others = [
-        memories.workspace_of(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
-        memories.workspace_of(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
+        memories.get_stream_workspace(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
+        memories.get_stream_workspace(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
         bind(get_exchange_buffer(H200, 500)),
         bind(get_counters(H200, 22)),
     ]
@@ -52,7 +52,7 @@ def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
     planned = bind(get_exchange_buffer(H200, 5))
     current.captures = True
     captured = [
-        memories.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
+        memories.get_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
         bind(get_exchange_buffer(H200, 5)),
     ]
     assert len({box.data_ptr() for box in (planned, *captured)}) == 3
@@ -63,9 +63,9 @@ def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
 
 def test_parts_of_a_workspace_lie_one_after_another():
     x = torch.zeros(3, 8)
-    first, second = new_workspace(describe("x", x), 2, 3, 5).unbind()
+    first, second = new_workspace(describe_as_array("x", x), 2, 3, 5).unbind()
     own = PlanTensors(x.device, {"x": x})
-    one, (other, none), given, number = own.bind((first, (second, None), describe("x", x), 7))
+    one, (other, none), given, number = own.bind((first, (second, None), describe_as_array("x", x), 7))
     assert other.data_ptr() - one.data_ptr() == 4 * 15
     assert (none, number) == (None, 7)
     assert given is x
@@ -73,4 +73,4 @@ def test_parts_of_a_workspace_lie_one_after_another():
 
 def test_a_name_without_a_tensor_is_no_workspace():
     with pytest.raises(KeyError, match="weight"):
-        bind(describe("weight", torch.zeros(3)), torch.device("cpu"))
+        bind(describe_as_array("weight", torch.zeros(3)), torch.device("cpu"))

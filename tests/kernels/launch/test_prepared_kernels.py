@@ -7,7 +7,7 @@ import torch
 from fusednorm.launch import prepared_kernels
 from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -76,7 +76,7 @@ def described(value, tensors):
         return value
     name = str(len(tensors))
     tensors[name] = value
-    return describe(name, value)
+    return describe_as_array(name, value)
 
 
 @pytest.fixture(autouse=True)

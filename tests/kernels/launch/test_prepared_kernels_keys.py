@@ -9,12 +9,12 @@ import json, sys
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
 from fusednorm.devices.device_properties import H200
-from fusednorm.launch.prepared_kernels import compute_stable_key
+from fusednorm.launch.prepared_kernels import store_stable_key
 from fusednorm.warm.warm_calls import list_warm_launches
 
 kernels = {launch.kernel.__name__: launch.kernel for launch in list_warm_launches(H200, 1024, False)}
 for name in sorted(kernels, reverse=json.loads(sys.argv[1])):
-    compute_stable_key(kernels[name])
+    store_stable_key(kernels[name])
 shared = []
 for name, kernel in kernels.items():
     used = [each for (each, _), (value, _) in kernel.used_global_vals.items() if isinstance(value, constexpr)]

@@ -27,7 +27,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from fusednorm.devices.device_properties import H200
 from fusednorm.launch import prepared_kernels
-from fusednorm.launch.recorded_launches import bind_to_nothing
+from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.launch.memories import PlanTensors
 from fusednorm.warm.warm_calls import list_warm_launches
 from fusednorm.warm.absent_driver import AbsentDriver
@@ -53,7 +53,7 @@ driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 launch = list_warm_launches(H200, int(sys.argv[1]), True)[0]
-launch = replace(launch, arguments=bind_to_nothing(launch.arguments))
+launch = replace(launch, arguments=bind_to_meta_tensors(launch.arguments))
 prepared_kernels.launch_kernel(launch, PlanTensors(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """

@@ -8,22 +8,22 @@ import pytest
 import torch
 from fusednorm.devices.device_properties import H200
 from fusednorm.devices.gpu_models import GPUS, select_gpu_models
-from fusednorm.tensors.devices import describe_device, stand_in, stands_in
+from fusednorm.tensors.devices import describe_device, is_absent_gpu, set_absent_gpu
 
 META = torch.device("meta")
 
 
 @pytest.fixture
 def standing_in():
-    yield stand_in
-    stand_in(None)
+    yield set_absent_gpu
+    set_absent_gpu(None)
 
 
 def test_an_absent_gpu_answers_what_a_present_one_is_asked(standing_in):
     for gpu in GPUS:
         standing_in(gpu)
-        assert stands_in(META)
-        assert not stands_in(torch.device("cpu"))
+        assert is_absent_gpu(META)
+        assert not is_absent_gpu(torch.device("cpu"))
         assert describe_device(META) == gpu
 
 

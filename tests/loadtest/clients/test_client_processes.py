@@ -25,4 +25,4 @@ def test_a_process_that_dies_is_noticed():
         fleet.wait_until_ready()
         fleet._running[0].kill()
         with pytest.raises(ClientProcessError, match="ended unexpectedly"):
-            fleet.send_all()
+            fleet.send_each_once()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.clients.local_connection import _MAX_RETAINED_BYTES, LocalLoadConnection
-from normload.clients.prepared_requests import make_request
+from normload.clients.prepared_requests import prepare_request
 from normload.clients.request_sender import RequestSender
 from normload.clients.response_checker import ResponseChecker
 from normload.load.request_cases import RequestCase
@@ -30,7 +30,7 @@ SHARED = ServerAddress.parse_url("unix:///nowhere")
 
 
 def request(rows=4, seed=0):
-    return make_request(
+    return prepare_request(
         RequestCase("layer_norm", (rows, 64), DType.FLOAT32, seed=seed), NativeAdapter(), SHARED, None
     )
 
@@ -118,7 +118,7 @@ def connection(server):
 
 
 def exchanged(connection, asked):
-    return connection.run_steps(connection.start_exchange(asked))
+    return connection.run_steps(connection.exchange_in_steps(asked))
 
 
 def right(asked):
@@ -142,7 +142,7 @@ def test_a_request_that_comes_again_is_the_same_bytes_in_the_same_memory(server,
 def test_an_answer_that_is_left_keeps_its_results(server, connection):
     asked, other = request(), request(seed=1)
     answer = exchanged(connection, asked)
-    connection.release_response()
+    connection.detach_response()
     before = [bytes(each) for each in answer.list_memory()]
     for each in (asked, other, asked):
         exchanged(connection, each)
@@ -264,7 +264,7 @@ def test_one_thread_drives_many_and_checks_every_answer(server):
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=5.0
     )
-    assert [record.code for record in sender.send_all()] == ["ok"] * 4
+    assert [record.code for record in sender.send_each_once()] == ["ok"] * 4
     start = time.perf_counter()
     arrivals = ClosedLoopSchedule(
         LoadPhase("a", "closed", 0.2, connections=6), start, ArrivalGenerator((0, 1), [1.0] * 4)

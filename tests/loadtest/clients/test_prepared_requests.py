@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.adapters.registry import ADAPTERS
-from normload.clients.prepared_requests import check_supported, make_request
+from normload.clients.prepared_requests import check_supported, prepare_request
 from normload.load.element_types import to_float64
 from normload.load.request_cases import RequestCase
 from normload.load.toml_tables import ScenarioError
@@ -20,7 +20,7 @@ HTTP, SHARED = (
 
 
 def request(api_key=None):
-    return make_request(CASE, NativeAdapter(), ServerAddress.parse_url("http://host:81/below"), api_key)
+    return prepare_request(CASE, NativeAdapter(), ServerAddress.parse_url("http://host:81/below"), api_key)
 
 
 def test_a_request_is_ready_to_be_sent():
@@ -67,7 +67,7 @@ def test_only_normserve_is_asked_through_shared_memory(name):
 
 
 def test_what_shares_memory_is_asked_by_a_call():
-    made = make_request(CASE, NativeAdapter(), SHARED, "secret")
+    made = prepare_request(CASE, NativeAdapter(), SHARED, "secret")
     assert made.call is not None
     assert (made.call.path, made.head, list(made.parts)) == ("/v1/rms_norm", b"", [])
     assert made.nbytes == sum(tensor.nbytes for tensor in made.tensors.values())

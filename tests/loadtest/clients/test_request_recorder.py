@@ -2,7 +2,7 @@
 
 import pytest
 from normload.adapters.native import NativeAdapter
-from normload.clients.prepared_requests import make_request
+from normload.clients.prepared_requests import prepare_request
 from normload.clients.request_recorder import RequestRecorder, SentRequest
 from normload.clients.response_checker import ResponseChecker
 from normload.load.schedules import ScheduledRequest
@@ -15,7 +15,7 @@ from tests.loadtest.conftest import WORKLOAD
 @pytest.fixture
 def recorder():
     address = ServerAddress.parse_url("http://127.0.0.1:1")
-    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.draw_cases(0)]
+    pool = [prepare_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.draw_cases(0)]
     return RequestRecorder(pool, ResponseChecker(NativeAdapter(), pool))
 
 

@@ -1,7 +1,7 @@
 import pytest
 from normload.adapters.native import NativeAdapter
 from normload.clients import oracle
-from normload.clients.prepared_requests import make_request
+from normload.clients.prepared_requests import prepare_request
 from normload.clients.response_checker import ResponseChecker
 from normload.load.element_types import round_to_tensor
 from normload.load.request_cases import RequestCase
@@ -22,7 +22,7 @@ def computed(monkeypatch):
 
 
 def judge():
-    request = make_request(CASE, NativeAdapter(), ServerAddress.parse_url("http://localhost"), None)
+    request = prepare_request(CASE, NativeAdapter(), ServerAddress.parse_url("http://localhost"), None)
     return ResponseChecker(NativeAdapter(), [request])
 
 

@@ -48,7 +48,7 @@ def test_a_seed_says_when_and_which():
 
 
 def test_requests_are_drawn_as_often_as_they_should_be():
-    numbers = list(itertools.islice(draws().iterate_requests(), 8000))
+    numbers = list(itertools.islice(draws().draw_request_numbers(), 8000))
     assert numbers.count(1) == pytest.approx(6000, rel=0.05)
 
 

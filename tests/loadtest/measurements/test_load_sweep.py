@@ -1,6 +1,6 @@
 import math
 
-from normload.measurements.load_sweep import SweepPoint, find_knee
+from normload.measurements.load_sweep import SweepPoint, evaluate_sweep
 
 
 def queue(load, capacity=100.0, service_s=0.01):
@@ -10,7 +10,7 @@ def queue(load, capacity=100.0, service_s=0.01):
 
 
 def test_the_knee_of_one_queue_is_at_half_of_its_capacity():
-    found = find_knee([queue(load) for load in range(10, 130, 10)])
+    found = evaluate_sweep([queue(load) for load in range(10, 130, 10)])
     assert found.knee.offered == 50
     assert found.sustained.offered == 100
     assert found.peak == 100
@@ -20,32 +20,32 @@ def test_a_server_that_does_not_slow_down_has_its_knee_at_its_capacity():
     points = [
         SweepPoint("", load, min(load, 100), 0.01 if load <= 100 else 1.0, 0.0) for load in (40, 80, 100, 120)
     ]
-    assert find_knee(points).knee.offered == 100
+    assert evaluate_sweep(points).knee.offered == 100
 
 
 def test_refusals_are_not_sustained():
     points = [SweepPoint("", load, load * 0.97, 0.01, 0.03 if load > 50 else 0.0) for load in (20, 40, 60)]
-    assert find_knee(points).sustained.offered == 40
-    assert find_knee([SweepPoint("", load, load / 2, 0.01, 0.0) for load in (20, 40, 60)]).sustained is None
+    assert evaluate_sweep(points).sustained.offered == 40
+    assert evaluate_sweep([SweepPoint("", load, load / 2, 0.01, 0.0) for load in (20, 40, 60)]).sustained is None
 
 
 def test_few_loads_have_no_knee():
-    assert find_knee([]) is None
-    assert find_knee([queue(10), queue(20), queue(20)]) is None
-    assert find_knee([queue(10), queue(20), SweepPoint("", 30, 0.0, math.nan, 1.0)]) is None
+    assert evaluate_sweep([]) is None
+    assert evaluate_sweep([queue(10), queue(20), queue(20)]) is None
+    assert evaluate_sweep([queue(10), queue(20), SweepPoint("", 30, 0.0, math.nan, 1.0)]) is None
 
 
 def test_a_knee_lies_between_the_lowest_and_the_highest_load():
     rising = [queue(load) for load in (10, 20, 30, 40)]
-    assert find_knee(rising).knee is None
-    assert find_knee(rising).sustained.offered == 40
+    assert evaluate_sweep(rising).knee is None
+    assert evaluate_sweep(rising).sustained.offered == 40
     falling = [queue(load) for load in (60, 70, 90)]
-    assert find_knee(falling).knee is None
-    assert find_knee(falling).peak == 90
+    assert evaluate_sweep(falling).knee is None
+    assert evaluate_sweep(falling).peak == 90
 
 
 def test_a_small_decrease_of_power_is_no_knee():
     points = [SweepPoint("", load, load, 0.01, 0.0) for load in (10, 20, 30, 40)]
     noisy = SweepPoint("", 50, 50, 0.013, 0.0)
-    assert find_knee([*points, noisy]).knee is None
-    assert find_knee([*points, noisy, SweepPoint("", 60, 50, 0.5, 0.0)]).knee.offered == 40
+    assert evaluate_sweep([*points, noisy]).knee is None
+    assert evaluate_sweep([*points, noisy, SweepPoint("", 60, 50, 0.5, 0.0)]).knee.offered == 40

@@ -9,7 +9,7 @@ from tests.loadtest.conftest import made_result
 def value(text, result):
     objective = parse_objective(text)
     whole = result.all_phases
-    return objective.get_value(whole.total, whole.rate)
+    return objective.compute_value(whole.total, whole.rate)
 
 
 RESULT = made_result([0.010] * 990 + [0.050] * 9, errors=1)

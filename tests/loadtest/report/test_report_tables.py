@@ -24,7 +24,7 @@ def result():
 @pytest.fixture
 def outcomes(result):
     objectives = map(parse_objective, ("p99<1ms", "errors<50%"))
-    values = [(each, each.get_value(result.all_phases.total, result.all_phases.rate)) for each in objectives]
+    values = [(each, each.compute_value(result.all_phases.total, result.all_phases.rate)) for each in objectives]
     return [(each, value, each.is_met(value)) for each, value in values]
 
 

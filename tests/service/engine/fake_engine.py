@@ -68,7 +68,7 @@ class FakeExecutor:
     def start(self, reply):
         reply(WorkOutcome(0.0, value=DeviceDescription("a device", "cpu", 1e9, {})))
 
-    def run_batch(self, batch, on_launched, reply):
+    def submit_batch(self, batch, on_launched, reply):
         self.handed_over += 1
         self.running.append((batch, reply))
         self.launching.append((batch, on_launched))
@@ -93,17 +93,17 @@ class FakeExecutor:
         self.looks += 1
         return self._outcome(outcome.value.batch) if self.looks == self.lands_at_look else None
 
-    def wait_on_thread(self, outcome, lane, reply):
+    def submit_wait(self, outcome, lane, reply):
         self.running.append((outcome.value.batch, reply))
 
     def translate_error(self, error):
         return DeviceFailureError(str(error))
 
-    def load_parameters(self, op, weight, bias, reply):
+    def submit_parameters(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))
         reply(WorkOutcome(0.0, value="resident"))
 
-    def compile_kernels(self, job, reply):
+    def submit_compilation(self, job, reply):
         self.compiling.append((job, reply))
 
     def stop(self, timeout_s):

@@ -38,7 +38,7 @@ def _unnoted(outcome) -> None:
 
 def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
     for _ in range(3):
-        executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+        executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
         assert isinstance(replies.next().value, BatchResult)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
@@ -46,9 +46,9 @@ def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
 
 def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
     backend.may_load.clear()
-    executor.load_parameters(Op.RMS_NORM, tensor(4), None, replies)
-    executor.compile_kernels(job(1, 4), replies)
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_parameters(Op.RMS_NORM, tensor(4), None, replies)
+    executor.submit_compilation(job(1, 4), replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().value is EXECUTION
     backend.may_load.set()
     assert replies.next().error is replies.next().error is None
@@ -65,20 +65,20 @@ def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
 )
 def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, meant):
     backend.error = raised
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert type(replies.next().error) is meant
 
 
 def fly(executor, backend, replies, lane=QueueLane.SMALL) -> Landing:
     landing = Landing()
     backend.results.append(landing)
-    executor.run_batch(Batch((job(1, 4),), lane), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),), lane), _unnoted, replies)
     return landing
 
 
 def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
     landing.may_end.set()
     outcome = replies.next()
@@ -98,7 +98,7 @@ def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, ba
 
 def test_start_is_that_of_the_take_off(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     replies.next()
     landed = time.perf_counter()
     landing.may_end.set()
@@ -125,7 +125,7 @@ def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies
     landing = Landing()
     backend.results.append(landing)
     outcome = executor.run_inline(Batch((job(1, 4),)))
-    executor.wait_on_thread(outcome, QueueLane.SMALL, replies)
+    executor.submit_wait(outcome, QueueLane.SMALL, replies)
     took_off = time.perf_counter()
     landing.may_end.set()
     outcome = replies.next()
@@ -142,7 +142,7 @@ def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, ba
     outcome = executor.launch_inline(batch)
     assert outcome.value is landing
     assert threading.get_ident() in backend.threads
-    executor.wait_on_thread(outcome, QueueLane.LARGE, replies)
+    executor.submit_wait(outcome, QueueLane.LARGE, replies)
     landing.may_end.set()
     assert replies.next().value is EXECUTION
 
@@ -163,17 +163,17 @@ def test_what_became_of_a_flight_is_known_once_it_has_landed(executor, backend):
 def test_the_launch_of_a_batch_is_reported_before_its_end(executor, backend, replies):
     landing = Landing()
     backend.results.append(landing)
-    executor.run_batch(Batch((job(1, 4),)), replies, replies)
+    executor.submit_batch(Batch((job(1, 4),)), replies, replies)
     assert replies.next().value is landing
     landing.may_end.set()
     assert replies.next().value is EXECUTION
 
 
 def test_only_the_end_is_reported_of_a_batch_that_is_never_in_flight(executor, backend, replies):
-    executor.run_batch(Batch((job(1, 4),)), replies, replies)
+    executor.submit_batch(Batch((job(1, 4),)), replies, replies)
     assert replies.next().value is EXECUTION
     backend.error = MemoryError()
-    executor.run_batch(Batch((job(1, 4),)), replies, replies)
+    executor.submit_batch(Batch((job(1, 4),)), replies, replies)
     assert isinstance(replies.next().error, DeviceOutOfMemoryError)
     assert len(replies.all) == 3
 
@@ -208,13 +208,13 @@ def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
 
 def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog):
     backend.error = ZeroDivisionError("a secret")
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     error = replies.next().error
     assert error.code == "internal"
     assert "secret" not in error.detail
     assert "ZeroDivisionError" in caplog.text
     backend.error = None
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
@@ -229,7 +229,7 @@ def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog
 )
 def test_the_last_error_is_one_that_no_request_is_to_blame_for(executor, backend, replies, raised, is_kept):
     backend.error = raised
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     replies.next()
     assert (type(raised).__name__ in executor.last_error) == is_kept
     assert bool(executor.last_error) == is_kept
@@ -250,7 +250,7 @@ def test_what_is_tiny_and_what_the_device_has_already_is_over_soon(executor, bac
 def test_stop_finishes_what_was_handed_in(backend, replies):
     executor = Executor(lambda: backend)
     executor.start(replies)
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     executor.stop(20)
     assert len(replies.all) == 2
 
@@ -273,10 +273,10 @@ def test_whoever_waits_is_answered_though_there_is_no_memory_for_the_words(execu
 
     backend.error = MemoryError()
     monkeypatch.setattr(backend, "translate_error", without_memory)
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error.code == "device_out_of_memory"
     backend.error = None
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
@@ -289,7 +289,7 @@ def test_an_answer_that_found_no_memory_is_given_as_soon_as_there_is_some(execut
             raise MemoryError
         replies(outcome)
 
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, reply)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, reply)
     assert replies.next().error.code == "device_out_of_memory"
-    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
+    executor.submit_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None

@@ -27,7 +27,7 @@ def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch
         ended = []
         pairs = [socket.socketpair() for _ in range(2)]
         for number, (_, ours) in enumerate(pairs):
-            serving.serve_connection(ours, lambda number=number: ended.append(number))
+            serving.start_connection(ours, lambda number=number: ended.append(number))
         # Nothing tells of the end of the first one any more.
         asyncio.get_running_loop().remove_reader(pairs[0][1])
         pairs[0][0].close()
@@ -57,7 +57,7 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
         theirs, ours = socket.socketpair()
         with theirs:
             theirs.settimeout(5)
-            serving.serve_connection(ours, lambda: ended.append(1))
+            serving.start_connection(ours, lambda: ended.append(1))
             assert (ended, serving.connection_count, ours.fileno()) == ([1], 0, -1)
             said = theirs.recv(2**16)
             assert (b"403" in said) == (fails == "user")

@@ -3,7 +3,7 @@
 import ctypes
 from typing import NamedTuple
 
-from normserve.memory.device_segments import ShareableDevice, call_driver, call_driver_for_all
+from normserve.memory.device_segments import ShareableDevice, call_driver, call_driver_for_results
 from normserve.memory.ipc_allocations import HANDLE_BYTES
 
 
@@ -24,6 +24,6 @@ def allocation_of(device: ShareableDevice, address: int) -> Allocation:
     """The whole allocation that an address lies in, for another process to open."""
     driver = device.driver
     with device.use_context():
-        base, nbytes = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
+        base, nbytes = (int(each) for each in call_driver_for_results(driver.cuMemGetAddressRange, address))
         handle = call_driver(driver.cuIpcGetMemHandle, base)
     return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))

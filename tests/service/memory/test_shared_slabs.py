@@ -19,7 +19,7 @@ def shared():
 
 @pytest.fixture
 def pool(shared):
-    return SlabPool(max_idle_bytes=0, source=shared.make_source())
+    return SlabPool(max_idle_bytes=0, source=shared.make_allocator())
 
 
 def test_bytes_are_found_by_who_maps_the_memory(shared, pool):
@@ -67,7 +67,7 @@ def test_what_ends_is_told_once_and_its_descriptor_closed(shared, pool):
 
 
 def test_slabs_that_come_again_are_the_same_memory(shared):
-    pool = SlabPool(max_idle_bytes=8 * MIB, source=shared.make_source())
+    pool = SlabPool(max_idle_bytes=8 * MIB, source=shared.make_allocator())
     numbers = set()
     for _ in range(5):
         slab = pool.borrow(MIB)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from normserve.errors import MethodNotAllowedError
 from normserve.metrics.metrics import Metrics
-from normserve.peers.replica_siblings import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
+from normserve.peers.replica_siblings import ReplicaMetricsTable, ReplicaScaling, ReplicaSiblings
 from normserve.settings import Settings
 from pydantic import ValidationError
 
@@ -25,10 +25,10 @@ def clock():
 
 @pytest.fixture
 def board(clock):
-    return ReplicaStateTable(clock)
+    return ReplicaMetricsTable(clock)
 
 
-def on(board: ReplicaStateTable):
+def on(board: ReplicaMetricsTable):
     """The board as a replica reaches it."""
 
     async def exchange(process, number, text):
@@ -89,7 +89,7 @@ def test_a_replica_keeps_the_board_informed(board):
 
 def test_layers_cannot_be_changed_where_others_would_not_know():
     with pytest.raises(MethodNotAllowedError, match="checkpoint"):
-        ReplicaSiblings("a", on(ReplicaStateTable())).require_changeable_layers()
+        ReplicaSiblings("a", on(ReplicaMetricsTable())).require_changeable_layers()
 
 
 def test_a_replica_owns_its_device_and_its_cores():

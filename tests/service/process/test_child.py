@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from normserve.process import child
-from normserve.process.child import OWNER, ChildProcess, HandedConnection, describe_exit
+from normserve.process.child import OWNER, ChildSlot, HandedConnection, describe_exit
 from normserve.process.supervisor_channel import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, ReportReader
 
 
@@ -44,19 +44,19 @@ def running(monkeypatch):
 
 @pytest.fixture
 def process(running):
-    process = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
+    process = ChildSlot("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
     process._channel, process._subprocess = Channel(), running
     return process
 
 
-def say(process: ChildProcess, *numbers: int) -> None:
+def say(process: ChildSlot, *numbers: int) -> None:
     process._channel.said = b"".join(map(MESSAGE.pack, numbers))
     process._receive_reports(process._channel, ReportReader())
 
 
-def wait(process: ChildProcess, seconds: float) -> None:
+def wait(process: ChildSlot, seconds: float) -> None:
     for _ in range(round(seconds / BEAT_S)):
-        process.add_silence(BEAT_S)
+        process.handle_silence(BEAT_S)
 
 
 def test_what_it_said_last_is_what_it_is(process):
@@ -137,7 +137,7 @@ def channel():
 class Connections:
     """Hands a process connections of clients, and notes what becomes of them."""
 
-    def __init__(self, process: ChildProcess) -> None:
+    def __init__(self, process: ChildSlot) -> None:
         self._process = process
         self.ended: list[int] = []
         self.returned: dict[int, socket.socket] = {}
@@ -193,7 +193,7 @@ channel.send(number)
 def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch, tmp_path):
     (tmp_path / "receives_one.py").write_text(_RECEIVES_ONE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = ChildProcess("process 0", "receives_one", lambda restarts: restarts, "cpu", hang_s=10)
+    process = ChildSlot("process 0", "receives_one", lambda restarts: restarts, "cpu", hang_s=10)
     connections = Connections(process)
 
     def hand_over() -> None:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from normserve.process import child
-from normserve.process.child import OWNER, ChildProcess
+from normserve.process.child import OWNER, ChildSlot
 from normserve.process.supervisor_channel import MESSAGE, NOT_READY, READY, ReportReader
 
 
@@ -22,7 +22,7 @@ class Running:
 @pytest.fixture
 def process(monkeypatch):
     monkeypatch.setattr(child.os, "kill", lambda pid, number: made._subprocess.signals.append(number))
-    made = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
+    made = ChildSlot("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
     made._subprocess = Running()
     return made
 
@@ -43,8 +43,8 @@ def said(process):
 @pytest.mark.parametrize("first", [READY, NOT_READY])
 def test_one_that_starts_is_told_once_it_minds_signals(process, said, first):
     """Before, the signal would end it; and it may have read the old files already."""
-    process.reload_tls()
-    process.reload_tls()
+    process.request_tls_reload()
+    process.request_tls_reload()
     assert process._subprocess.signals == []
     said(first)
     assert process._subprocess.signals == [signal.SIGHUP]
@@ -54,12 +54,12 @@ def test_one_that_starts_is_told_once_it_minds_signals(process, said, first):
 
 def test_one_that_runs_is_told_at_once(process, said):
     said(READY)
-    process.reload_tls()
+    process.request_tls_reload()
     assert process._subprocess.signals == [signal.SIGHUP]
 
 
 def test_one_that_has_ended_is_not_told(process, said):
     said(READY)
     process._subprocess.returncode = 1
-    process.reload_tls()
+    process.request_tls_reload()
     assert process._subprocess.signals == []

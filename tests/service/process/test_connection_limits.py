@@ -68,11 +68,11 @@ def comes_from(monkeypatch):
 
 @on_a_loop
 async def test_one_address_has_its_share(limits, refused, comes_from):
-    assert limits.admit_connection(comes_from("1.1.1.1")) == ("1.1.1.1", None)
-    assert limits.admit_connection(comes_from("1.1.1.1")) == ("1.1.1.1", None)
-    assert limits.admit_connection(comes_from("1.1.1.1")) is None
-    assert limits.admit_connection(comes_from("2.2.2.2")) == ("2.2.2.2", None)
-    assert limits.admit_connection(comes_from("3.3.3.3")) is None
+    assert limits.try_admit_connection(comes_from("1.1.1.1")) == ("1.1.1.1", None)
+    assert limits.try_admit_connection(comes_from("1.1.1.1")) == ("1.1.1.1", None)
+    assert limits.try_admit_connection(comes_from("1.1.1.1")) is None
+    assert limits.try_admit_connection(comes_from("2.2.2.2")) == ("2.2.2.2", None)
+    assert limits.try_admit_connection(comes_from("3.3.3.3")) is None
     assert refused == ["max_connections_per_address", "max_connections"]
     assert limits.open_count == 3
 
@@ -81,34 +81,34 @@ async def test_one_address_has_its_share(limits, refused, comes_from):
 async def test_a_few_more_are_accepted_and_marked(refused, comes_from):
     limits = ConnectionLimits(max_all=4, max_per_address=2, reserve=2, on_refused=refused.append)
     addresses = ["1.1.1.1"] * 5 + ["2.2.2.2"] * 4 + ["3.3.3.3"]
-    admitted = [limits.admit_connection(comes_from(address)) for address in addresses]
+    admitted = [limits.try_admit_connection(comes_from(address)) for address in addresses]
     address, all_of_them = "max_connections_per_address", "max_connections"
     beyond = [None if admission is None else admission.exceeded_limit or "within" for admission in admitted]
     assert beyond == ["within", "within", address, address, None, all_of_them, all_of_them, None, None, None]
     assert refused == [address, all_of_them, all_of_them, all_of_them]
     for _ in range(2):
-        limits.release_address("1.1.1.1")
-        limits.release_address("2.2.2.2")
-    assert limits.admit_connection(comes_from("3.3.3.3")) == ("3.3.3.3", None)
+        limits.release_connection("1.1.1.1")
+        limits.release_connection("2.2.2.2")
+    assert limits.try_admit_connection(comes_from("3.3.3.3")) == ("3.3.3.3", None)
 
 
 @on_a_loop
 async def test_what_has_ended_makes_room(limits, refused, comes_from):
     for _ in range(3):
         for _ in range(2):
-            limits.admit_connection(comes_from("1.1.1.1"))
+            limits.try_admit_connection(comes_from("1.1.1.1"))
         for _ in range(2):
-            limits.release_address("1.1.1.1")
+            limits.release_connection("1.1.1.1")
     assert (limits.open_count, refused) == (0, [])
 
 
 @on_a_loop
 async def test_refusal_is_an_answer(limits, comes_from):
     for _ in range(2):
-        limits.admit_connection(comes_from("1.1.1.1"))
+        limits.try_admit_connection(comes_from("1.1.1.1"))
     late = comes_from("1.1.1.1")
     late.client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert limits.admit_connection(late) is None
+    assert limits.try_admit_connection(late) is None
     answer = Answer(late.client.recv(65536))
     assert_problem(answer, 503, "too_many_connections")
     assert answer.headers["retry-after"] == "1"
@@ -123,11 +123,11 @@ async def test_refusal_is_an_answer(limits, comes_from):
 async def test_of_many_that_are_refused_few_linger(limits, comes_from, monkeypatch):
     monkeypatch.setattr(connection_limits, "_LINGER_S", 0.05)
     for _ in range(2):
-        limits.admit_connection(comes_from("1.1.1.1"))
+        limits.try_admit_connection(comes_from("1.1.1.1"))
     for _ in range(2):
         late = [comes_from("1.1.1.1") for _ in range(100)]
         for each in late:
-            assert limits.admit_connection(each) is None
+            assert limits.try_admit_connection(each) is None
         lingering = [each for each in late if each.fileno() >= 0]
         assert 0 < len(lingering) <= 64
         while any(each.fileno() >= 0 for each in late):
@@ -139,7 +139,7 @@ async def test_of_many_that_are_refused_few_linger(limits, comes_from, monkeypat
 @on_a_loop
 async def test_log_has_one_line_a_second(limits, comes_from, caplog):
     for _ in range(50):
-        limits.admit_connection(comes_from("1.1.1.1"))
+        limits.try_admit_connection(comes_from("1.1.1.1"))
     assert [record.getMessage() for record in caplog.records] == [
         "a connection was refused: max_connections_per_address is 2"
     ]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 from normserve.admission.client_identity import ClientIdentity
-from normserve.backends.cpu.backend import find_prepared_job
+from normserve.backends.cpu.backend import get_or_prepare_job
 from normserve.codec import local_messages as frames
 from normserve.codec import safetensors
 from normserve.http.middleware.origin_policy import OriginPolicy
@@ -118,7 +118,7 @@ def json_headers(prepared: PreparedCallCache) -> dict[str, Call]:
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         body = memoryview(text + bytes(4 * inputs))
-        infer._parse_request(OPERATIONS["layer_norm"], None, len(text), body, "here")
+        infer._find_or_parse_request(OPERATIONS["layer_norm"], None, len(text), body, "here")
 
     return {
         "json": lambda number: read(number, 1, 1),
@@ -149,7 +149,7 @@ def local(prepared: PreparedCallCache) -> dict[str, Call]:
         for request in LocalServerConnection._parse_frame(connection, msgspec.json.encode(message)):
             plan, layer = operations.plan_request(request, arena, prepared, RequestRecord())
             job = plan.make_job(layer)
-            of_backend = find_prepared_job(job)
+            of_backend = get_or_prepare_job(job)
             assert of_backend is not None
             of_backend.run()
 

@@ -137,16 +137,16 @@ def test_an_error_of_the_job_or_of_its_response_is_sent_as_a_problem(fault, capl
 def test_work_is_counted_once_from_its_first_beginning_to_its_first_end():
     server = Server()
     request = Sent(server.services)
-    request.end_processing()
+    request.mark_processed()
     assert server.request_progress.is_idle
-    request.begin_processing()
-    request.begin_processing()
+    request.mark_in_progress()
+    request.mark_in_progress()
     other = Sent(server.services)
-    other.begin_processing()
-    request.end_processing()
-    request.end_processing()
+    other.mark_in_progress()
+    request.mark_processed()
+    request.mark_processed()
     assert not server.request_progress.is_idle
-    other.end_processing()
+    other.mark_processed()
     assert server.request_progress.is_idle
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm.api.patching.norm_recognition import UnrecognisedNormError, check_not_replaced, get_input_name
+from fusednorm.api.patching.norm_recognition import UnpatchableModuleError, check_not_replaced, get_input_name
 from fusednorm.api.patching.patched_forward import (
     ForwardReplacement,
     PatchedForward,
@@ -127,20 +127,20 @@ def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
     activation.
 
     Raises:
-        UnrecognisedNormError: the module is such a block, but must not be patched.
+        UnpatchableModuleError: the module is such a block, but must not be patched.
     """
     if type(module).forward is nn.Sequential.forward:
-        return _find_fused_sequential(module)
+        return _find_sequential_replacement(module)
     if type(module).__name__ == "ResnetBlock2D" and hasattr(module, "norm1") and hasattr(module, "nonlinearity"):
         return _find_resnet_block_replacement(module)
     return None
 
 
-def _find_fused_sequential(module: Any) -> ForwardReplacement | None:
+def _find_sequential_replacement(module: Any) -> ForwardReplacement | None:
     """Make the replacement for a Sequential's forward; None if no activation follows a patched GroupNorm.
 
     Raises:
-        UnrecognisedNormError: the forward has been replaced already.
+        UnpatchableModuleError: the forward has been replaced already.
     """
     layers = list(module)
     pairs = [
@@ -159,15 +159,15 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
     """Make the replacement for the forward of a ResnetBlock2D, after comparing the two on random samples.
 
     Raises:
-        UnrecognisedNormError: the results differ, or the block does not have the expected norms and
+        UnpatchableModuleError: the results differ, or the block does not have the expected norms and
             activation.
     """
     check_not_replaced(module)
     if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
-        raise UnrecognisedNormError("it samples up or down: its norms are taken alone")
+        raise UnpatchableModuleError("it samples up or down: its norms are taken alone")
     name = find_activation_name(module.nonlinearity)
     if name is None or not (_is_fusible_norm(module.norm1) and _is_fusible_norm(module.norm2)):
-        raise UnrecognisedNormError(
+        raise UnpatchableModuleError(
             "its norms and nonlinearity are not GroupNorms and an activation to be taken as one"
         )
     forward = ResnetBlockForward(module, get_input_name(module))
@@ -175,9 +175,9 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
         matches_forward = _matches_forward_on_samples(module)
     # The forward may be that of another version of the class.
     except Exception as error:
-        raise UnrecognisedNormError(f"a small one of its kind raised {type(error).__name__}") from error
+        raise UnpatchableModuleError(f"a small one of its kind raised {type(error).__name__}") from error
     if not matches_forward:
-        raise UnrecognisedNormError("a small one of its kind computes something else")
+        raise UnpatchableModuleError("a small one of its kind computes something else")
     return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
 
 

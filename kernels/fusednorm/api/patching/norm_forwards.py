@@ -89,7 +89,7 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
     """Make the replacement for a norm's forward; None for a module that does not look like a norm.
 
     Raises:
-        UnrecognisedNormError: the module must not be patched.
+        UnpatchableModuleError: the module must not be patched.
     """
     norm = recognise_norm(module)
     if norm is None:

@@ -92,7 +92,7 @@ class RecognisedNorm:
         return f"{self.operation}{offset}, as {self.class_name} has it"
 
 
-class UnrecognisedNormError(Exception):
+class UnpatchableModuleError(Exception):
     """A module must not be patched; the message has the reason."""
 
 
@@ -100,30 +100,30 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
     """Determine which norm a module is; None if neither its class nor its forward's code names one.
 
     Raises:
-        UnrecognisedNormError: the kernels cannot compute the norm, or it must not be patched.
+        UnpatchableModuleError: the kernels cannot compute the norm, or it must not be patched.
     """
     kind = type(module)
     if not _looks_like_norm(module):
         if function := _find_called_norm(module):
-            raise UnrecognisedNormError(f"its forward calls the function {function}: only modules are patched")
+            raise UnpatchableModuleError(f"its forward calls the function {function}: only modules are patched")
         return None
     check_not_replaced(module)
     if kind.__module__.startswith("fusednorm."):
-        raise UnrecognisedNormError("on these kernels already")
+        raise UnpatchableModuleError("on these kernels already")
     for torch_class, recognise_one in _OF_TORCH.items():
         if kind.forward is torch_class.forward:
             return recognise_one(module)
     if getattr(module, "_fast_norm", False):
-        raise UnrecognisedNormError("timm's fast norm is switched on, which autocast treats otherwise")
+        raise UnpatchableModuleError("timm's fast norm is switched on, which autocast treats otherwise")
     of_timm = _TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
     if of_timm is not None and isinstance(module, of_timm):
         return _recognise_timm_norm(module, of_timm)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-        raise UnrecognisedNormError(f"{kind.__name__} has a forward of its own")
+        raise UnpatchableModuleError(f"{kind.__name__} has a forward of its own")
     if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
-        raise UnrecognisedNormError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
+        raise UnpatchableModuleError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
     if kind.__module__.startswith("torch."):
-        raise UnrecognisedNormError(f"no kernel for {kind.__name__}")
+        raise UnpatchableModuleError(f"no kernel for {kind.__name__}")
     return _recognise_by_results(module)
 
 
@@ -154,15 +154,15 @@ def _find_called_norm(module: nn.Module) -> str | None:
 
 
 def check_not_replaced(module: nn.Module) -> None:
-    """Raise UnrecognisedNormError if a module's forward is no longer that of its class.
+    """Raise UnpatchableModuleError if a module's forward is no longer that of its class.
 
     A hook of accelerate that calls the class's forward is accepted.
     """
     forward = vars(module).get(get_forward_attribute(module))
     if isinstance(forward, PatchedForward):
-        raise UnrecognisedNormError("patched already")
+        raise UnpatchableModuleError("patched already")
     if not is_forward_of_class(module, forward):
-        raise UnrecognisedNormError("its forward is replaced by another")
+        raise UnpatchableModuleError("its forward is replaced by another")
 
 
 def get_input_name(module: nn.Module) -> str:
@@ -203,17 +203,17 @@ def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
     """Recognise a norm of timm, whose results on random data must be those of torch's class `base`.
 
     Raises:
-        UnrecognisedNormError: the results differ, or the kernels do not support the module.
+        UnpatchableModuleError: the results differ, or the kernels do not support the module.
     """
     found = _OF_TORCH[base](module)
     if base is nn.GroupNorm:
         shape, formula = (3, module.num_channels, 2, 2), _make_group_norm_formula(module.num_groups)
     else:
         if len(module.normalized_shape) != 1:
-            raise UnrecognisedNormError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
+            raise UnpatchableModuleError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
         shape, formula = (3, 2, *module.normalized_shape), _compute_layer_norm
     if not _matches_formula(_ForwardProbe(module, shape, module.eps), formula):
-        raise UnrecognisedNormError(f"{type(module).__name__} computes something else than {found.description}")
+        raise UnpatchableModuleError(f"{type(module).__name__} computes something else than {found.description}")
     return found
 
 
@@ -221,7 +221,7 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
     """Recognise an RMSNorm of any class by its results on random data.
 
     Raises:
-        UnrecognisedNormError: the module computes no RMSNorm, or has attributes that might change its
+        UnpatchableModuleError: the module computes no RMSNorm, or has attributes that might change its
             results.
     """
     name = type(module).__name__
@@ -229,13 +229,13 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
     weight, eps_name = parameters.get("weight"), _find_eps_attribute(module)
     others = parameters.keys() - {"weight", "bias"}
     if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers or module._modules:
-        raise UnrecognisedNormError(
+        raise UnpatchableModuleError(
             f"{name} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a "
             "bias"
         )
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
-            raise UnrecognisedNormError(f"{name} has {key}, which is unknown")
+            raise UnpatchableModuleError(f"{name} has {key}, which is unknown")
     eps = getattr(module, eps_name)
     _check_eps(eps)
     _check_parameter("weight", weight, tuple(weight.shape))
@@ -245,10 +245,10 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
             observed = ProbedProperties(eps_name, offset, probe.find_result_dtypes(), probe.find_autocast_dtypes())
             return RecognisedNorm("rms_norm", observed, name)
     if _matches_formula(probe, _compute_layer_norm):
-        raise UnrecognisedNormError(
+        raise UnpatchableModuleError(
             f"{name} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
         )
-    raise UnrecognisedNormError(f"{name} computes neither rms_norm nor layer_norm")
+    raise UnpatchableModuleError(f"{name} computes neither rms_norm nor layer_norm")
 
 
 def _find_eps_attribute(module: nn.Module) -> str | None:
@@ -256,37 +256,37 @@ def _find_eps_attribute(module: nn.Module) -> str | None:
 
 
 def _check_eps(eps: float) -> None:
-    """Raise UnrecognisedNormError unless eps is a finite number of at least 0."""
+    """Raise UnpatchableModuleError unless eps is a finite number of at least 0."""
     try:
         validate_eps(eps)
     except KernelInputError as error:
-        raise UnrecognisedNormError(str(error)) from error
+        raise UnpatchableModuleError(str(error)) from error
 
 
 def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
-    """Raise UnrecognisedNormError for a shape or parameters that no kernel supports."""
+    """Raise UnpatchableModuleError for a shape or parameters that no kernel supports."""
     size = torch.Size(shape).numel()
     if not shape or not 0 < size <= MAX_COLS:
-        raise UnrecognisedNormError(f"no kernel takes normalized_shape {list(shape)}")
+        raise UnpatchableModuleError(f"no kernel takes normalized_shape {list(shape)}")
     for name in ("weight", "bias"):
         _check_parameter(name, getattr(module, name, None), shape)
 
 
 def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
-    """Raise UnrecognisedNormError unless a parameter is None or a plain float tensor of `shape`, not sharded."""
+    """Raise UnpatchableModuleError unless a parameter is None or a plain float tensor of `shape`, not sharded."""
     if parameter is None:
         return
     kind = type(parameter)
     if kind is not Parameter and kind is not Tensor:
-        raise UnrecognisedNormError(f"its {name} is a {kind.__name__}")
+        raise UnpatchableModuleError(f"its {name} is a {kind.__name__}")
     if parameter.is_meta:
-        raise UnrecognisedNormError(f"its {name} is on the meta device, without values")
+        raise UnpatchableModuleError(f"its {name} is on the meta device, without values")
     if parameter.device.type not in ("cuda", "cpu"):
-        raise UnrecognisedNormError(f"no kernel for {parameter.device.type}")
+        raise UnpatchableModuleError(f"no kernel for {parameter.device.type}")
     if not parameter.numel() or tuple(parameter.shape) != shape or not parameter.untyped_storage().size():
-        raise UnrecognisedNormError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
+        raise UnpatchableModuleError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
     if parameter.dtype not in FLOAT_DTYPES:
-        raise UnrecognisedNormError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
+        raise UnpatchableModuleError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
 
 
 def _make_rms_norm_formula(weight_offset: float) -> _Formula:
@@ -388,13 +388,15 @@ def _matches_formula(probe: _ForwardProbe, formula: _Formula) -> bool:
     """Return whether the results of a forward agree with a formula.
 
     Raises:
-        UnrecognisedNormError: the forward raised an exception.
+        UnpatchableModuleError: the forward raised an exception.
     """
     try:
         return probe.matches_formula(formula)
     # The forward of an unknown class may raise anything.
     except Exception as error:
-        raise UnrecognisedNormError(f"its forward of a few random samples raised {type(error).__name__}") from error
+        raise UnpatchableModuleError(
+            f"its forward of a few random samples raised {type(error).__name__}"
+        ) from error
 
 
 _CAST = (

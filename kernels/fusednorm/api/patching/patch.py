@@ -8,7 +8,7 @@ from torch import nn
 
 from fusednorm.api.patching.fused_blocks import find_block_replacement
 from fusednorm.api.patching.norm_forwards import find_norm_replacement
-from fusednorm.api.patching.norm_recognition import UnrecognisedNormError
+from fusednorm.api.patching.norm_recognition import UnpatchableModuleError
 from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute
 from fusednorm.api.patching.report import PatchReport
 from fusednorm.devices.device_properties import HAS_TRITON
@@ -66,8 +66,8 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
                 if found is None:
                     continue
                 if only is not None and not only(path, module):
-                    raise UnrecognisedNormError("left out by `only`")
-            except UnrecognisedNormError as reason:
+                    raise UnpatchableModuleError("left out by `only`")
+            except UnpatchableModuleError as reason:
                 skipped[path] = str(reason)
                 continue
             setattr(module, get_forward_attribute(module), found.forward)

@@ -89,10 +89,10 @@ def choose_backward(
         waits: whether programs may wait for one another, which requires a cooperative launch.
     """
     if sample.channels_last:
-        measured = find_measured_config(sample, itemsize, multiprocessors) if waits else None
+        measured = find_measured_channels_last_config(sample, itemsize, multiprocessors) if waits else None
         if measured is not None:
             return measured
-        streamed = find_stream_backward(sample, itemsize)
+        streamed = find_backward_stream(sample, itemsize)
         is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
         if streamed is not None and is_large:
             return streamed
@@ -141,7 +141,7 @@ def find_cooperative_backward(
     )
 
 
-def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
+def find_backward_stream(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
     """Find the configuration that reads channels-last samples twice: for sums of columns, then for dx.
 
     The result is None if even the largest program has too few lanes to load all columns of a position at
@@ -156,7 +156,7 @@ def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleSt
     return find_measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
 
 
-def find_measured_config(
+def find_measured_channels_last_config(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
     """Find the measured configuration for channels-last samples of this shape; None if no entry fits.

@@ -75,8 +75,8 @@ class GroupNormForwardCall(GroupNormCall):
 
     @property
     def channel_indexing(self) -> tuple[int, ...]:
-        """`compute_indexing` in vectors of `group_vec` elements if each has one channel, else in elements."""
-        return self.compute_indexing(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+        """The channel arguments in vectors of `group_vec` elements if each has one channel, else in elements."""
+        return self.compute_channel_arguments(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
 
     @property
     def is_skewed(self) -> bool:
@@ -100,7 +100,7 @@ class GroupNormForwardCall(GroupNormCall):
         """Registers that dropout or the activation needs in addition to USUAL_REGISTERS."""
         return 48 if self.options.dropout else 16 if self.options.activation == "gelu" else 0
 
-    def compute_indexing(self, unit: int) -> tuple[int, ...]:
+    def compute_channel_arguments(self, unit: int) -> tuple[int, ...]:
         """Compute the kernel arguments from which a kernel finds the channel of a unit of `unit` elements.
 
         The arguments are the groups of a sample, the channels of a group, the divisor, multiplier and shift for
@@ -133,9 +133,9 @@ class GroupNormForwardCall(GroupNormCall):
 
     @property
     def fragment_indexing(self) -> tuple[int, ...]:
-        """`compute_indexing` in vectors of 16 bytes, or in elements if such a vector may have two channels."""
+        """The channel arguments in vectors of 16 bytes, or in elements if such a vector may have two channels."""
         vector = 16 // self.x.element_size()
-        return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
+        return self.compute_channel_arguments(vector if self.sample.hw % vector == 0 else 1)
 
     def find_parameter_unit(self, chunk_elements: int, fragment_elements: int) -> str:
         """Find the largest unit of a contiguous group whose elements always belong to one channel.
@@ -204,7 +204,7 @@ class GroupNormBackwardCall(GroupNormCall):
         """Allocate memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
         return allocate_pair(self.x, self.n * splits, self.sample.c)
 
-    def allocate_wanted_partials(self, splits: int) -> tuple[Array | None, Array | None]:
+    def allocate_partials_if_wanted(self, splits: int) -> tuple[Array | None, Array | None]:
         """Allocate the memory of `allocate_partials` if the gradient of any parameter is wanted.
 
         Otherwise return (None, None); for kernels that write these sums only for the gradients of parameters.
@@ -227,7 +227,7 @@ class GroupNormForwardConfig(ABC):
         """Return whether programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
-    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+    def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
         """Reduce the resident programs until the call's registers suffice; None if they never do."""
         return self
 

@@ -72,7 +72,7 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
     choices: tuple[GroupNormForwardConfig, ...] = (config,) if config is not None else ()
     if config is None:
         choices = list_candidates(sample, size, count_multiprocessors(call.x.device), may_wait())
-    fitting = (fits for choice in choices if (fits := choice.fit_to_registers(call)) is not None)
+    fitting = (fits for choice in choices if (fits := choice.reduce_residency(call)) is not None)
     config = next(fitting, None) or find_two_pass_forward(sample, size)
     return copies + config.plan_launches(call)
 
@@ -185,7 +185,7 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
         if not _can_use_blocks(sample, block.block_groups, itemsize):
             continue
         if isinstance(block, ForwardCooperativeBlock):
-            rows = make_block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
+            rows = make_block_tile(sample, block.block_groups, block.num_warps, itemsize).positions
             members = block.count_members(sample, itemsize)
             block = replace(block, chunks=-(-sample.hw // (members * rows)))
         yield block
@@ -215,7 +215,7 @@ def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
 
     def compute_padded_columns(count: int) -> tuple[int, int]:
         tile = make_block_tile(sample, count, 1, itemsize)
-        return -(-sample.groups // count) * tile.vectors * tile.vec, count
+        return -(-sample.groups // count) * tile.threads_per_position * tile.vec, count
 
     return tuple(sorted(wide, key=compute_padded_columns))
 
@@ -239,10 +239,10 @@ def _find_block(
     if most is None or (sums > 1 and sample.hw >= STREAM_POSITIONS):
         return None
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
-        chunks = -(-sample.hw // make_block_tile(sample, groups, warps, itemsize).rows)
+        chunks = -(-sample.hw // make_block_tile(sample, groups, warps, itemsize).positions)
         if chunks <= most:
             return ForwardResidentBlock(groups, warps, programs_per_sm, writers=4)
-    rows = make_block_tile(sample, groups, 8, itemsize).rows
+    rows = make_block_tile(sample, groups, 8, itemsize).positions
     members = -(-sample.hw // (most * rows))
     may_stream = find_stream_warps(sample, itemsize) is not None
     if not waits or members > multiprocessors or (may_stream and (sums > 1 or sample.hw >= STREAM_POSITIONS)):

@@ -107,7 +107,7 @@ def load_tiles(
 
 
 @triton.jit
-def load_gradient_tiles(
+def load_backward_tiles(
     dy_ptr, x_ptr, residual_ptr, start, at, step, position, left, channel_mask, enabled,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def compute_tile_gradient(
     """Compute h - mean and GAIN * dz of tile i of a fragment, [LANES, GROUP] each.
 
     Here, dz is the gradient of z, the affine step's output: z is GAIN * ((h - mean) * slope + offset).
-    `fragment` is the result of `load_gradient_tiles`; `position` and `sample_position` are the positions of
+    `fragment` is the result of `load_backward_tiles`; `position` and `sample_position` are the positions of
     the tile's elements in the fragment and in the sample.
     """
     centred = add_residual_chunk(fragment[1], fragment[2], i) - mean

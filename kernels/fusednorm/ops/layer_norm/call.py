@@ -101,7 +101,7 @@ class LayerNormCall:
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
-    def make_constexprs(self, vec: int) -> dict[str, object]:
+    def make_common_constexprs(self, vec: int) -> dict[str, object]:
         """Make the constexprs that all LayerNorm kernels with an epilogue have in common.
 
         Sizes and strides are arguments in units of `vec` elements.  Each launch adds the constexprs of its own
@@ -180,7 +180,7 @@ class LayerNormForwardCall(LayerNormCall):
         """The tensor for the scales of float8 rows."""
         return None if isinstance(self.out, RowStatistics) else self.out.scale
 
-    def layout_of_float8(self) -> RowLayout:
+    def make_float8_layout(self) -> RowLayout:
         """Make the layout of rows for a pass whose y is float8.
 
         Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would

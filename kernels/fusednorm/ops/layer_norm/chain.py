@@ -54,7 +54,7 @@ class ChainCall:
         """Compute the distance in programs at which a program prefetches a later row into L2."""
         return ahead_per_sm * count_multiprocessors(self.x.device)
 
-    def make_constexprs(self, vec: int) -> dict[str, object]:
+    def make_common_constexprs(self, vec: int) -> dict[str, object]:
         """Make the constexprs of both kernels."""
         return {"NORMS": len(self.weights), "VEC": vec}
 
@@ -66,7 +66,7 @@ def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launc
     options = {
         **config.make_options(cols),
         "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x),
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     arguments = (*call.tensors, call.compute_prefetch_distance(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
     by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 1)
@@ -80,7 +80,7 @@ def plan_sweep_chain(call: ChainCall, config: LayerNormForwardSweep) -> list[Lau
     options = {
         **config.make_options(cols, call.x.element_size()),
         "PREFETCH": can_prefetch(layout.vec, call.x),
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     arguments = (
         *call.tensors,
@@ -173,7 +173,7 @@ def _compute_lane_sums(h, pivot, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _compute_row_moments_after_norms(
+def _compute_row_mean_and_variance_after_norms(
     x_ptr,
     x_row,
     weight_ptrs,
@@ -188,8 +188,8 @@ def _compute_row_moments_after_norms(
 ):
     """Compute the moments of a row after the first norms of the chain, by reading x and applying these norms.
 
-    The results are rough, shift and variance, as in `compute_row_moments`: the mean is rough + shift.  The
-    moments of the first norms are in `roughs`, `shifts` and `rstds`.
+    The results are rough, shift and variance, as in `compute_row_mean_and_variance`: the mean is rough + shift.
+    The moments of the first norms are in `roughs`, `shifts` and `rstds`.
 
     The row is longer than BLOCK_N.  The pivots are from the first chunk, which is full; every second norm
     reads the other chunks backwards.
@@ -249,7 +249,7 @@ def layer_norm_chain_sweep_kernel(
     shifts = ()
     rstds = ()
     for _ in tl.static_range(NORMS):
-        rough, shift, variance = _compute_row_moments_after_norms(
+        rough, shift, variance = _compute_row_mean_and_variance_after_norms(
             x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, cols, EVEN, BLOCK_N, GROUP
         )
         roughs = roughs + (rough,)

@@ -66,7 +66,7 @@ class KeyringEntry:
             caller = self._identities[address] = ClientIdentity(address, self.key.name, self.key.max_inflight_bytes)
         return caller
 
-    def require_valid(self, now: float) -> None:
+    def require_unexpired(self, now: float) -> None:
         """Refuse the key if it has expired by `now`, in seconds since 1970.
 
         Raises:
@@ -84,7 +84,7 @@ class KeyringEntry:
             UnauthorizedError: the key has expired.
             ForbiddenError: it has none of these scopes.
         """
-        self.require_valid(now)
+        self.require_unexpired(now)
         if not needed & self.key.scopes:
             raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
 
@@ -142,7 +142,8 @@ class Keyring:
         """Accept only these keys from now on; a key whose rate limit is unchanged keeps its token bucket."""
         rates = {grant.key.name: grant.token_bucket for grant in self._by_digest.values()}
         self._by_digest = {
-            key.digest: KeyringEntry(key, self._make_token_bucket(key, rates.get(key.name))) for key in keys
+            key.digest: KeyringEntry(key, self._reuse_or_make_token_bucket(key, rates.get(key.name)))
+            for key in keys
         }
         self._by_name = {grant.key.name: grant for grant in self._by_digest.values()}
         self._by_token = {}
@@ -164,7 +165,7 @@ class Keyring:
         """Return the entry of the key with this name; None if there is none."""
         return self._by_name.get(name)
 
-    def _make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
+    def _reuse_or_make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
         """Return the token bucket for a key's rate limit; None if the key has no limit.
 
         The bucket `before` the change is kept, with its tokens, if the limit is unchanged.

@@ -92,7 +92,7 @@ class CpuBackend:
         )
 
     def run(self, batch: Batch) -> BatchResult:
-        if len(batch.jobs) == 1 and (prepared_job := find_prepared_job(batch.jobs[0])) is not None:
+        if len(batch.jobs) == 1 and (prepared_job := get_or_prepare_job(batch.jobs[0])) is not None:
             return prepared_job.run()
         return self._run_batch(batch)
 
@@ -107,7 +107,7 @@ class CpuBackend:
         if job.layer is not None:
             tensors |= collect_parameters(job.layer.backend_parameters)
         ready = time.perf_counter()
-        outputs = run_operation(batch_invariant, job.spec, tensors, self._choose_result_memory(batch))
+        outputs = run_operation(batch_invariant, job.spec, tensors, self._make_result_memory_argument(batch))
         computed = time.perf_counter()
         ordered = {
             name: to_host_tensor(restore_payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()
@@ -159,7 +159,7 @@ class CpuBackend:
             return {}
         return {"resident": pages * resource.getpagesize()}
 
-    def _choose_result_memory(self, batch: Batch) -> dict[str, Any]:
+    def _make_result_memory_argument(self, batch: Batch) -> dict[str, Any]:
         """Return the library's argument that decides where a large output y is written; empty for operations
         that do not take it.
 
@@ -234,7 +234,7 @@ def _read_processor_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
+def get_or_prepare_job(job: NormJob) -> "PreparedCpuJob | None":
     """Return the prepared form of a recurring job, which is made at the first job and kept in its replay
     slot.
 

@@ -138,7 +138,7 @@ class TritonBackend:
             ChunkExecutionContext(CudaStreams(urgent=False), CudaGraphCapturer(), _DEVICE) for _ in range(2)
         ]
         self._chunk_workspaces = itertools.cycle(workspaces)
-        self.shareable_device = _find_shareable_device(torch.cuda.current_device())
+        self.shareable_device = _open_shareable_device(torch.cuda.current_device())
         # While other processes compile.
         self._replayer_class = build.load_extension()
         bandwidth = copy_bandwidth(device)
@@ -203,12 +203,12 @@ class TritonBackend:
         if is_alone and (prepared := self._get_client_memory_launch(job)) is not None:
             return prepared.start()
         began = time.perf_counter()
-        places = self._buffer_allocator.allocate(batch)
+        places = self._buffer_allocator.prepare_buffers(batch)
         pipeline = self._pipelines[batch.lane]
         if (call := get_in_place_call(places, fusednorm)) is not None:
             parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
             packed_s = time.perf_counter() - began
-            pending = pipeline.start_single_stage(functools.partial(call, **parameters), places)
+            pending = pipeline.start_single_step(functools.partial(call, **parameters), places)
         else:
             chunks = divide_rows(job, LAUNCHED) if is_alone else ()
             packed_s = time.perf_counter() - began
@@ -247,7 +247,11 @@ class TritonBackend:
         # On one stream whatever its size: graphs share memory, so that all of them follow one another.
         pipeline = self._pipelines[QueueLane.SMALL]
         return prepare_client_memory_launch(
-            self._buffer_allocator.own(job), fusednorm, pipeline, self._graph_cache, self._chunk_workspaces
+            self._buffer_allocator.describe_job_buffers(job),
+            fusednorm,
+            pipeline,
+            self._graph_cache,
+            self._chunk_workspaces,
         )
 
     @torch.inference_mode()
@@ -310,7 +314,7 @@ class TritonBackend:
         prepared = replay_slot.prepared
         if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.captured_graph) is None:
             return None
-        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.stage_events]
+        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.part_events]
         stream = prepared.pipeline.compute_stream.cuda_stream
         return CapturedLaunch(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
@@ -348,7 +352,7 @@ class TritonBackend:
         }
 
 
-def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
+def _open_shareable_device(ordinal: int) -> ShareableDevice | None:
     """Return the CUDA device of that ordinal, for sharing its memory with clients; None, with a warning,
     if it cannot be shared.
     """

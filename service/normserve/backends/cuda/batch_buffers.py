@@ -122,7 +122,7 @@ class BatchBufferAllocator:
         self._slabs = slabs
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
-    def allocate(self, batch: Batch) -> BatchBuffers:
+    def prepare_buffers(self, batch: Batch) -> BatchBuffers:
         """Allocate a slab for a batch's results, unless these go to a single job's own buffers.
 
         The tensors of small jobs are copied into the slab too.
@@ -140,7 +140,7 @@ class BatchBufferAllocator:
             batch, layout, None if is_placed else self._slabs.borrow(layout.result_bytes), is_packed=False
         )
 
-    def own(self, job: NormJob) -> BatchBuffers:
+    def describe_job_buffers(self, job: NormJob) -> BatchBuffers:
         """Describe the buffers of a single job that has its own tensors and result buffers; nothing is
         allocated.
         """

@@ -18,7 +18,7 @@ from normserve.backends.cuda.batch_buffers import BatchBuffers, make_tensors_in_
 from normserve.backends.cuda.copied_launches import REPLAYED, divide_rows, make_chunk_launches
 from normserve.backends.cuda.graph_cache import GraphCache, GraphCapturer, RepeatedCall
 from normserve.backends.cuda.pinned import is_registered, view_on_device
-from normserve.backends.cuda.pipeline import PendingCudaLaunch, StageEvents, StreamFactory, StreamPipeline
+from normserve.backends.cuda.pipeline import PartEvents, PendingCudaLaunch, StreamFactory, StreamPipeline
 from normserve.backends.library_calls import bind_operation, collect_parameters, make_output_argument, run_operation
 from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
@@ -53,7 +53,7 @@ class ClientMemoryLaunch:
         results: the result tensors in the client's memory.
         kernel_bytes: the fewest bytes that the launch must move.
         pipeline: on whose compute stream it is always launched.
-        stage_events: of its copied parts; empty if nothing is copied.
+        part_events: of its copied parts; empty if nothing is copied.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class ClientMemoryLaunch:
         kernel_bytes: int,
         pipeline: StreamPipeline,
         repeated: RepeatedCall,
-        marks: Sequence[StageEvents] = (),
+        marks: Sequence[PartEvents] = (),
     ) -> None:
         self.results = results
         self.kernel_bytes = kernel_bytes
         self.pipeline = pipeline
-        self.stage_events = marks
+        self.part_events = marks
         self._repeated_call = repeated
 
     @property
@@ -79,7 +79,7 @@ class ClientMemoryLaunch:
         """Launch the job on the current content of its tensors; after a number of launches, also capture it as
         a graph.
         """
-        pending = self.pipeline.start_single_stage(self._repeated_call.run, self, self.stage_events)
+        pending = self.pipeline.start_single_step(self._repeated_call.run, self, self.part_events)
         # While the device computes it.
         pending.set_results((self.results,), (self.kernel_bytes,), are_placed=True)
         if self._repeated_call.is_capture_due:
@@ -163,8 +163,8 @@ def prepare_client_memory_launch(
         parts = make_chunk_launches(job, chunks, places.view_results(), library, workspace.make_tensors_like)
         if not parts:
             return None
-        marks = workspace.pipeline.make_stage_events(len(parts))
-        put = functools.partial(workspace.pipeline.enqueue_launches, parts, marks)
+        marks = workspace.pipeline.make_part_events(len(parts))
+        put = functools.partial(workspace.pipeline.enqueue_for_capture, parts, marks)
         repeated = RepeatedCall(put, job.spec, workspace.graph_cache)
         return ClientMemoryLaunch(share, nbytes, workspace.pipeline, repeated, marks)
 

@@ -202,7 +202,7 @@ def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
-    unit = _count_aligned_rows(job)
+    unit = _compute_row_alignment(job)
     units = job.rows // unit
     count = min(job.nbytes // sizes.min_bytes, sizes.max_count, units)
     if count < 2:
@@ -211,7 +211,7 @@ def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
     return [range(first, end) for first, end in itertools.pairwise([*edges, job.rows])]
 
 
-def _count_aligned_rows(job: NormJob) -> int:
+def _compute_row_alignment(job: NormJob) -> int:
     """Return the smallest number of rows, or samples, whose bytes are a multiple of 16 in every tensor.
 
     Chunks of a multiple of this number begin at addresses that are aligned for the kernels.

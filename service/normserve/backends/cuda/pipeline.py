@@ -63,7 +63,7 @@ class StagedLaunch(Protocol):
     def copy_out(self) -> None: ...
 
 
-class StageEvents(NamedTuple):
+class PartEvents(NamedTuple):
     """The events around the computation of one of the parts in which a batch is copied and computed.
 
     Attributes:
@@ -103,13 +103,13 @@ class PendingCudaLaunch(PendingLaunch):
         "_results",
         "_retained",
         "_spare_events",
-        "_stage_events",
+        "_part_events",
     )
 
     def __init__(
         self,
         began: StreamEvent,
-        parts: Sequence[StageEvents],
+        parts: Sequence[PartEvents],
         leaving: StreamEvent | None,
         ended: StreamEvent,
         *,
@@ -125,7 +125,7 @@ class PendingCudaLaunch(PendingLaunch):
             held: the memory that the stages read and write until `wait` returns.
             events: those of them that are added to `spare` after the end.
         """
-        self._begin_event, self._stage_events, self._copy_out_event, self._end_event = began, parts, leaving, ended
+        self._begin_event, self._part_events, self._copy_out_event, self._end_event = began, parts, leaving, ended
         self._retained, self._events, self._spare_events = held, events, spare
         self._is_complete = False
 
@@ -178,9 +178,9 @@ class PendingCudaLaunch(PendingLaunch):
         began = self._begin_event
         total_s = began.elapsed_time(self._end_event) / 1000
         took = StageSeconds(0.0, total_s, 0.0)
-        if self._stage_events:
+        if self._part_events:
             copy_in_s = compute_s = before = 0.0
-            for arrived, started, computed in self._stage_events:
+            for arrived, started, computed in self._part_events:
                 arrived_s, computed_s = began.elapsed_time(arrived) / 1000, began.elapsed_time(computed) / 1000
                 started_s = arrived_s if started is arrived else began.elapsed_time(started) / 1000
                 copy_in_s += max(0.0, arrived_s - before)
@@ -246,14 +246,14 @@ class StreamPipeline:
             began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare_events
         )
 
-    def enqueue_launches(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
+    def enqueue_for_capture(self, parts: Sequence[StagedLaunch], replayed: Sequence[PartEvents]) -> None:
         """Enqueue copy-in, compute and copy-out of each part, so that a capture of the compute stream includes
         all of them.
 
         They run after all earlier work of the compute stream, and before all its later work.  The compute
         stream must be the thread's current one, and is so afterwards.
 
-        Args: replayed: of each part; from `make_stage_events`.
+        Args: replayed: of each part; from `make_part_events`.
         """
         on_way_in, on_device, on_way_out = self._streams
         events: list[StreamEvent] = []
@@ -266,8 +266,8 @@ class StreamPipeline:
             # A wait on a stream refers to the event as it was recorded before: the events can be recorded again.
             self._spare_events += events
 
-    def start_single_stage(
-        self, stage: Callable[[], object], held: object, marks: Sequence[StageEvents] = ()
+    def start_single_step(
+        self, stage: Callable[[], object], held: object, marks: Sequence[PartEvents] = ()
     ) -> PendingCudaLaunch:
         """Enqueue a batch as one step on the compute stream, such as a launch without copies or the replay of
         a graph.
@@ -292,10 +292,10 @@ class StreamPipeline:
             began, marks, None, ended, held=(held, value), events=events, spare=self._spare_events
         )
 
-    def make_stage_events(self, count: int) -> Sequence[StageEvents]:
+    def make_part_events(self, count: int) -> Sequence[PartEvents]:
         """Make events for `count` parts, which each replay of a graph records."""
         made = [(self._factory.make_graph_event(), self._factory.make_graph_event()) for _ in range(count)]
-        return [StageEvents(arrived, arrived, computed) for arrived, computed in made]
+        return [PartEvents(arrived, arrived, computed) for arrived, computed in made]
 
     def run_on_compute_stream(self, work: Callable[[], object]) -> None:
         """Run a function with the compute stream as the thread's current one, outside any batch's measured time."""
@@ -308,8 +308,8 @@ class StreamPipeline:
         events: list[StreamEvent],
         *,
         are_measured_apart: bool = False,
-        replayed: Sequence[StageEvents] = (),
-    ) -> tuple[Sequence[StageEvents], StreamEvent | None]:
+        replayed: Sequence[PartEvents] = (),
+    ) -> tuple[Sequence[PartEvents], StreamEvent | None]:
         """Enqueue copy-in, compute and copy-out of each part; return each part's events, and the event before
         the last copy-out.
 
@@ -323,7 +323,7 @@ class StreamPipeline:
         """
         on_way_in, on_device, on_way_out = self._streams
         are_measured_apart = are_measured_apart and on_way_in is not on_device
-        marks: list[StageEvents] = []
+        marks: list[PartEvents] = []
         leaving = None
         for number, part in enumerate(parts):
             with self._factory.use(on_way_in):
@@ -348,7 +348,7 @@ class StreamPipeline:
                 if are_measured_apart:
                     leaving = self._record_event(on_way_out, events)
                 part.copy_out()
-            marks.append(StageEvents(arrived, started, computed))
+            marks.append(PartEvents(arrived, started, computed))
         return marks, leaving
 
     def _record_event(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:

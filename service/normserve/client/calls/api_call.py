@@ -50,7 +50,7 @@ class ApiCall(Generic[R]):
         """The path with its query."""
         return _make_target(self.path, tuple(self.params.items()))
 
-    def select_heads(self) -> "ApiCall[R] | None":
+    def assume_per_head_parameters(self) -> "ApiCall[R] | None":
         """Return this call with the results expected of a layer that has separate parameters for each head.
 
         None if no result depends on whether a registered layer has parameters for each head.
@@ -58,7 +58,9 @@ class ApiCall(Generic[R]):
         results = self.expected_results
         if results is None or not any(each.max_heads for each in results.values()):
             return None
-        return replace(self, expected_results={name: each.select_heads() for name, each in results.items()})
+        return replace(
+            self, expected_results={name: each.assume_per_head_parameters() for name, each in results.items()}
+        )
 
     def encode_body(self) -> list[bytes | memoryview] | None:
         """Encode the tensors as safetensors; return None for a call without a body.

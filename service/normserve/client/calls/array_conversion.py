@@ -192,7 +192,7 @@ def _describe_torch(name: str, tensor: Any) -> HostTensor:
     dtype = _find_torch_dtype(name, tensor.dtype)
     if tensor.is_cuda:
         return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
-    return HostTensor(dtype, tuple(tensor.shape), _copy_to_host_bytes(tensor))
+    return HostTensor(dtype, tuple(tensor.shape), _get_host_bytes(tensor))
 
 
 class TorchCudaTensor(HostTensor):
@@ -219,12 +219,12 @@ class TorchCudaTensor(HostTensor):
         """The tensor's bytes in host memory, copied there at the first access."""
         copy = self._copy
         if copy is None:
-            copy = _copy_to_host_bytes(self.view_tensor)
+            copy = _get_host_bytes(self.view_tensor)
             object.__setattr__(self, "_copy", copy)
         return copy
 
 
-def _copy_to_host_bytes(tensor: Any) -> memoryview:
+def _get_host_bytes(tensor: Any) -> memoryview:
     """Return a tensor's bytes in row-major order, copied unless the tensor is contiguous in host memory."""
     torch: Any = sys.modules["torch"]
     flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)

@@ -62,7 +62,7 @@ class TensorListCall:
         self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
         self._row_counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
-    def iterate_buffers(self) -> Iterator[tuple[str, ConcatenationPlan]]:
+    def iterate_plans(self) -> Iterator[tuple[str, ConcatenationPlan]]:
         """Yield the name of each argument that is a list of tensors, and the plan for its concatenation.
 
         The lists are checked on the way: they must be as long as x, with tensors that fit those of x.

@@ -280,7 +280,7 @@ class ClientHttpConnection(SocketReceiver):
         sent = yield from self.send_request([head, *parts])
         answer = yield from self.receive_head(blocking_receive)
         status, headers = answer.status, answer.headers
-        length, reception = answer.body_bytes, None
+        length, reception = answer.remaining_body_bytes, None
         # A response as expected needs no limited buffer.
         if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
             reception = LimitedBody(status, headers, most_bytes)
@@ -310,7 +310,7 @@ class ClientHttpConnection(SocketReceiver):
         self._send_error = None
         turn = 0
         try:
-            if not self._is_tls and self._send_without_waiting(parts):
+            if not self._is_tls and self._send_in_one_call(parts):
                 return True
             views = [memoryview(part).cast("B") for part in parts if len(part)]
             if self._is_tls:
@@ -363,20 +363,22 @@ class ClientHttpConnection(SocketReceiver):
         The pieces of a chunked body are decoded.
         """
         while True:
-            if head.body_bytes == 0 or (head.chunk_decoder is not None and head.chunk_decoder.is_complete):
+            if head.remaining_body_bytes == 0 or (
+                head.chunk_decoder is not None and head.chunk_decoder.is_complete
+            ):
                 return None
             if self._begin == self._end:
-                into = np.empty(min(_PIECE_BYTES, head.body_bytes or _PIECE_BYTES), np.uint8).data
+                into = np.empty(min(_PIECE_BYTES, head.remaining_body_bytes or _PIECE_BYTES), np.uint8).data
                 if self._is_tls:
                     # Let the caller check the deadline, as between interim responses.
                     yield self._descriptor, READ | WRITE
                 got = yield from self._receive(into)
                 piece = into[:got]
             else:
-                piece = memoryview(bytes(self._take_buffered(head.body_bytes or _PIECE_BYTES)))
+                piece = memoryview(bytes(self._take_buffered(head.remaining_body_bytes or _PIECE_BYTES)))
             if not piece:
-                if head.body_bytes is None and head.chunk_decoder is None:
-                    head.body_bytes = 0
+                if head.remaining_body_bytes is None and head.chunk_decoder is None:
+                    head.remaining_body_bytes = 0
                     return None
                 raise self._make_end_error()
             if head.chunk_decoder is not None:
@@ -384,8 +386,8 @@ class ClientHttpConnection(SocketReceiver):
                 if not decoded:
                     continue
                 return decoded
-            if head.body_bytes is not None:
-                head.body_bytes -= len(piece)
+            if head.remaining_body_bytes is not None:
+                head.remaining_body_bytes -= len(piece)
             return piece
 
     def end_response(self, head: ResponseHead, was_request_sent: bool) -> None:
@@ -399,7 +401,7 @@ class ClientHttpConnection(SocketReceiver):
         self.is_reusable = was_request_sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
-    def _send_without_waiting(self, parts: Sequence[bytes | memoryview]) -> bool:
+    def _send_in_one_call(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Send as much of a request as one system call accepts; return whether that is all.
 
         A non-blocking socket does not wait; a blocking one waits for its short send timeout at most.

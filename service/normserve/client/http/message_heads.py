@@ -49,15 +49,15 @@ class ResponseHead:
     Attributes:
         status: that of the status line.
         headers: by name in lower case; values of one name are joined by commas.
-        body_bytes: bytes of the body that are still to be received, at first its length; None where the head
-            does not state it.
+        remaining_body_bytes: bytes of the body that are still to be received, at first its length; None where the
+            head does not state it.
         chunk_decoder: decodes a chunked body; None for any other body.
         is_keep_alive: whether the server keeps the connection open after the response.
     """
 
     status: int
     headers: dict[str, str]
-    body_bytes: int | None
+    remaining_body_bytes: int | None
     chunk_decoder: "ChunkDecoder | None"
     is_keep_alive: bool
 

@@ -150,7 +150,7 @@ class ArenaAllocator(ABC, Generic[_B]):
         """Return the address of a range's first byte."""
         return self._segments[place.segment].address + place.offset
 
-    def queue_return(self, place: SegmentRange) -> None:
+    def release_range(self, place: SegmentRange) -> None:
         """Queue a range whose block has no views left; the next allocation makes the range free.
 
         Garbage collection may call this in the middle of an allocation, so no lock is awaited here.  After
@@ -158,12 +158,12 @@ class ArenaAllocator(ABC, Generic[_B]):
         """
         self._returned_ranges.append(place)
         if self._on_empty is not None:
-            self._check_empty()
+            self._call_back_if_empty()
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
         """Call `then` once no range is in use, possibly now; nothing may be allocated from here on."""
         self._on_empty = then
-        self._check_empty()
+        self._call_back_if_empty()
 
     def remove_idle_segments(self) -> list[int]:
         """Remove all segments that have no range in use; return their numbers.
@@ -247,7 +247,7 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._cached_ranges.add(self._returned_ranges.popleft())
             self._allocated_count -= 1
 
-    def _check_empty(self) -> None:
+    def _call_back_if_empty(self) -> None:
         """Call the function given to `call_when_empty`, once, if no range is in use; free the queued ranges before.
 
         If another thread holds the lock, nothing is done here, since that thread checks again.
@@ -288,7 +288,7 @@ class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     def __del__(self) -> None:
         # A slice of the block, which is of this class as well, has no arena.
         if (home := getattr(self, "arena", None)) is not None:
-            home.queue_return(self.segment_range)
+            home.release_range(self.segment_range)
 
 
 class HostArena(ArenaAllocator[ArenaBlock]):

@@ -15,7 +15,7 @@ from normserve.client.local.call_cache import CallCache, Signature
 from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest
 from normserve.client.local.connection import RECEIVED_AT_ONCE
 from normserve.client.local.device_arena import BusyStream
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.framing import SendQueue
 from normserve.codec.local_messages import LazyLocalResponse
@@ -67,7 +67,7 @@ class AsyncLocalClientConnection:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
             self._socket.close()
-            raise ConnectionFailedError(quote_text(f"{path}: {error}", 200)) from error
+            raise ConnectionFailedError(sanitise_text(f"{path}: {error}", 200)) from error
         except BaseException:
             self._socket.close()
             raise
@@ -75,7 +75,7 @@ class AsyncLocalClientConnection:
         try:
             await self.run_exchanges(self.protocol.exchange_hello())
         except BaseException as error:
-            self.protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
+            self.protocol.fail(partial(ConnectionFailedError, sanitise_text(str(error), 200)))
             self._close()
             raise
 
@@ -109,7 +109,7 @@ class AsyncLocalClientConnection:
         protocol = self.protocol
         if protocol.make_failure is not None:
             raise protocol.make_failure()
-        pending, frame = protocol.begin_request(request)
+        pending, frame = protocol.register_request(request)
         answered = self._loop.create_future()
         pending.on_done = partial(_resolve, answered)
         self._send(frame)
@@ -132,7 +132,7 @@ class AsyncLocalClientConnection:
         Memory that is kept only for pending requests is released first, because their responses may never
         arrive.
         """
-        self.protocol.release_retained()
+        self.protocol.release_pending_memory()
         if self.is_open:
             self.protocol.call_when_unused(partial(self._call_on_loop, self._free_segments_and_close))
 
@@ -192,11 +192,11 @@ class AsyncLocalClientConnection:
         protocol = self.protocol
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
-            protocol.receive_data(data, ancillary, flags)
+            protocol.process_received(data, ancillary, flags)
         except BlockingIOError:
             return
         except OSError as error:
-            protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
+            protocol.fail(partial(ConnectionFailedError, sanitise_text(str(error), 200)))
         if protocol.make_failure is not None:
             self._close()
 
@@ -240,7 +240,7 @@ class AsyncLocalTransport:
         link = self._connection
         return link if link is not None and link.is_usable else None
 
-    async def exchange_cached(
+    async def try_exchange_cached(
         self, link: AsyncLocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
         """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
@@ -263,7 +263,7 @@ class AsyncLocalTransport:
             async with deadline.make_asyncio_timeout():
                 if busy := cache.find_busy_stream():
                     await asyncio.to_thread(busy.wait_idle)
-                pending_call = cache.begin_call(cached_call, elsewhere)
+                pending_call = cache.prepare_call(cached_call, elsewhere)
                 if pending_call is None:
                     return None
                 if elsewhere and (busy := cache.find_busy_stream()):
@@ -273,7 +273,7 @@ class AsyncLocalTransport:
                 )
         except TimeoutError:
             raise deadline.make_error() from None
-        return cache.end_call(key, pending_call, reply, self._api_key)
+        return cache.finish_call(key, pending_call, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
@@ -283,7 +283,7 @@ class AsyncLocalTransport:
         """
         return await self._run_exchanges(lambda protocol: protocol.allocate_memory(nbytes), deadline)
 
-    async def allocate_device_tensor(
+    async def try_allocate_device_tensor(
         self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline
     ) -> Any:
         """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
@@ -296,7 +296,7 @@ class AsyncLocalTransport:
             ClientError: the server has no more, or is not there.
         """
         return await self._run_exchanges(
-            lambda protocol: protocol.allocate_device_tensor(index, dtype, shape), deadline
+            lambda protocol: protocol.try_allocate_device_tensor(index, dtype, shape), deadline
         )
 
     async def _run_exchanges(

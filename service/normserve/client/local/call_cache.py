@@ -228,7 +228,7 @@ class CallCache:
 
     Attributes:
         calls: the cached calls, by their keys.
-        find_busy_stream: returns the stream to wait for, if any, before `begin_call`, and again after it if
+        find_busy_stream: returns the stream to wait for, if any, before `prepare_call`, and again after it if
             tensors were copied.
     """
 
@@ -258,7 +258,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (kind, value)
                 continue
-            key_part = make_key(value) or self._make_sequence_key(value)
+            key_part = make_key(value) or self._make_list_key(value)
             if not key_part:
                 return None
             if key_part[0] is None:
@@ -271,7 +271,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (name, kind, value)
                 continue
-            key_part = make_key(value) or self._make_sequence_key(value)
+            key_part = make_key(value) or self._make_list_key(value)
             if not key_part:
                 return None
             if key_part[0] is None:
@@ -279,7 +279,7 @@ class CallCache:
             parts += (name, key_part)
         return tuple(parts), elsewhere
 
-    def _make_sequence_key(self, value: Any) -> tuple[Hashable, ...]:
+    def _make_list_key(self, value: Any) -> tuple[Hashable, ...]:
         """Return the key of a list of names or of arrays in shared memory; return () for any other value."""
         kind = type(value)
         if kind is not list and kind is not tuple:
@@ -294,7 +294,7 @@ class CallCache:
             parts.append(key_part)
         return (kind, *parts)
 
-    def begin_call(self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]) -> PendingCachedCall | None:
+    def prepare_call(self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]) -> PendingCachedCall | None:
         """Allocate memory for a repetition of a cached call, and copy its inputs; return None if memory is lacking.
 
         Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
@@ -316,7 +316,7 @@ class CallCache:
             pending_call.copy_inputs(outside_tensors, self._memory.copy_all)
         return pending_call
 
-    def end_call(
+    def finish_call(
         self,
         key: Hashable,
         pending_call: PendingCachedCall,

@@ -14,7 +14,7 @@ import numpy as np
 from normserve.client.calls.api_call import ApiCall
 from normserve.client.errors import ApiError, UnexpectedAnswerError
 from normserve.client.local.allocator import ArenaBlock, HostArena
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from normserve.client.responses.api_errors import make_api_error
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.results import Timing
@@ -37,7 +37,7 @@ _LEAST_GROWTH, _MOST_GROWTH = 4 * 2**20, 64 * 2**20
 
 _R = TypeVar("_R")
 
-Needs = Generator[int, None, _R]
+HostArenaSteps = Generator[int, None, _R]
 """A generator that yields the bytes that the arena lacks, and returns a value once they are allocated."""
 
 
@@ -55,7 +55,7 @@ class HostCallMessage:
     result_blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
 
-def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMessage]:
+def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> HostArenaSteps[HostCallMessage]:
     """Put a call's tensors into shared host memory, allocate memory for its results, and build its message.
 
     Tensors that are in shared memory already are not copied.  Where there is no space, the generator yields
@@ -153,7 +153,7 @@ def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
     return nbytes
 
 
-def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
+def allocate_host_block(arena: HostArena, nbytes: int) -> HostArenaSteps[ArenaBlock]:
     """Allocate a block of shared host memory.
 
     While there is no space, the generator yields the number of bytes, for the caller to add memory.
@@ -248,8 +248,8 @@ def _read_timing_fields(
     Negative durations are left out, and texts are made short and printable.
     """
     if stages.keys() != _STAGES or min(stages.values()) < 0:
-        stages = {quote_text(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
-    return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quote_text(request_id, 128)
+        stages = {sanitise_text(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
+    return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), sanitise_text(request_id, 128)
 
 
 def make_arena_response(response: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:

@@ -1,7 +1,7 @@
 """A connection to a server on the same host, without its socket: its requests, responses and memory.
 
-A thread, an event loop or a load test drives it.  Each sends the bytes from `begin_request`, passes received bytes
-to `receive_data`, and carries out `Exchanges`; each waits in its own way, and for as long as it chooses.
+A thread, an event loop or a load test drives it.  Each sends the bytes from `register_request`, passes received
+bytes to `process_received`, and carries out `Exchanges`; each waits in its own way, and for as long as it chooses.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from normserve.client.local.allocator import HostArena
 from normserve.client.local.call_cache import CallCaches
 from normserve.client.local.call_messages import (
     MISFIT_STATUS,
-    Needs,
+    HostArenaSteps,
     add_traceparent,
     allocate_host_block,
     list_segment_sizes,
@@ -31,7 +31,7 @@ from normserve.client.local.call_messages import (
 )
 from normserve.client.local.device_arena import BusyStream, DeviceArena, DeviceMemoryOffer
 from normserve.client.local.device_messages import (
-    DeviceNeeds,
+    DeviceArenaSteps,
     allocate_device_block,
     get_device_x,
     list_device_segment_sizes,
@@ -90,7 +90,7 @@ class LocalClientProtocol:
     """The state of a connection over shared memory, without its socket: arenas, pending requests and responses.
 
     An arena is the memory, of the host or of a device, that the connection shares with the server.  Threads
-    may share one protocol if only one of them at a time calls `receive_data`.
+    may share one protocol if only one of them at a time calls `process_received`.
 
     Attributes:
         arena: the arena in host memory.
@@ -117,7 +117,7 @@ class LocalClientProtocol:
         """Whether the server may still write to the arenas."""
         return bool(self._pending)
 
-    def begin_request(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
+    def register_request(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
         """Register a request as pending and encode it; the caller sends the bytes.
 
         Returns:
@@ -139,7 +139,7 @@ class LocalClientProtocol:
         """Return the bytes to send when the caller stops waiting for a request."""
         return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
-    def receive_data(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
+    def process_received(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
         """Process the data that `recvmsg` returned; return whether a request was answered.
 
         If the server ended the connection, refused it or sent invalid data, the connection has failed.
@@ -191,7 +191,7 @@ class LocalClientProtocol:
         """Close received descriptors that were not used; the socket is closed."""
         self._reader.close()
 
-    def release_retained(self) -> None:
+    def release_pending_memory(self) -> None:
         """Drop the objects kept alive for all pending requests, because their responses may never arrive.
 
         Called before the connection closes; otherwise these objects would keep its memory in use.
@@ -226,7 +226,7 @@ class LocalClientProtocol:
         and the call is repeated with more.
         """
         response = yield from self._exchange_once(call)
-        if response.status == MISFIT_STATUS and (of_heads := call.select_heads()) is not None:
+        if response.status == MISFIT_STATUS and (of_heads := call.assume_per_head_parameters()) is not None:
             layer = yield LocalRequest(frames.GetLayerMessage(call.params["layer"]))
             if layer.status < 400 and isinstance(layer.document, dict) and layer.document.get("heads"):
                 response = yield from self._exchange_once(of_heads)
@@ -241,16 +241,16 @@ class LocalClientProtocol:
         x = get_device_x(call)
         arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:
-            there = yield from self._run_growing_device_arena(prepare_device_call(call, arena), arena)
+            there = yield from self._run_device_arena_steps(prepare_device_call(call, arena), arena)
             return make_device_response((yield LocalRequest(there.message, there)), arena, there.result_blocks)
-        prepared = yield from self.run_growing_host_arena(prepare_host_call(call, self.arena))
+        prepared = yield from self.run_host_arena_steps(prepare_host_call(call, self.arena))
         return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.result_blocks)
 
     def allocate_memory(self, nbytes: int) -> Exchanges[memoryview]:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer."""
-        return (yield from self.run_growing_host_arena(allocate_host_block(self.arena, nbytes))).data[:nbytes]
+        return (yield from self.run_host_arena_steps(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
-    def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
+    def try_allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
         """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
 
         The server adds memory only if there is no space in the memory that is shared already.
@@ -261,9 +261,9 @@ class LocalClientProtocol:
         if arena is None:
             return None
         needs = allocate_device_block(arena, prod(shape) * dtype.itemsize)
-        return arena.make_tensor((yield from self._run_growing_device_arena(needs, arena)), dtype, shape)
+        return arena.make_tensor((yield from self._run_device_arena_steps(needs, arena)), dtype, shape)
 
-    def run_growing_host_arena(self, needs: Needs[_R]) -> Exchanges[_R]:
+    def run_host_arena_steps(self, needs: HostArenaSteps[_R]) -> Exchanges[_R]:
         """Run a generator that allocates shared host memory, and return its result.
 
         When the generator yields a number of bytes for which there is no space, request a segment from the
@@ -276,7 +276,7 @@ class LocalClientProtocol:
             result: _R = done.value
             return result
 
-    def _run_growing_device_arena(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
+    def _run_device_arena_steps(self, needs: DeviceArenaSteps[_R], arena: DeviceArena) -> Exchanges[_R]:
         """Run a generator that allocates shared device memory, and return its result.
 
         When the generator yields a number of bytes for which there is no space, request a segment from the
@@ -301,7 +301,7 @@ class LocalClientProtocol:
         """
         if not self._device_offer.is_known:
             yield from self.exchange_hello()
-        arena = self._device_offer.get_arena(index)
+        arena = self._device_offer.get_or_make_arena(index)
         if arena is not None:
             self.call_caches.add_device_cache(arena)
         return arena

@@ -22,7 +22,7 @@ from normserve.client.errors import ClientError, ConnectionFailedError, RequestT
 from normserve.client.local.call_cache import CallCache, Signature
 from normserve.client.local.client_protocol import Exchanges, LocalClientProtocol, LocalRequest, PendingLocalRequest
 from normserve.client.local.device_arena import BusyStream
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.framing import SendQueue, compute_ancillary_bytes
 from normserve.codec.local_messages import LazyLocalResponse
@@ -160,7 +160,7 @@ class LocalClientConnection:
         except OSError as error:
             self._socket.close()
             deadline.check()
-            raise ConnectionFailedError(quote_text(f"{path}: {error}", 200)) from error
+            raise ConnectionFailedError(sanitise_text(f"{path}: {error}", 200)) from error
         try:
             self.run_exchanges(self.protocol.exchange_hello(), deadline)
         except BaseException:
@@ -200,7 +200,7 @@ class LocalClientConnection:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
             RequestTimeoutError: there was no response in time.
         """
-        pending, frame = self.protocol.begin_request(request)
+        pending, frame = self.protocol.register_request(request)
         try:
             self._send(frame, deadline)
             if request.on_sent is not None:
@@ -217,7 +217,7 @@ class LocalClientConnection:
         Memory that is kept only for pending requests is released first, because their responses may never
         arrive.
         """
-        self.protocol.release_retained()
+        self.protocol.release_pending_memory()
         self.protocol.call_when_unused(self._free_segments_and_close)
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
@@ -253,7 +253,7 @@ class LocalClientConnection:
         """
         outgoing = self._send_queue
         while outgoing:
-            if not self._poll_writable(deadline):
+            if not self._wait_writable(deadline):
                 if outgoing.has_partial_frame:
                     self._fail(partial(ConnectionFailedError, "a request was cut off"))
                 outgoing.discard_all()
@@ -271,7 +271,7 @@ class LocalClientConnection:
             finally:
                 self._send_lock.release()
 
-    def _poll_writable(self, deadline: Deadline) -> bool:
+    def _wait_writable(self, deadline: Deadline) -> bool:
         """Wait until the socket is writable, for `_WAIT_S` at most and not beyond the deadline.
 
         Returns:
@@ -303,7 +303,7 @@ class LocalClientConnection:
                     raise self.protocol.make_failure()
                 self._is_receiving = True
             try:
-                self._receive_response(deadline)
+                self._receive_any_response(deadline)
             finally:
                 with lock:
                     self._is_receiving = False
@@ -325,7 +325,7 @@ class LocalClientConnection:
         finally:
             self._waiting_count -= 1
 
-    def _receive_response(self, deadline: Deadline) -> None:
+    def _receive_any_response(self, deadline: Deadline) -> None:
         """Receive until the request of any thread is answered, or the connection has failed.
 
         Raises:
@@ -339,11 +339,11 @@ class LocalClientConnection:
                 self._limit_receive_timeout(deadline)
             try:
                 data, ancillary, flags, _ = incoming.receive()
-                is_answered = protocol.receive_data(data, ancillary, flags)
+                is_answered = protocol.process_received(data, ancillary, flags)
             except BlockingIOError:
                 continue
             except OSError as error:
-                self._fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
+                self._fail(partial(ConnectionFailedError, sanitise_text(str(error), 200)))
                 return
             except BaseException:
                 # It is unknown whether bytes were received and lost.
@@ -423,7 +423,7 @@ class LocalTransport:
         link = self._connection
         return None if link is None or not link.is_usable else link
 
-    def exchange_cached(
+    def try_exchange_cached(
         self, link: LocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
         """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
@@ -445,7 +445,7 @@ class LocalTransport:
             return None
         if busy := cache.find_busy_stream():
             busy.wait_idle()
-        pending_call = cache.begin_call(cached_call, elsewhere)
+        pending_call = cache.prepare_call(cached_call, elsewhere)
         if pending_call is None:
             return None
         if elsewhere and (busy := cache.find_busy_stream()):
@@ -453,7 +453,7 @@ class LocalTransport:
         reply = link.send_and_wait(
             LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays), deadline
         )
-        return cache.end_call(key, pending_call, reply, self._api_key)
+        return cache.finish_call(key, pending_call, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
@@ -464,7 +464,9 @@ class LocalTransport:
         link = self._get_connection(deadline)
         return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
 
-    def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
+    def try_allocate_device_tensor(
+        self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline
+    ) -> Any:
         """Allocate a tensor in a device's shared memory; return None if the server shares no memory of that device.
 
         The server adds memory only if there is no space in the memory that is shared already.
@@ -475,7 +477,7 @@ class LocalTransport:
             ClientError: the server has no more, or is not there.
         """
         link = self._get_connection(deadline)
-        return link.run_exchanges(link.protocol.allocate_device_tensor(index, dtype, shape), deadline)
+        return link.run_exchanges(link.protocol.try_allocate_device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
         """Give up the connection, which closes once no array uses its shared memory."""

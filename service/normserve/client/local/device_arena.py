@@ -49,7 +49,7 @@ class DeviceBlock:
         self._arena = home
 
     def __del__(self) -> None:
-        self._arena.queue_return(self.segment_range)
+        self._arena.release_range(self.segment_range)
 
 
 class _UnownedAddress:
@@ -191,7 +191,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 self._return_idle(dying, {key: is_idle})
         return None if is_idle else BusyStream(self._torch.cuda, stream)
 
-    def queue_return(self, place: SegmentRange) -> None:
+    def release_range(self, place: SegmentRange) -> None:
         """Queue a range without views; it is free once the work that the current stream has now is finished.
 
         Under CUDA graph capture the range is never free again, because replays of the graph use its memory.
@@ -209,7 +209,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         except Exception:
             # The process ends, or the device has failed: the range may still be in use.
             return
-        super().queue_return(place)
+        super().release_range(place)
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
         """Call `then` once no range is in use, possibly now; nothing may be allocated from here on.
@@ -326,7 +326,7 @@ class DeviceMemoryOffer:
         if isinstance(greeting, dict):
             self._offer = greeting.get("device", _UNKNOWN)
 
-    def get_arena(self, index: int) -> DeviceArena | None:
+    def get_or_make_arena(self, index: int) -> DeviceArena | None:
         """Return the arena of the device with this index, made at the first call.
 
         None if the server offers no memory of that device, or the memory cannot be shared.

@@ -10,7 +10,7 @@ from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.local.call_messages import DTYPES, ArenaResponse, make_arena_response, make_compute_message
 from normserve.client.local.device_arena import BusyStream, DeviceArena, DeviceBlock
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from normserve.codec import local_messages as frames
 from normserve.codec.local_messages import Message, TensorReference
 from normserve.memory.tensors import HostTensor
@@ -19,7 +19,7 @@ _LEAST_GROWTH, _MOST_GROWTH = 64 * 2**20, 256 * 2**20
 
 _R = TypeVar("_R")
 
-DeviceNeeds = Generator[int | BusyStream, None, _R]
+DeviceArenaSteps = Generator[int | BusyStream, None, _R]
 """A generator that yields the bytes that the arena lacks, or a stream to wait for, and returns a value."""
 
 
@@ -45,7 +45,7 @@ def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
     return x if isinstance(x, TorchCudaTensor) else None
 
 
-def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[DeviceCallMessage]:
+def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceArenaSteps[DeviceCallMessage]:
     """Put a call's tensors into shared device memory, allocate memory for its results, and build its message.
 
     Tensors that are in shared memory already are not copied.  The generator yields the number of bytes for
@@ -69,7 +69,7 @@ def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[D
     return DeviceCallMessage(make_compute_message(call, located, places), copies, results)
 
 
-def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
+def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceArenaSteps[DeviceBlock]:
     """Allocate a block of shared device memory.
 
     While there is no space, the generator yields the number of bytes, for the caller to add memory.
@@ -79,7 +79,7 @@ def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[Device
     return block
 
 
-def _place_tensor(tensor: HostTensor, arena: DeviceArena, retained: list[Any]) -> DeviceNeeds[TensorReference]:
+def _place_tensor(tensor: HostTensor, arena: DeviceArena, retained: list[Any]) -> DeviceArenaSteps[TensorReference]:
     """Return a tensor's location in shared device memory; copy the tensor there if it is elsewhere.
 
     Args: inputs: receives the objects that keep the copy's memory allocated.
@@ -121,7 +121,9 @@ class DeviceArenaResponse(ArenaResponse):
         if dtype is None or block is None or self.arena is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
         if prod(located.shape) * dtype.itemsize > block.segment_range.nbytes:
-            raise UnexpectedAnswerError(f"the answer's {quote_text(name, 64)} must fit into its place, it does not")
+            raise UnexpectedAnswerError(
+                f"the answer's {sanitise_text(name, 64)} must fit into its place, it does not"
+            )
         return TorchCudaTensor(dtype, self.arena.make_tensor(block, dtype, located.shape))
 
 

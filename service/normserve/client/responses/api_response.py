@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 from normserve.client.responses.api_errors import parse_strict_json
 from normserve.client.results import Timing
 from normserve.codec import safetensors
@@ -104,7 +104,7 @@ def _parse_timing(
         _parse_whole(kernel_bytes, 0),
         _parse_nonnegative(bandwidth) or 0.0,
         max(1, _parse_whole(batch_size, 1)),
-        quote_text(request_id, 128),
+        sanitise_text(request_id, 128),
     )
 
 
@@ -155,7 +155,7 @@ def _parse_server_timing(server_timing: str) -> dict[str, float]:
         for parameter in parameters:
             key, _, value = parameter.partition("=")
             if key == "dur" and (duration_ms := _parse_nonnegative(value)) is not None:
-                stages[quote_text(name, 64)] = duration_ms
+                stages[sanitise_text(name, 64)] = duration_ms
     return stages
 
 

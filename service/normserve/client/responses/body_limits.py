@@ -7,7 +7,7 @@ import httpx
 
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.quoting import quote_text
+from normserve.client.quoting import sanitise_text
 
 #: The most bytes of one document: a problem, a layer or the server's description.  All are a few KiB.
 DOCUMENT_BYTES = 2**20
@@ -113,7 +113,7 @@ class TransportErrorTranslator:
                 raise ConnectionFailedError("no connection was made in time") from error
             raise deadline.make_error() from error
         if isinstance(error, httpx.NetworkError | httpx.ProxyError | OSError):
-            raise ConnectionFailedError(quote_text(str(error), 200) or type(error).__name__) from error
+            raise ConnectionFailedError(sanitise_text(str(error), 200) or type(error).__name__) from error
         # The texts of these errors quote the server, so they stay out of the message and the chain of causes.
         if isinstance(error, httpx.HTTPError):
             raise ConnectionFailedError("the connection ended early, or the answer is not HTTP") from None

@@ -54,7 +54,7 @@ class ExpectedResult:
         """The most bytes that the tensor can have."""
         return self.allocated_bytes * max(1, self.max_heads)
 
-    def select_heads(self) -> "ExpectedResult":
+    def assume_per_head_parameters(self) -> "ExpectedResult":
         """Return the result expected of a layer that has separate parameters for each head.
 
         That is this object itself if the shape does not depend on the layer's parameters.

@@ -167,13 +167,13 @@ def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Ten
     """
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError("torch.jit.trace cannot record a call of the service: use the module as it is")
-    if _needs_autograd(inputs):
+    if _must_pass_autograd(inputs):
         y: Tensor = _ServiceNorm.apply(operation, *inputs)  # type: ignore[no-untyped-call]
         return y
     return _detach_view(operation.run_forward(inputs, stats=None).y)
 
 
-def _needs_autograd(inputs: Sequence[Tensor | None]) -> bool:
+def _must_pass_autograd(inputs: Sequence[Tensor | None]) -> bool:
     """Return whether the call must pass through the autograd function.
 
     That is so if a gradient is needed, or if forward-mode AD or a functorch transform is active, which the

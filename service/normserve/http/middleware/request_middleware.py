@@ -88,7 +88,7 @@ class RequestMiddleware:
                 exchange.record.op = "preflight"
                 await preflight(scope, receive_body, outgoing.forward_message)
         except Exception as error:
-            await outgoing.send_problem(exchange.log_failure(error))
+            await outgoing.send_problem(exchange.log_and_convert_error(error))
         finally:
             self._finish_exchange(exchange, outgoing)
 
@@ -187,7 +187,7 @@ class _ResponseRecorder:
         """
         exchange = self._exchange
         self.has_started = True
-        exchange.end_processing()
+        exchange.mark_processed()
         exchange.record.status = status
         exchange.record.sent_bytes = nbytes
         named = (*headers, *self.cors_headers, (b"x-request-id", exchange.request_id.encode()))
@@ -220,7 +220,7 @@ class _ResponseRecorder:
         The request no longer counts as work that the server must finish.
         """
         self.has_started = True
-        self._exchange.end_processing()
+        self._exchange.mark_processed()
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
         await self._send({**message, "headers": [*message["headers"], *self.cors_headers, named]})

@@ -171,8 +171,8 @@ def parse_header(text: bytes | memoryview) -> InferenceHeader:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MalformedPayloadError(f"the request's JSON cannot be read: {reason}") from None
-    _require_distinct_names("inputs", [each.name for each in header.inputs])
-    _require_distinct_names("outputs", [each.name for each in header.outputs or ()])
+    _require_valid_names("inputs", [each.name for each in header.inputs])
+    _require_valid_names("outputs", [each.name for each in header.outputs or ()])
     return header
 
 
@@ -200,7 +200,7 @@ def _make_format_error(reason: str) -> MalformedPayloadError | InvalidParameterE
     return MalformedPayloadError(f"{name[:64]!r} is not a known field; {near}")
 
 
-def _require_distinct_names(what: str, names: list[str]) -> None:
+def _require_valid_names(what: str, names: list[str]) -> None:
     """Refuse more than `MAX_TENSORS` tensors, or two with the same name.
 
     Args: what: "inputs" or "outputs", for the error's message.
@@ -297,7 +297,7 @@ class InferenceRequest:
     uses_regions: bool = False
 
 
-def check_request(
+def make_checked_request(
     model: InferenceModel, header: InferenceHeader, json_bytes: int, body_bytes: int
 ) -> InferenceRequest:
     """Check the fields of a parsed header against the model; return the request that they describe.
@@ -417,7 +417,7 @@ def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[st
         MalformedPayloadError: a parameter's name is reserved.
         InvalidParameterError: a parameter is unknown or has an invalid value.
     """
-    accepted = _list_parameters(model)
+    accepted = _list_request_parameters(model)
     for name in given:
         if name.startswith(_RESERVED):
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
@@ -427,7 +427,7 @@ def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[st
     return parse_parameters([(name, _format_query_value(value)) for name, value in given.items()], accepted)
 
 
-def _list_parameters(model: InferenceModel) -> Parameters:
+def _list_request_parameters(model: InferenceModel) -> Parameters:
     """List the parameters that requests to a model may have: those of its operation.
 
     For a layer, the options that the layer fixes are left out.  The timeout is parsed separately.
@@ -469,7 +469,7 @@ def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool)
     if parameters.classification:
         raise InvalidParameterError("classification is not supported: outputs are tensors")
     is_binary = all_binary if parameters.binary_data is None else parameters.binary_data
-    region = _read_region(header.name, parameters)
+    region = _parse_region_reference(header.name, parameters)
     if region is not None and is_binary and parameters.binary_data:
         raise MalformedPayloadError(f"{header.name} must be requested as binary data or in a region, not both")
     return RequestedOutput(header.name, is_binary, region)
@@ -493,7 +493,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
         dtype = parse_datatype(header.name, header.datatype)
         nbytes = count_bits(header.shape, dtype.itemsize * 8) // 8
         parameters = header.parameters or InputParameters()
-        region = _read_region(header.name, parameters)
+        region = _parse_region_reference(header.name, parameters)
         data = None if bytes(header.data) in _ABSENT else header.data
         if (data is not None) + (parameters.binary_data_size is not None) + (region is not None) != 1:
             raise MalformedPayloadError(
@@ -518,7 +518,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
     return tuple(inputs)
 
 
-def _read_region(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
+def _parse_region_reference(name: str, parameters: InputParameters | OutputParameters) -> RegionReference | None:
     """Return the region range that a tensor's parameters name; None if they name no region.
 
     Raises:

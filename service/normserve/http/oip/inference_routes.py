@@ -19,7 +19,7 @@ from normserve.http.oip.inference_request import (
     InferenceRequest,
     InputTensor,
     JsonSource,
-    check_request,
+    make_checked_request,
     make_raw_request,
     parse_header,
     parse_json_length,
@@ -96,7 +96,7 @@ class InferenceRoutes:
         body = await self.body_reader.receive_operation_body(exchange)
         try:
             row = None if layer is None else layer.parameter_shape
-            request = self._parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
+            request = self._find_or_parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
         except MalformedPayloadError as error:
             # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form_type(exchange.headers.get(b"content-type", b"").decode("latin-1")):
@@ -139,7 +139,7 @@ class InferenceRoutes:
         self.statistics.count_success(model.name, result, ended - exchange.record.began_at, ended - began)
         return BuffersResponse(buffers, media_type, headers)
 
-    def _parse_request(
+    def _find_or_parse_request(
         self,
         model: InferenceModel,
         row_shape: tuple[int, ...] | None,
@@ -165,17 +165,17 @@ class InferenceRoutes:
             )
         json = body if json_bytes is None else body[:json_bytes]
         if len(json) > _LONGEST_PREPARED:
-            return _check_body(model, row_shape, json, json_bytes, len(body))
+            return _parse_inference_body(model, row_shape, json, json_bytes, len(body))
         key = tenant, model, row_shape, bytes(json), json_bytes, len(body)
         request: InferenceRequest | None = self.prepared_calls.find(key)
         if request is None:
-            request = _check_body(model, row_shape, json, json_bytes, len(body))
+            request = _parse_inference_body(model, row_shape, json, json_bytes, len(body))
             if not any(type(each.source) is JsonSource for each in request.inputs):
                 self.prepared_calls.store(key, request, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
         return request
 
 
-def _check_body(
+def _parse_inference_body(
     model: InferenceModel,
     row_shape: tuple[int, ...] | None,
     json: memoryview,
@@ -192,7 +192,7 @@ def _check_body(
     if json_bytes == 0:
         return make_raw_request(model, row_shape, body_bytes)
     require_json_limit(len(json))
-    return check_request(model, parse_header(json), len(json), body_bytes)
+    return make_checked_request(model, parse_header(json), len(json), body_bytes)
 
 
 def _build_tensors(

@@ -62,7 +62,7 @@ class InferenceStatistics:
             seconds: from its header to its response.
             output_s: time to serialise the response.
         """
-        tally = self._find_statistics(model)
+        tally = self._get_or_create_statistics(model)
         tally.launches += 1 / max(1, result.batch_size)
         tally.last_ms = time.time_ns() // 1_000_000
         for stage, took in (
@@ -77,7 +77,7 @@ class InferenceStatistics:
 
     def count_failure(self, model: str, seconds: float) -> None:
         """Count an inference that was refused or failed."""
-        tally = self._find_statistics(model)
+        tally = self._get_or_create_statistics(model)
         tally.counts["fail"] += 1
         tally.seconds["fail"] += seconds
 
@@ -85,7 +85,7 @@ class InferenceStatistics:
         """Return all counts, for another process to add."""
         return {name: tally.to_dict() for name, tally in self._by_model.items()}
 
-    def _find_statistics(self, model: str) -> ModelStatistics:
+    def _get_or_create_statistics(self, model: str) -> ModelStatistics:
         """Return the statistics of a model, which are created at its first inference.
 
         If many are kept, the statistics of removed models are deleted first.
@@ -93,18 +93,18 @@ class InferenceStatistics:
         tally = self._by_model.get(model)
         if tally is None:
             if len(self._by_model) >= self._max_models:
-                self._remove_stale_models()
+                self._remove_deleted_models()
             tally = self._by_model[model] = ModelStatistics()
         return tally
 
-    def _remove_stale_models(self) -> None:
+    def _remove_deleted_models(self) -> None:
         """Delete the statistics of models that no longer exist."""
         existing = set(self._list_model_names())
         self._by_model = {name: tally for name, tally in self._by_model.items() if name in existing}
         self._max_models = len(self._by_model) + _MOST_REMOVED
 
 
-def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def make_statistics_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Add the counts of all processes, and format the statistics of these models in the protocol's form.
 
     Args: counted: the counts of each process, from `InferenceStatistics.to_dict`.

@@ -18,7 +18,7 @@ from normserve.engine.progress import StallDetector
 from normserve.errors import NormserveError, RetryLaterError
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.inference_request import list_input_names, list_output_names
-from normserve.http.oip.inference_statistics import InferenceStatistics, make_document
+from normserve.http.oip.inference_statistics import InferenceStatistics, make_statistics_document
 from normserve.http.oip.metric_labels import label_request
 from normserve.http.oip.models import VERSION, InferenceModel, ModelCatalogue
 from normserve.http.oip.regions.device_regions import DeviceRegionOpener
@@ -127,13 +127,15 @@ class ModelRoutes:
         """Statistics of a model's inferences."""
         label_request(request, "model_stats")
         self._find_model(name, version)
-        return JSONResponse(make_document([name], await self._collect_counts()))
+        return JSONResponse(make_statistics_document([name], await self._collect_counts()))
 
     async def show_all_statistics(self, request: Request) -> JSONResponse:
         """Statistics of the inferences of all models."""
         label_request(request, "model_stats")
         return JSONResponse(
-            make_document([each.name for each in self.model_catalogue.list_models()], await self._collect_counts())
+            make_statistics_document(
+                [each.name for each in self.model_catalogue.list_models()], await self._collect_counts()
+            )
         )
 
     async def _collect_counts(self) -> list[dict[str, object]]:

@@ -67,7 +67,7 @@ class RepositoryRoutes:
         _require_known_fields(parameters, ("unload_dependents",))
         if not self.model_catalogue.find_model(name).is_layer:
             raise MalformedPayloadError(f"{name} is an operation, which cannot be unloaded; registered layers can")
-        exchange.begin_processing()
+        exchange.mark_in_progress()
         await self.layer_changes.remove(name)
         return JSONResponse({})
 

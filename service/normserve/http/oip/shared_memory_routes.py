@@ -145,7 +145,7 @@ class SharedMemoryRoutes:
         """
         _require_body_limit(exchange.incoming_body.content_length or 0)
         body = await self.body_reader.receive_body(exchange)
-        exchange.begin_processing()
+        exchange.mark_in_progress()
         _require_body_limit(len(body))
         try:
             return decoder.decode(strip_byte_order_mark(body))

@@ -127,7 +127,7 @@ class RelayApplication:
             owner.link.send_message(relay_messages.RefusalCount(status, code, count))
         self._unreported_refusals.clear()
         if self._unreported_disconnects:
-            owner.link.send_message(relay_messages.LateDisconnectCount(self._unreported_disconnects))
+            owner.link.send_message(relay_messages.UnreadResponseCount(self._unreported_disconnects))
         self._unreported_disconnects = 0
 
     def _choose_owner(self) -> "_OwnerSession | None":
@@ -182,7 +182,7 @@ class _OwnerSession:
         number = next(self._request_numbers)
         relayed = self._requests[number] = _ForwardedRequest(self, number, scope, receive, send)
         try:
-            return await relayed.relay()
+            return await relayed.try_relay()
         finally:
             del self._requests[number]
 
@@ -227,14 +227,14 @@ class _OwnerSession:
                     self.mapped_memory.pop(number, None)
             case _:
                 if (relayed := self._requests.get(message.number)) is not None:
-                    relayed.on_message(message)
+                    relayed.enqueue_message(message)
                 else:
                     _decline_message(self.link, message)
 
     def _on_link_end(self) -> None:
         self.on_lost()
         for relayed in self._requests.values():
-            relayed.on_message(None)
+            relayed.enqueue_message(None)
 
 
 class _ForwardedRequest:
@@ -256,7 +256,7 @@ class _ForwardedRequest:
         self._messages: deque[Any] = deque()
         self._message_arrival: asyncio.Future[None] | None = None
 
-    async def relay(self) -> bool:
+    async def try_relay(self) -> bool:
         """Relay the request to the owner, and send the owner's response to the client.
 
         Return False if the owner ended before it began a response, so that the caller must answer.  Return
@@ -299,8 +299,8 @@ class _ForwardedRequest:
             self._response_sender.on_disconnect = None
         return not disconnected.done()
 
-    def on_message(self, message: Any) -> None:
-        """Queue the owner's message about this request, which `relay` handles.
+    def enqueue_message(self, message: Any) -> None:
+        """Queue the owner's message about this request, which `try_relay` handles.
 
         None means that the owner has ended.  A request to stop the reception of the body takes effect at
         once, and is not queued.
@@ -371,7 +371,7 @@ class _ForwardedRequest:
         self._has_response_started = True
         memory = self._owner.mapped_memory
         body = [
-            memory[each.memory][each.offset : each.offset + each.nbytes]
+            memory[each.slab_number][each.offset : each.offset + each.nbytes]
             if isinstance(each, relay_messages.SharedSlabRange)
             else each
             for each in message.body
@@ -393,7 +393,7 @@ class _ForwardedRequest:
 
         Then report to the owner that the body is complete, or that its reception was aborted.
         """
-        room = self._owner.mapped_memory[message.memory][message.offset : message.offset + message.nbytes]
+        room = self._owner.mapped_memory[message.slab_number][message.offset : message.offset + message.nbytes]
         reception, link = self._incoming_body, self._owner.link
         was_complete = reception.is_complete
         self._is_body_receiving, self._is_body_cancelled = True, False

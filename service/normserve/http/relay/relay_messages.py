@@ -35,7 +35,7 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
         number: the request's number among all requests of this front end.
         head: a `RequestHead` in MessagePack.
         client: address and port; None on a Unix socket.
-        announced: the length of the body in bytes; None if the body is chunked.
+        content_length: the length of the body in bytes; None if the body is chunked.
         body: the body, if it was received completely with the header.
         began: when the header was complete, by `time.perf_counter`.
         request_id: the id that the response to an operation has in its `x-request-id` header.
@@ -44,7 +44,7 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
     number: int
     head: bytes
     client: tuple[str, int] | None
-    announced: int | None
+    content_length: int | None
     body: bytearray | None
     began: float
     request_id: str
@@ -129,7 +129,7 @@ class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
     count: int
 
 
-class LateDisconnectCount(msgspec.Struct, array_like=True, tag=8, gc=False):
+class UnreadResponseCount(msgspec.Struct, array_like=True, tag=8, gc=False):
     """The number of clients that disconnected without reading a response, since the last report.
 
     The kernel had taken these responses, so they count as delivered.
@@ -161,7 +161,7 @@ FromFrontEnd = (
     | ClientDisconnected
     | ResponseSent
     | RefusalCount
-    | LateDisconnectCount
+    | UnreadResponseCount
     | ConnectionCount
 )
 
@@ -193,12 +193,12 @@ class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
 
     Attributes:
         number: the request's number.
-        memory: the slab's number.
+        slab_number: the slab's number.
         offset, nbytes: the range in the slab, in bytes.
     """
 
     number: int
-    memory: int
+    slab_number: int
     offset: int
     nbytes: int
 
@@ -224,11 +224,11 @@ class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
     """A range of bytes in a shared slab.
 
     Attributes:
-        memory: the slab's number.
+        slab_number: the slab's number.
         offset, nbytes: the range in the slab, in bytes.
     """
 
-    memory: int
+    slab_number: int
     offset: int
     nbytes: int
 
@@ -274,14 +274,14 @@ class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
 
     Attributes:
         measured: measurements for the headers.
-        shared: CORS headers for the web page that sent the request.
+        cors_headers: CORS headers for the web page that sent the request.
         body: the body in pieces, as in `CompleteResponse`.
     """
 
     number: int
     media_type: str
     measured: LaunchMeasurements
-    shared: Sequence[tuple[bytes, bytes]]
+    cors_headers: Sequence[tuple[bytes, bytes]]
     body: list[bytes | SharedSlabRange]
 
     def make_response(self, request_id: str) -> CompleteResponse:
@@ -289,7 +289,7 @@ class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
         nbytes = sum([each.nbytes if isinstance(each, SharedSlabRange) else len(each) for each in self.body])
         headers = [
             *make_response_headers(nbytes, self.media_type.encode(), self.measured.make_headers()),
-            *self.shared,
+            *self.cors_headers,
             (b"x-request-id", request_id.encode()),
         ]
         return CompleteResponse(self.number, 200, headers, self.body, nbytes)

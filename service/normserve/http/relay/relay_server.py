@@ -136,7 +136,7 @@ class RelayServer:
         """Report the readiness and the freed slabs to all front ends, at once and then every half second."""
         numbers = self._shared_slabs.take_ended_numbers()
         for each in self._front_ends:
-            each.remove_memory(numbers)
+            each.report_removed_slabs(numbers)
             each.send_heartbeat(OwnerReadiness(self._is_ready))
         self._heartbeat_timer = asyncio.get_running_loop().call_later(_BEAT_S, self._send_heartbeats)
 
@@ -157,15 +157,15 @@ class RelayServer:
         head = self._prepare_scope(request)
         if head.header is not None and self._dispatcher is not None:
             if request.body is not None:
-                direct = self._dispatcher.begin_operation(front_end, request, head.header)
+                direct = self._dispatcher.try_begin_complete_request(front_end, request, head.header)
             else:
-                direct = self._begin_shared_body(self._dispatcher, front_end, request, head.scope, head.header)
+                direct = self._try_begin_shared_body(self._dispatcher, front_end, request, head.scope, head.header)
             if direct is not None:
                 return direct
         assert self._asgi_app is not None
         return RelayedRequest(front_end, request, head.scope, self._asgi_app)
 
-    def _begin_shared_body(
+    def _try_begin_shared_body(
         self,
         direct: OperationDispatcher,
         front_end: "_FrontEndSession",
@@ -178,7 +178,7 @@ class RelayServer:
         Return None if the application must handle the request.  If the reception of the body is aborted
         later, the application sends the error.
         """
-        caller = direct.find_client_identity(request, prepared) if request.announced else None
+        caller = direct.find_client_identity(request, prepared) if request.content_length else None
         if caller is None:
             return None
 
@@ -189,8 +189,8 @@ class RelayServer:
             front_end.replace_request(request.number, relayed)
 
         operation = SharedBodyOperation(direct.services, front_end, request, prepared, caller, hand_over)
-        assert request.announced is not None
-        return operation if operation.start_receiving(request.announced) else None
+        assert request.content_length is not None
+        return operation if operation.try_start_receiving(request.content_length) else None
 
     def _prepare_scope(self, request: relay_messages.RequestStarted) -> "_PreparedScope":
         """Return the ASGI scope of a request's header, together with the prepared header of an operation.
@@ -293,7 +293,7 @@ class _FrontEndSession:
         """End the link."""
         self._link.close()
 
-    def locate_slab(self, view: memoryview) -> SlabLocation | None:
+    def locate_and_share_slab(self, view: memoryview) -> SlabLocation | None:
         """Return the slab and the offset of bytes in shared memory; None for other memory.
 
         If the front end has not mapped the slab, send it the slab's file descriptor first.
@@ -304,7 +304,7 @@ class _FrontEndSession:
             self._link.send_message(relay_messages.SharedSlabAdded(located.slab.number), located.slab.descriptor)
         return located
 
-    def remove_memory(self, numbers: list[int]) -> None:
+    def report_removed_slabs(self, numbers: list[int]) -> None:
         """Have the front end unmap these slabs, if it has mapped them: they no longer exist here."""
         mapped = self._mapped_numbers.intersection(numbers)
         if mapped:
@@ -338,7 +338,7 @@ class _FrontEndSession:
         elif kind is relay_messages.RefusalCount:
             for _ in range(message.count):
                 self._metrics.observe_request(RequestRecord(status=message.status, error_code=message.code))
-        elif kind is relay_messages.LateDisconnectCount:
+        elif kind is relay_messages.UnreadResponseCount:
             for _ in range(message.count):
                 self._metrics.observe_late_disconnect()
         else:

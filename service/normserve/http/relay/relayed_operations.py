@@ -112,14 +112,14 @@ class RelayedOperation(CallbackRequest):
         self._header = prepared
         self._body_reader = prepared.operation.body_reader
 
-    def begin_operation(self, body: memoryview) -> None:
+    def admit_and_submit(self, body: memoryview) -> None:
         """Admit the request and submit its job; if that fails, send the error at once."""
         try:
             layer = self.admit_body(len(body))
         except Exception as error:
             self.respond_error(error)
             return
-        self.compute_body(body, layer, 0.0)
+        self.submit_body(body, layer, 0.0)
 
     def admit_body(self, nbytes: int) -> RegisteredLayer | None:
         """Acquire a permit for a body of `nbytes`; return the registered layer that the request names.
@@ -134,7 +134,7 @@ class RelayedOperation(CallbackRequest):
         self._body_reader.acquire_permit(self, nbytes)
         return layer
 
-    def compute_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
+    def submit_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
         """Submit the job of a received body; its response is sent when the job ends.
 
         An invalid body is answered with an error at once.
@@ -144,7 +144,7 @@ class RelayedOperation(CallbackRequest):
         self.record.received_bytes = len(body)
         self.record_received(received_s)
         try:
-            self._response_format = self._header.operation.begin_operation(
+            self._response_format = self._header.operation.submit_operation(
                 self, self._header.operation_head, body, layer
             )
         except Exception as error:
@@ -285,7 +285,7 @@ class SharedBodyOperation(RelayedOperation):
         self.received_bytes = 0
         self.is_complete = False
 
-    def start_receiving(self, content_length: int) -> bool:
+    def try_start_receiving(self, content_length: int) -> bool:
         """Allocate the body's slab and have the front end receive the body into it.
 
         Return False if the application must handle the request, for which nothing has begun.  This is the
@@ -298,7 +298,7 @@ class SharedBodyOperation(RelayedOperation):
             return False
         assert self.permit is not None
         room = _allocate_body(bodies.slab_pool, content_length)
-        located = None if room is None else self._front_end.locate_slab(room)
+        located = None if room is None else self._front_end.locate_and_share_slab(room)
         if located is None:
             self.permit.release()
             return False
@@ -372,7 +372,7 @@ class SharedBodyOperation(RelayedOperation):
         self.received_bytes, self.is_complete = message.nbytes, True
         self.permit.complete_body()
         body, self._shared_memory = self._shared_memory[: message.nbytes], None
-        self.compute_body(body, self._layer, message.ended - self._began_at)
+        self.submit_body(body, self._layer, message.ended - self._began_at)
 
     def _abort_slow(self, fault: str) -> None:
         self.abort(RequestTimeoutError(fault))
@@ -432,7 +432,7 @@ class OperationDispatcher:
             return None
         return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
 
-    def begin_operation(
+    def try_begin_complete_request(
         self, front_end: FrontEndConnection, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> RelayedOperation | None:
         """Begin a request whose body was sent together with its header.
@@ -450,7 +450,7 @@ class OperationDispatcher:
             return None
         direct = RelayedOperation(self.services, front_end, request, prepared, caller)
         assert request.body is not None
-        direct.begin_operation(memoryview(request.body))
+        direct.admit_and_submit(memoryview(request.body))
         return direct
 
     def find_client_identity(

@@ -41,7 +41,7 @@ class FrontEndConnection(Protocol):
     def send_message(self, message: msgspec.Struct) -> None:
         """Send a message to the front end."""
 
-    def locate_slab(self, view: memoryview) -> SlabLocation | None:
+    def locate_and_share_slab(self, view: memoryview) -> SlabLocation | None:
         """Locate bytes in shared memory, and have the front end map their slab; return None for other memory."""
 
 
@@ -117,7 +117,7 @@ class RelayedIncomingBody(IncomingBody):
     """The body of a relayed request, which the front end receives into a slab or sends in pieces."""
 
     def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
-        super().__init__(request.announced, self._start_receiving)
+        super().__init__(request.content_length, self._start_receiving)
         self._front_end = front_end
         self._number = request.number
         self._initial_bytes = request.body or bytearray()
@@ -126,7 +126,7 @@ class RelayedIncomingBody(IncomingBody):
         self._is_requested = False
         self._next_part: asyncio.Future[relay_messages.BodyPart] | None = None
         self._is_client_disconnected = False
-        if request.body is not None or request.announced == 0:
+        if request.body is not None or request.content_length == 0:
             self.mark_complete()
         self.began_at = self._ended_at = request.began
 
@@ -242,7 +242,7 @@ class RelayedIncomingBody(IncomingBody):
         """
         assert self.content_length is not None
         self._is_requested = True
-        located = self._front_end.locate_slab(room)
+        located = self._front_end.locate_and_share_slab(room)
         if located is None:
             self._front_end.send_message(relay_messages.BodyPartRequest(self._number, all=True))
             return
@@ -379,7 +379,7 @@ def try_share_response_bytes(
 
 
 def _locate_range(front_end: FrontEndConnection, view: memoryview) -> tuple[SharedSlabRange, memoryview] | None:
-    located = front_end.locate_slab(view)
+    located = front_end.locate_and_share_slab(view)
     return None if located is None else (SharedSlabRange(located.slab.number, located.offset, len(view)), view)
 
 

@@ -56,7 +56,7 @@ class LayerRoutes:
     async def remove_layer(self, request: Request, name: str) -> Response:
         """Remove a layer; requests that already use it are not affected."""
         _label_request(request)
-        _get_exchange(request).begin_processing()
+        _get_exchange(request).mark_in_progress()
         await self.layer_changes.remove(name)
         return Response(status_code=204)
 
@@ -74,7 +74,7 @@ class LayerRoutes:
         body = await self.body_reader.receive_body(_get_exchange(request))
         try:
             self._charge_body(request, declared or detect_format(body), len(body))
-            _get_exchange(request).begin_processing()
+            _get_exchange(request).mark_in_progress()
             layer, replaced = await self.layer_changes.register(name, query, body)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise add_hints(error, body, declared, is_form=is_form_type(content_type)) from None

@@ -143,7 +143,7 @@ class OperationEndpoint:
         )
         layer = self.find_layer(head)
         body = await self.body_reader.receive_operation_body(exchange)
-        response_format = self.begin_operation(exchange, head, body, layer)
+        response_format = self.submit_operation(exchange, head, body, layer)
         result = await exchange.await_result()
         buffers, measured = build_response(exchange.record, response_format, result)
         return BuffersResponse(buffers, response_format.media_type.encode(), measured.make_headers())
@@ -173,7 +173,7 @@ class OperationEndpoint:
             self.prepared_calls.store(key, head, nbytes, tenant)
         return head
 
-    def begin_operation(
+    def submit_operation(
         self, request: RequestLifecycle, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None
     ) -> ResponseFormat:
         """Make and submit the job of a received body; return the format of the response.
@@ -200,7 +200,7 @@ class OperationEndpoint:
         key = head, header, len(body)
         prepared: PreparedPayload | None = self.prepared_calls.find(key, layer) if header else None
         if prepared is None:
-            entries, media_type = self._parse_body(head, header, body, request.client_identity.tenant_name)
+            entries, media_type = self._find_or_parse_body(head, header, body, request.client_identity.tenant_name)
         else:
             entries, media_type = prepared.tensors, prepared.response_format.media_type
         decoded = {name: entry.view_tensor(body) for name, entry in entries.items()}
@@ -217,7 +217,7 @@ class OperationEndpoint:
             self.prepared_calls.store(key, value, nbytes, request.client_identity.tenant_name, layer)
         return job, cost, response_format
 
-    def _parse_body(
+    def _find_or_parse_body(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
     ) -> tuple[Mapping[str, PayloadTensor], str]:
         """Return the tensors that a body's header describes, and the media type of the response.

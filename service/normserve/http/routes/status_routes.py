@@ -154,7 +154,7 @@ class StatusRoutes:
         A process that does not answer is described as gone.
         """
         place = self.sibling_processes.position
-        if place is None or not place.is_shown:
+        if place is None or not place.is_visible_to_clients:
             return None
         answers = await self.sibling_processes.request_all("info")
         descriptions = {place.index: self._describe_process()} | {

@@ -245,7 +245,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         if self._body_discard is not None:
             self._stop_discard()
             if cycle.response_complete:
-                self._wait_next_request(cycle)
+                self._keep_or_close(cycle)
 
     def pause_writing(self) -> None:
         """Pause the application's writes, and start to monitor how fast the client reads.
@@ -299,7 +299,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._mark_busy()
         reception = IncomingBody(content_length, functools.partial(self._start_receiving, cycle))
         sending = SocketResponseSender(
-            self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_discard
+            self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_unless_discarding
         )
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._finish_response, sending)
@@ -346,10 +346,10 @@ class ExchangeProtocol(HttpToolsProtocol):
                 # The client sends no body after a refusal.
                 cycle.keep_alive = False
             else:
-                await self._discard_body(cycle, reception, message["status"])
+                await self._begin_discard(cycle, reception, message["status"])
         await send(message)
 
-    async def _discard_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
+    async def _begin_discard(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
         """Begin to discard the remaining bytes of a body, before its response; wait for a small body's end.
 
         The connection is kept for the next request if the body is completed in time.
@@ -372,7 +372,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._body_discard.stop()
             self._body_discard = None
 
-    def _close_after_discard(self) -> None:
+    def _close_unless_discarding(self) -> None:
         """Close the connection after its last response.
 
         If the body of that request is still being discarded, the connection is closed at the end of the
@@ -381,7 +381,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         if self._body_discard is None or not self.cycle.response_complete:
             self.transport.close()
 
-    def _wait_next_request(self, cycle: RequestResponseCycle) -> None:
+    def _keep_or_close(self, cycle: RequestResponseCycle) -> None:
         """Mark the connection as idle; if it is not kept alive, close it instead.
 
         Called when the last request has been received and answered completely.

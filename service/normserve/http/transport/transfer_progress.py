@@ -36,7 +36,7 @@ class TransferProgress:
     def __post_init__(self) -> None:
         self._last_progress = self.began_at
 
-    def find_fault(self, now: float, received: int) -> str | None:
+    def update_and_check(self, now: float, received: int) -> str | None:
         """Record that `received` bytes have been transferred; describe the limit that the body violates.
 
         Return None if the body is fast enough.
@@ -100,7 +100,7 @@ class SlowTransferMonitor:
         stalled.
         """
         now = time.perf_counter()
-        fault = self._progress.find_fault(now, self._count_bytes())
+        fault = self._progress.update_and_check(now, self._count_bytes())
         if fault is None:
             self._schedule_check(now)
         else:

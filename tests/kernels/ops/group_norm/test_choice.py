@@ -139,7 +139,7 @@ def test_a_program_of_the_passes_that_do_not_wait_has_no_empty_piece(hw):
 def test_small_groups_go_several_to_a_program():
     config = choose_forward(SampleShape(8, 4, 16, channels_last=False), 2, MULTIPROCESSORS)
     assert isinstance(config, GroupNormForwardTile)
-    assert config.rows > 1
+    assert config.groups_per_program > 1
 
 
 @pytest.mark.parametrize("positions", [1, 64, 256, 1024])

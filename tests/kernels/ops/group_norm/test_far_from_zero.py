@@ -21,7 +21,7 @@ from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSp
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.sample_shape import SampleShape
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 from tests.kernels.ops.group_norm.cases import channels_last
 from tests.kernels.ops.group_norm.far_from_zero import (
@@ -92,7 +92,7 @@ def test_statistics_for_a_backward_pass_do_not_depend_on_the_distance_from_zero(
         sample = SampleShape(groups, shape[1] // groups, shape[2] * shape[3], last)
         results = torch.empty(2, shape[0], groups, device=device).unbind()
         tensors = {"x": given, "mean": results[0], "rstd": results[1]}
-        array, *statistics = (describe(name, tensor) for name, tensor in tensors.items())
+        array, *statistics = (describe_as_array(name, tensor) for name, tensor in tensors.items())
         run_launches(x.device, backward_choice.plan_statistics(array, sample, 1e-9, None, *statistics), tensors)
         check_variance(results[1], variance, 1e-9, MOST_UNITS)
         torch.testing.assert_close(results[0].double(), exact_mean, rtol=1.01 * UNIT, atol=4 * UNIT)

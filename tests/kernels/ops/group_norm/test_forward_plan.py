@@ -22,7 +22,7 @@ from fusednorm.ops.group_norm.moment_reduction import REDUCE_BLOCK, REDUCE_NUM_W
 from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape
 from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.results import Forward
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 from tests.kernels.harness.arrays import make
 from tests.kernels.ops.group_norm.cases import channels_last
@@ -238,7 +238,7 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     x = torch.randn(N, 8, 36)
     x = channels_last(x) if last else x
     mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
-    x, mean, rstd = map(describe, ("x", "mean", "rstd"), (x, mean, rstd))
+    x, mean, rstd = map(describe_as_array, ("x", "mean", "rstd"), (x, mean, rstd))
     launches = plan_statistics(x, SampleShape(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
     partial, reduce = launches
     assert names(launches)[1] == "group_norm_reduce_moments_kernel"

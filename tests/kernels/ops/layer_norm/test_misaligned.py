@@ -9,17 +9,17 @@ from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCoopera
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
 from fusednorm.results import Forward
-from fusednorm.tensors.arrays import describe
+from fusednorm.tensors.arrays import describe_as_array
 
 from tests.kernels.harness.arrays import make
 from tests.kernels.harness.misaligned import ALIGNED, MISALIGNED, take_all_as_whole, tensor
 
 
 def test_accesses_of_16_bytes_need_width_and_place():
-    x = describe("x", tensor(ALIGNED, 64))
+    x = describe_as_array("x", tensor(ALIGNED, 64))
     assert has_one_lane_per_thread(16, x, None)
     assert not has_one_lane_per_thread(8, x)
-    assert not has_one_lane_per_thread(16, x, describe("y", tensor(MISALIGNED, 64)))
+    assert not has_one_lane_per_thread(16, x, describe_as_array("y", tensor(MISALIGNED, 64)))
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_the_single_key_may_do_everything():
 
 def test_a_key_expires_at_its_moment():
     grant = Keyring([key("a", b"one", expires=1000.0)]).find_by_token(b"one")
-    grant.require_valid(999.9)
+    grant.require_unexpired(999.9)
     with pytest.raises(UnauthorizedError, match="expired"):
-        grant.require_valid(1000.0)
+        grant.require_unexpired(1000.0)
 
 
 def taken(grant, count: int) -> int:

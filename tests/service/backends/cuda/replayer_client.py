@@ -30,11 +30,9 @@ class Client:
         self.retained = ["what the launch reads"]
         self.learn()
 
-    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, stage_events=(), retained=None):
+    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, part_events=(), retained=None):
         retained = self.retained if retained is None else retained
-        self.replayer.add_replay(
-            self.descriptor, content, graph, stream, stage_events, results, 5000, 100, retained
-        )
+        self.replayer.add_replay(self.descriptor, content, graph, stream, part_events, results, 5000, 100, retained)
 
     def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, other_descriptor=-1, max_s=1.0):
         return self.replayer.serve(requests, nbytes, may_launch, poll_s, other_descriptor, max_s)

@@ -60,7 +60,7 @@ def test_small_jobs_are_copied_at_once_and_so_are_their_results(places, counts):
         {"x": torch.randn(rows, 7).bfloat16(), "residual": torch.randn(rows, 7), "weight": weight}
         for rows in counts
     ]
-    taken = places.allocate(batch_of(*jobs, spec=STATISTICS))
+    taken = places.prepare_buffers(batch_of(*jobs, spec=STATISTICS))
     launch = Launch(taken)
     assert launch.copies == [1, 1]
     for name in ("x", "residual"):
@@ -76,7 +76,7 @@ def test_small_jobs_are_copied_at_once_and_so_are_their_results(places, counts):
 
 def test_large_job_is_copied_from_where_it_lies(places, slabs):
     batch = batch_of({"x": torch.randn(100, 1024), "weight": torch.randn(1024)})
-    taken = places.allocate(batch)
+    taken = places.prepare_buffers(batch)
     assert not taken.is_packed
     launch = Launch(taken)
     assert launch.copies == [2, 1]
@@ -88,7 +88,7 @@ def test_large_job_is_copied_from_where_it_lies(places, slabs):
 def test_large_jobs_that_share_a_launch_are_copied_from_where_they_lie(places):
     weight = torch.randn(1024)
     jobs = [{"x": torch.randn(rows, 1024), "weight": weight} for rows in (80, 90, 100)]
-    launch = Launch(places.allocate(batch_of(*jobs)))
+    launch = Launch(places.prepare_buffers(batch_of(*jobs)))
     # Of the parameters, which are the same, once.
     assert launch.copies == [len(jobs) + 1, 1]
     assert torch.equal(launch.given["x"], torch.cat([job["x"] for job in jobs]))
@@ -98,12 +98,12 @@ def test_large_jobs_that_share_a_launch_are_copied_from_where_they_lie(places):
 def test_large_job_in_column_major_order_is_turned_round(places):
     x = torch.randn(300, 400)
     turned = HostTensor(DType.FLOAT32, (300, 400), host(x.t().contiguous()).data, fortran_order=True)
-    launch = Launch(places.allocate(Batch((NormJob(SPEC, {"x": turned}),))))
+    launch = Launch(places.prepare_buffers(Batch((NormJob(SPEC, {"x": turned}),))))
     assert torch.equal(launch.given["x"], x)
 
 
 def test_no_rows(places):
-    taken = places.allocate(batch_of({"x": torch.empty(0, 8)}, spec=STATISTICS))
+    taken = places.prepare_buffers(batch_of({"x": torch.empty(0, 8)}, spec=STATISTICS))
     launch = Launch(taken)
     assert not launch.given
     assert {name: tensor.shape for name, tensor in taken.view_results().items()} == {
@@ -116,13 +116,13 @@ def test_no_rows(places):
 def test_gradients_of_parameters_of_no_rows_are_zero(places):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": torch.empty(0, 8), "dy": torch.empty(0, 8), "weight": torch.randn(8)}
-    taken = places.allocate(batch_of(given, spec=spec))
+    taken = places.prepare_buffers(batch_of(given, spec=spec))
     Launch(taken)
     assert back(taken.view_results()["dweight"]).tolist() == [0.0] * 8
 
 
 def test_a_slab_returns_with_the_last_result_in_it(places, slabs):
-    results = places.allocate(batch_of({"x": torch.randn(5, 3)}, spec=STATISTICS)).view_results()
+    results = places.prepare_buffers(batch_of({"x": torch.randn(5, 3)}, spec=STATISTICS)).view_results()
     assert slabs.used_bytes > 0
     del results["y"], results["rstd"]
     assert slabs.used_bytes > 0
@@ -134,7 +134,7 @@ def test_results_of_a_large_job_go_to_its_own_places_and_nothing_behind_them(pla
     x = torch.randn(100, 1024)
     memory = {name: memoryview(bytearray(b"\xff" * 500_000)) for name in ("y", "mean", "rstd")}
     job = NormJob(STATISTICS, {"x": host(x)}, result_buffers=memory)
-    taken = places.allocate(Batch((job,)))
+    taken = places.prepare_buffers(Batch((job,)))
     assert slabs.used_bytes == 0
     launch = Launch(taken)
     for name, tensor in taken.view_results().items():
@@ -147,14 +147,14 @@ def test_gradients_have_the_dtype_of_the_layer_that_each_batch_names(places):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": host(torch.randn(2, 8)), "dy": host(torch.randn(2, 8))}
     for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT32):
-        taken = places.allocate(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))
+        taken = places.prepare_buffers(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))
         assert taken.view_results()["dweight"].dtype is dtype
 
 
 def test_results_of_a_job_on_the_device_lie_on_the_device(places, slabs):
     memory = memoryview(bytearray(2 * 24 * 4))
     x = DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[:96])
-    taken = places.own(NormJob(SPEC, {"x": x}, result_buffers={"y": memory[96:]}))
+    taken = places.describe_job_buffers(NormJob(SPEC, {"x": x}, result_buffers={"y": memory[96:]}))
     (share,) = taken.split_results()
     assert share["y"] == DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[96:])
     assert isinstance(share["y"], DeviceTensor)
@@ -167,4 +167,4 @@ def test_without_memory_for_results_nothing_is_launched(places, slabs):
 
     slabs.source = type(slabs.source)(refuse, 4, False, None)
     with pytest.raises(MemoryError):
-        places.allocate(batch_of({"x": torch.randn(100, 1024)}))
+        places.prepare_buffers(batch_of({"x": torch.randn(100, 1024)}))

@@ -161,7 +161,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
     monkeypatch.setattr(graph_cache, "_CALLS_BEFORE_CAPTURE", 1)
     seen = []
     pipeline = backend._pipelines[QueueLane.SMALL]
-    start_one, capture = pipeline.start_single_stage, graphs.capture
+    start_one, capture = pipeline.start_single_step, graphs.capture
 
     def noting_flight(*stages):
         seen.append("flight begins")
@@ -173,7 +173,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
         seen.append("capture")
         return capture(call)
 
-    monkeypatch.setattr(pipeline, "start_single_stage", noting_flight)
+    monkeypatch.setattr(pipeline, "start_single_step", noting_flight)
     monkeypatch.setattr(graphs, "capture", noting_capture)
     run(backend, job_in(memory, ReplaySlot()))
     assert seen == ["flight begins", "flight is on its way", "capture"]

@@ -53,7 +53,7 @@ class Workplaces:
 
     def prepare(self, batch):
         """A batch's places, and its launch there."""
-        places = self._places.allocate(batch)
+        places = self._places.prepare_buffers(batch)
         return places, get_in_place_call(places, self._library)
 
     def call(self, batch):

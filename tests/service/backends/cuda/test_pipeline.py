@@ -216,9 +216,9 @@ def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
 
 
 def test_parts_that_are_captured_come_between_what_the_compute_stream_has_and_gets(device, pipeline):
-    marks = pipeline.make_stage_events(2)
+    marks = pipeline.make_part_events(2)
     device.current = device.streams[1]
-    pipeline.enqueue_launches([FakePart(device, name) for name in "ab"], marks)
+    pipeline.enqueue_for_capture([FakePart(device, name) for name in "ab"], marks)
     assert device.log == [
         ("compute", "reaches", 5),
         ("in", "waits for", 5),
@@ -256,7 +256,7 @@ def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
     pipeline = StreamPipeline(device, apart=False)
-    pending = pipeline.start_single_stage(lambda: device.log.append((device.current.name, "runs", "x")), None)
+    pending = pipeline.start_single_step(lambda: device.log.append((device.current.name, "runs", "x")), None)
     assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
     assert stage_seconds(pending) == (0.0, 1.0, 0.0)
 
@@ -307,7 +307,7 @@ def test_what_the_stages_work_on_lives_until_the_batch_is_over(device, pipeline)
     pending = pipeline.start_launches(make_parts, given)
     alone = Memory()
     alive.append(weakref.ref(alone))
-    other = pipeline.start_single_stage(lambda: None, alone)
+    other = pipeline.start_single_step(lambda: None, alone)
     del given, alone
     assert all(memory() is not None for memory in alive)
     stage_seconds(pending)
@@ -346,7 +346,7 @@ def test_failed_stage_alone_settles_the_streams_as_well(device):
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        StreamPipeline(device, apart=False).start_single_stage(fail, None)
+        StreamPipeline(device, apart=False).start_single_step(fail, None)
     assert ("host", "settles", device.streams[0].name) in device.log
 
 

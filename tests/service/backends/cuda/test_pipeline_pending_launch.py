@@ -1,7 +1,7 @@
 """How the time of a batch is divided among its stages."""
 
 import pytest
-from normserve.backends.cuda.pipeline import PendingCudaLaunch, StageEvents
+from normserve.backends.cuda.pipeline import PartEvents, PendingCudaLaunch
 
 from tests.service.backends.cuda.test_pipeline import FakeDevice, FakeEvent
 
@@ -16,7 +16,7 @@ def seconds_of(parts, *, leaving=None, ended):
     marks = []
     for arrived, started, computed in parts:
         arriving = at(arrived)
-        marks.append(StageEvents(arriving, arriving if started is None else at(started), at(computed)))
+        marks.append(PartEvents(arriving, arriving if started is None else at(started), at(computed)))
     last = None if leaving is None else at(leaving)
     return tuple(PendingCudaLaunch(at(0), marks, last, at(ended), held=None, events=(), spare=[]).measure_stages())
 

@@ -83,7 +83,7 @@ def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(ba
     assert isinstance(recurrence.prepared, ClientMemoryLaunch)
     assert backend.can_launch_without_waiting(Batch((job,), QueueLane.LARGE))
     replay = backend.get_captured_launch(recurrence)
-    assert len(replay.stage_events) == 9
+    assert len(replay.part_events) == 9
 
 
 def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
@@ -136,7 +136,7 @@ def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
     )
     assert (
         client_memory_launches.prepare_client_memory_launch(
-            backend._buffer_allocator.own(other), None, None, None, iter(spaces)
+            backend._buffer_allocator.describe_job_buffers(other), None, None, None, iter(spaces)
         )
         is None
     )
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, m
     job = job_in(memory, ReplaySlot(), stats=False)
     assert (
         client_memory_launches.prepare_client_memory_launch(
-            backend._buffer_allocator.own(job), None, None, None, iter(spaces)
+            backend._buffer_allocator.describe_job_buffers(job), None, None, None, iter(spaces)
         )
         is None
     )
@@ -163,7 +163,7 @@ def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, 
         job = job_in(memory, ReplaySlot())
         assert (
             client_memory_launches.prepare_client_memory_launch(
-                backend._buffer_allocator.own(job), library, None, None, iter([place])
+                backend._buffer_allocator.describe_job_buffers(job), library, None, None, iter([place])
             )
             is None
         )
@@ -178,7 +178,7 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
             return super().use(stream)
 
     pipeline = StreamPipeline(Streams(urgent=False))
-    pipeline.enqueue_launches([CopiedLaunch((), lambda: ())] * 2, pipeline.make_stage_events(2))
+    pipeline.enqueue_for_capture([CopiedLaunch((), lambda: ())] * 2, pipeline.make_part_events(2))
     assert used[-1] is pipeline.compute_stream
 
 

@@ -135,7 +135,7 @@ def test_launches_of_one_stream_do_not_wait_for_those_of_another(client):
 
 def test_a_launch_in_parts_is_measured_by_its_marks(client):
     """Two parts: copied in by 1 and 3 ms, computed by 2 and 7 ms; a whole of 10 ms."""
-    client.learn(b"parts", 9, stage_events=[(101, 102), (103, 104)])
+    client.learn(b"parts", 9, part_events=[(101, 102), (103, 104)])
     client.driver.elapsed_ms = {101: 1.0, 102: 2.0, 103: 3.0, 104: 7.0} | dict.fromkeys((1, 2), 10.0)
     client.send(b"parts")
     assert client.serve() == []
@@ -147,10 +147,10 @@ def test_a_launch_in_parts_is_measured_by_its_marks(client):
     assert sample[2:5] == pytest.approx((3e-3, 5e-3, 2e-3))
 
 
-@pytest.mark.parametrize("stage_events", [7, [7], [(1,)], [(1, 2, 3)], [(1, "2")]])
-def test_stage_events_that_are_no_pairs_of_handles_are_refused(client, stage_events):
+@pytest.mark.parametrize("part_events", [7, [7], [(1,)], [(1, 2, 3)], [(1, "2")]])
+def test_part_events_that_are_no_pairs_of_handles_are_refused(client, part_events):
     with pytest.raises(TypeError):
-        client.learn(b"parts", stage_events=stage_events)
+        client.learn(b"parts", part_events=part_events)
     client.send(b"parts")
     [(kind, *_)] = client.serve()
     assert kind == RECEIVED

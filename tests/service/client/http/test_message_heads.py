@@ -19,13 +19,22 @@ def head(*lines):
 
 def test_a_head_says_how_its_body_ends():
     plain = read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-Name: a", b"x-name: b"))
-    assert (plain.status, plain.body_bytes, plain.chunk_decoder, plain.is_keep_alive) == (200, 5, None, True)
+    assert (plain.status, plain.remaining_body_bytes, plain.chunk_decoder, plain.is_keep_alive) == (
+        200,
+        5,
+        None,
+        True,
+    )
     assert plain.headers == {"content-length": "5", "x-name": "a, b"}
     chunked = read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: Chunked"))
-    assert (chunked.body_bytes, chunked.is_keep_alive) == (None, True)
+    assert (chunked.remaining_body_bytes, chunked.is_keep_alive) == (None, True)
     assert chunked.chunk_decoder is not None
     until_close = read_head(head(b"HTTP/1.1 200 OK"))
-    assert (until_close.body_bytes, until_close.chunk_decoder, until_close.is_keep_alive) == (None, None, False)
+    assert (until_close.remaining_body_bytes, until_close.chunk_decoder, until_close.is_keep_alive) == (
+        None,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,9 +51,9 @@ def test_a_head_says_whether_the_connection_stays(lines, stays):
 
 
 def test_no_body_comes_where_none_can():
-    assert read_head(head(b"HTTP/1.1 204 No Content")).body_bytes == 0
-    assert read_head(head(b"HTTP/1.1 304 Not Modified", b"Content-Length: 7")).body_bytes == 0
-    assert read_head(head(b"HTTP/1.1 103 Early Hints", b"Link: x")).body_bytes == 0
+    assert read_head(head(b"HTTP/1.1 204 No Content")).remaining_body_bytes == 0
+    assert read_head(head(b"HTTP/1.1 304 Not Modified", b"Content-Length: 7")).remaining_body_bytes == 0
+    assert read_head(head(b"HTTP/1.1 103 Early Hints", b"Link: x")).remaining_body_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -156,13 +165,18 @@ def outcome(raw, reader):
         found = reader.parse(raw)
     except httpx.RemoteProtocolError:
         return None
-    return found.status, found.headers, found.body_bytes, found.chunk_decoder is None, found.is_keep_alive
+    return found.status, found.headers, found.remaining_body_bytes, found.chunk_decoder is None, found.is_keep_alive
 
 
 def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
     monkeypatch.setattr(message_heads, "_run_parser", None)
     again = learnt.parse(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
-    assert (again.status, again.body_bytes, again.chunk_decoder, again.is_keep_alive) == (200, 17, None, True)
+    assert (again.status, again.remaining_body_bytes, again.chunk_decoder, again.is_keep_alive) == (
+        200,
+        17,
+        None,
+        True,
+    )
     assert again.headers == {
         "server-timing": "recv;dur=0.25, kernel;dur=1.5",
         "x-request-id": "d: e",
@@ -245,4 +259,4 @@ def test_what_one_server_sends_is_not_remembered_for_another(monkeypatch):
     other = ResponseHeadParser()
     other.parse(head(*ANSWER))
     monkeypatch.setattr(message_heads, "_run_parser", None)
-    assert other.parse(head(*ANSWER)).body_bytes == 4096
+    assert other.parse(head(*ANSWER)).remaining_body_bytes == 4096

@@ -55,14 +55,14 @@ def protocol(descriptors):
 @pytest.fixture
 def growing(protocol):
     """A protocol that has requested a segment, and that request."""
-    pending, _ = protocol.begin_request(LocalRequest(frames.GrowArenaMessage(SEGMENT)))
+    pending, _ = protocol.register_request(LocalRequest(frames.GrowArenaMessage(SEGMENT)))
     return protocol, pending
 
 
 def answer(protocol, pending, answered, count=0, part=slice(None), nbytes=SEGMENT, flags=0):
     """Receive an answer, or a part of it, with so many segments; return whether a request was answered."""
     ancillary = rights(*[memory(nbytes) for _ in range(count)]) if count else []
-    return protocol.receive_data(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
+    return protocol.process_received(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
 
 
 def raised(protocol):
@@ -72,7 +72,7 @@ def raised(protocol):
 
 
 def begun(protocol, message=None):
-    return protocol.begin_request(LocalRequest(frames.GetInfoMessage() if message is None else message))[0]
+    return protocol.register_request(LocalRequest(frames.GetInfoMessage() if message is None else message))[0]
 
 
 def test_answers_in_any_order_belong_to_their_requests(protocol):
@@ -91,7 +91,7 @@ def test_who_waits_is_woken_by_the_answer_and_by_the_end(protocol):
         each.on_done = lambda number=number: woken.append(number)
     answer(protocol, pending[1], frames.LocalResponse(200))
     assert woken == [1]
-    protocol.receive_data(b"", [], 0)
+    protocol.process_received(b"", [], 0)
     assert woken == [1, 0]
     assert isinstance(raised(protocol), ConnectionFailedError)
 
@@ -101,16 +101,16 @@ def test_what_a_request_uses_is_kept_until_its_answer_though_nobody_waits(protoc
         pass
 
     used = Used()
-    pending, _ = protocol.begin_request(LocalRequest(frames.GetInfoMessage(), used))
+    pending, _ = protocol.register_request(LocalRequest(frames.GetInfoMessage(), used))
     ((_, content),) = FrameReader(2**20).feed(protocol.encode_cancel(pending))
     assert frames.decode_messages(content) == (frames.CancelRequestMessage(pending.tag),)
     assert pending.retained is used
-    protocol.release_retained()
+    protocol.release_pending_memory()
     assert pending.retained is None
 
 
 def test_segments_are_freed_before_the_request_that_wants_others(protocol):
-    pending, data = protocol.begin_request(LocalRequest(frames.GrowArenaMessage(SEGMENT), freed_segments=(3, 4)))
+    pending, data = protocol.register_request(LocalRequest(frames.GrowArenaMessage(SEGMENT), freed_segments=(3, 4)))
     sent = [(tag, *frames.decode_messages(content)) for tag, content in FrameReader(2**20).feed(data)]
     assert sent == [
         (0, frames.FreeSegmentMessage(3)),
@@ -121,7 +121,7 @@ def test_segments_are_freed_before_the_request_that_wants_others(protocol):
 
 def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
     pending = begun(protocol)
-    assert not protocol.receive_data(
+    assert not protocol.process_received(
         frames.encode_frame(0, frames.LocalResponse(403, problem={"code": "forbidden"})), [], 0
     )
     assert pending.response is None
@@ -132,8 +132,8 @@ def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
 
 
 def test_the_first_failure_stays(protocol):
-    protocol.receive_data(b"", [], 0)
-    protocol.receive_data(frames.PREFIX.pack(2, 1) + b"no", [], 0)
+    protocol.process_received(b"", [], 0)
+    protocol.process_received(frames.PREFIX.pack(2, 1) + b"no", [], 0)
     assert isinstance(raised(protocol), ConnectionFailedError)
 
 
@@ -203,11 +203,11 @@ def test_an_answer_whose_descriptor_was_lost_is_none(growing):
 def test_only_a_list_may_be_long(protocol):
     head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
     begun(protocol, frames.ListLayersMessage())
-    protocol.receive_data(head, [], 0)
+    protocol.process_received(head, [], 0)
     assert protocol.make_failure is None
     other = LocalClientProtocol(None)
     begun(other)
-    other.receive_data(head, [], 0)
+    other.process_received(head, [], 0)
     assert "at most" in str(raised(other))
 
 

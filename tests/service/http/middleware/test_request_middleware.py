@@ -204,7 +204,7 @@ def test_however_a_request_ends_its_permit_is_given_back_and_its_work_is_over(en
     async def app(scene, scope, receive, send):
         exchange = scope["state"]["exchange"]
         exchange.permit = scene.limits.acquire(100)
-        exchange.begin_processing()
+        exchange.mark_in_progress()
         assert not scene.progress.is_idle
         await ends(scene, scope, receive, send)
 
@@ -218,7 +218,7 @@ def test_however_a_request_ends_its_permit_is_given_back_and_its_work_is_over(en
 
 def test_work_is_over_when_the_response_begins():
     async def app(scene, scope, receive, send):
-        scope["state"]["exchange"].begin_processing()
+        scope["state"]["exchange"].mark_in_progress()
         await send(START)
         assert scene.progress.is_idle
         await send({"type": "http.response.body", "body": b""})
@@ -242,7 +242,7 @@ def test_what_is_sent_is_counted():
 def test_a_whole_response_is_counted_and_has_the_headers_of_all():
     async def app(scene, scope, receive, send):
         exchange = scope["state"]["exchange"]
-        exchange.begin_processing()
+        exchange.mark_in_progress()
         exchange.record.op = "layer_norm"
         exchange.record.stage_seconds["kernel"] = 0.5
         await exchange.send_response(201, [(b"a", b"b")], [b"abc", b"de"], 5)

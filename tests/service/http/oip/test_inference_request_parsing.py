@@ -17,7 +17,7 @@ from normserve.http.oip.inference_request import (
     BinarySource,
     InferenceRequest,
     RegionReference,
-    check_request,
+    make_checked_request,
     make_raw_request,
     parse_header,
     parse_json_length,
@@ -33,7 +33,7 @@ LAYER = InferenceModel("a.norm", Op.LAYER_NORM, PassDirection.FORWARD, is_layer=
 def read(model="layer_norm", binary_bytes=24, **said) -> InferenceRequest:
     text = json.dumps({"inputs": [X], **said}).encode()
     model = model if isinstance(model, InferenceModel) else OPERATIONS[model]
-    return check_request(model, parse_header(text), len(text), len(text) + binary_bytes)
+    return make_checked_request(model, parse_header(text), len(text), len(text) + binary_bytes)
 
 
 def test_binary_tensors_lie_behind_the_json_one_after_another():

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.http.oip import inference_statistics as module
-from normserve.http.oip.inference_statistics import InferenceStatistics, make_document
+from normserve.http.oip.inference_statistics import InferenceStatistics, make_statistics_document
 from normserve.jobs.job import NormResult
 
 
@@ -16,7 +16,7 @@ def statistics():
 
 
 def of_model(*counted):
-    (model,) = make_document(["m"], [each.to_dict() for each in counted])["model_stats"]
+    (model,) = make_statistics_document(["m"], [each.to_dict() for each in counted])["model_stats"]
     return model
 
 

@@ -9,13 +9,13 @@ from normserve.memory.slabs import SlabPool
 class FakeFrontEnd:
     def __init__(self, source=None):
         self.shared = SharedSlabRegistry()
-        self.slab_pool = SlabPool(max_idle_bytes=2**20, source=source or self.shared.make_source())
+        self.slab_pool = SlabPool(max_idle_bytes=2**20, source=source or self.shared.make_allocator())
         self.said = []
 
     def send_message(self, message):
         self.said.append(message)
 
-    def locate_slab(self, view):
+    def locate_and_share_slab(self, view):
         return self.shared.locate(view)
 
     def end_request(self, number):
@@ -23,13 +23,13 @@ class FakeFrontEnd:
 
     def write(self, receive, data):
         """What a front end does to a place."""
-        target = self._memory(receive.memory)
+        target = self._memory(receive.slab_number)
         target[receive.offset : receive.offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def body_of(self, response: relay_messages.CompleteResponse) -> bytes:
         """What a front end would send of a response."""
         parts = [
-            bytes(self._memory(part.memory)[part.offset : part.offset + part.nbytes])
+            bytes(self._memory(part.slab_number)[part.offset : part.offset + part.nbytes])
             if isinstance(part, relay_messages.SharedSlabRange)
             else part
             for part in response.body

@@ -120,7 +120,7 @@ def test_a_request_goes_along_and_its_response_comes_back():
         owner = Owner(front_end)
         asked = Asked(front_end, b"whole")
         (request,) = await owner.hear(relay_messages.RequestStarted)
-        assert (request.body, request.announced) == (b"whole", 5)
+        assert (request.body, request.content_length) == (b"whole", 5)
         assert relay_messages.read_head(request.head).path == "/v1/layer_norm"
         assert front_end.is_busy
         owner.link.send_message(relay_messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
@@ -205,7 +205,7 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
             front_end.count_late_disconnect()
         assert len(link._pending_messages) <= said
         owner.reads_again()
-        assert await owner.hear(relay_messages.LateDisconnectCount) == [relay_messages.LateDisconnectCount(1000)]
+        assert await owner.hear(relay_messages.UnreadResponseCount) == [relay_messages.UnreadResponseCount(1000)]
         assert owner.heard_of(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(1000)]
         assert owner.heard_of(relay_messages.RefusalCount) == [
             relay_messages.RefusalCount(431, "headers_too_large", 1000)
@@ -232,7 +232,7 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
         front_end.count_late_disconnect()
         front_end.adjust_connection_count(-1)
         owner = Owner(front_end)
-        assert await owner.hear(relay_messages.LateDisconnectCount) == [relay_messages.LateDisconnectCount(1)]
+        assert await owner.hear(relay_messages.UnreadResponseCount) == [relay_messages.UnreadResponseCount(1)]
         assert owner.heard_of(relay_messages.RefusalCount) == [relay_messages.RefusalCount(503, "not_ready", 2)]
         assert owner.heard_of(relay_messages.ConnectionCount) == [relay_messages.ConnectionCount(2)]
         owner.link.close()

@@ -35,12 +35,15 @@ async def test_what_goes_wrong_as_a_request_begins_ends_that_one_alone(owner):
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    begin, owner.relays._dispatcher.begin_operation = owner.relays._dispatcher.begin_operation, fail
+    begin, owner.relays._dispatcher.try_begin_complete_request = (
+        owner.relays._dispatcher.try_begin_complete_request,
+        fail,
+    )
     front_end.request(1)
     answer = await front_end.answer(1)
     assert answer.status == 500
     assert json.loads(answer.data)["code"] == "internal"
-    owner.relays._dispatcher.begin_operation = begin
+    owner.relays._dispatcher.try_begin_complete_request = begin
     front_end.request(2)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
@@ -81,7 +84,7 @@ async def test_what_front_ends_count_is_in_the_metrics(owner):
     one.link.send_message(relay_messages.ConnectionCount(3))
     other.link.send_message(relay_messages.ConnectionCount(2))
     one.link.send_message(relay_messages.RefusalCount(431, "headers_too_large", 4))
-    one.link.send_message(relay_messages.LateDisconnectCount(5))
+    one.link.send_message(relay_messages.UnreadResponseCount(5))
     await until(lambda: owner.relays.connection_count == 5)
     await until(lambda: len(owner.records) == 4)
     read = samples(owner)

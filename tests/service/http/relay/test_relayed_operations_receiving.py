@@ -75,7 +75,7 @@ class Owner:
         """Let the body come; where."""
         await self.scene.engine.start()
         self.scene.engine.accept_jobs()
-        assert self.asked.start_receiving(len(self.body))
+        assert self.asked.try_start_receiving(len(self.body))
         (receive,) = self.said(relay_messages.BodyIntoSlabRequest)
         return receive
 
@@ -132,10 +132,10 @@ def test_what_would_be_refused_is_the_applications():
         await owner.scene.engine.start()
         owner.scene.engine.accept_jobs()
         held = owner.limits.acquire(2**24 - 10)
-        assert not owner.asked.start_receiving(len(owner.body))
+        assert not owner.asked.try_start_receiving(len(owner.body))
         assert owner.front_end.said == []
         held.release()
-        assert owner.asked.start_receiving(len(owner.body))
+        assert owner.asked.try_start_receiving(len(owner.body))
 
     played(play)
 
@@ -147,7 +147,7 @@ def test_a_server_that_drains_begins_nothing():
         owner.scene.engine.start_draining()
         with pytest.raises(DrainingError):
             owner.scene.engine.require_ready()
-        assert not owner.asked.start_receiving(len(owner.body))
+        assert not owner.asked.try_start_receiving(len(owner.body))
         assert owner.limits.request_count == 0
 
     played(play)
@@ -163,7 +163,7 @@ def test_memory_that_takes_long_to_make_is_the_applications_to_make():
     async def play(owner):
         await owner.scene.engine.start()
         owner.scene.engine.accept_jobs()
-        assert not owner.asked.start_receiving(len(owner.body))
+        assert not owner.asked.try_start_receiving(len(owner.body))
         assert (made, owner.limits.request_count, owner.front_end.said) == ([], 0, [])
 
     played(play, source=SlabAllocator(allocate, sizes_per_doubling=4, is_slow=True))
@@ -173,7 +173,7 @@ def test_memory_that_no_front_end_can_reach_is_not_used():
     async def play(owner):
         await owner.scene.engine.start()
         owner.scene.engine.accept_jobs()
-        assert not owner.asked.start_receiving(len(owner.body))
+        assert not owner.asked.try_start_receiving(len(owner.body))
         assert (owner.limits.request_count, owner.front_end.slab_pool.used_bytes) == (0, 0)
 
     played(

@@ -168,7 +168,7 @@ def test_large_results_are_told_by_where_they_lie(front_end):
         )
         await asyncio.sleep(0)
         (told,) = front_end.said
-        number = front_end.locate_slab(slab).slab.number
+        number = front_end.locate_and_share_slab(slab).slab.number
         assert told.body == [b"head", relay_messages.SharedSlabRange(number, 0, 100 * KIB)]
         del slab
         assert front_end.slab_pool.used_bytes > 0
@@ -190,7 +190,9 @@ def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nb
         while not front_end.said:
             await asyncio.sleep(0.001)
         (part,) = front_end.said[0].body
-        (memory,) = [each for each in front_end.shared._slabs_by_address.values() if each.number == part.memory]
+        (memory,) = [
+            each for each in front_end.shared._slabs_by_address.values() if each.number == part.slab_number
+        ]
         there = (np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(memory.address + part.offset)
         assert (np.frombuffer(there, np.uint8) == y).all()
         departure.on_response_sent(relay_messages.ResponseSent(3, 0.25, is_delivered=True))

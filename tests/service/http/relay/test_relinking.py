@@ -24,7 +24,7 @@ def relays():
     shared = SharedSlabRegistry()
     metrics = Metrics()
     prepared = PreparedCallCache(2**20, metrics.get_prepared_call_counters("process"))
-    return RelayServer(shared, SlabPool(max_idle_bytes=0, source=shared.make_source()), metrics, prepared)
+    return RelayServer(shared, SlabPool(max_idle_bytes=0, source=shared.make_allocator()), metrics, prepared)
 
 
 def link(front_end, owner):

@@ -15,7 +15,7 @@ def ended(pace: TransferProgress, bytes_per_s: float, *, every_s: float) -> floa
     while now < pace.began_at + 1000:
         now = look
         received = int((now - pace.began_at) // every_s * every_s * bytes_per_s)
-        if pace.find_fault(now, received) is not None:
+        if pace.update_and_check(now, received) is not None:
             return now - pace.began_at
         wait_s = pace.compute_next_check_s(now, received)
         assert wait_s > 0
@@ -28,15 +28,15 @@ def test_single_bytes_keep_no_body_alive(pace):
 
 
 def test_nor_does_a_large_piece_for_long(pace):
-    assert pace.find_fault(100.1, 20_000) is None
+    assert pace.update_and_check(100.1, 20_000) is None
     assert pace.compute_next_check_s(100.1, 20_000) == pytest.approx(19.9)
-    assert pace.find_fault(119.9, 20_001) is None
-    assert "less than 1000 bytes a second" in pace.find_fault(120.1, 20_002)
+    assert pace.update_and_check(119.9, 20_001) is None
+    assert "less than 1000 bytes a second" in pace.update_and_check(120.1, 20_002)
 
 
 def test_the_rate_counts_after_a_while(pace):
-    assert pace.find_fault(109.9, 0) is None
-    assert pace.find_fault(110.1, 0) is not None
+    assert pace.update_and_check(109.9, 0) is None
+    assert pace.update_and_check(110.1, 0) is not None
 
 
 @pytest.mark.parametrize("bytes_per_s", [1010, 5000, 1e9])
@@ -53,9 +53,9 @@ def test_a_pause_ends_even_what_was_fast(min_bytes_per_s):
     pace = TransferProgress(
         began_at=100.0, max_pause_s=30, max_total_s=300, min_bytes_per_s=min_bytes_per_s, grace_s=10
     )
-    assert pace.find_fault(105.0, 10**9) is None
-    assert pace.find_fault(134.9, 10**9) is None
-    assert "no more of the body came for 30 s" in pace.find_fault(135.0, 10**9)
+    assert pace.update_and_check(105.0, 10**9) is None
+    assert pace.update_and_check(134.9, 10**9) is None
+    assert "no more of the body came for 30 s" in pace.update_and_check(135.0, 10**9)
 
 
 def test_without_a_least_rate_single_bytes_have_all_the_time():
@@ -65,5 +65,5 @@ def test_without_a_least_rate_single_bytes_have_all_the_time():
 
 def test_it_is_looked_at_seldom(pace):
     """However close a body is to the least rate."""
-    assert pace.find_fault(149.999, 50_000) is None
+    assert pace.update_and_check(149.999, 50_000) is None
     assert pace.compute_next_check_s(149.999, 50_000) == pytest.approx(0.1)

@@ -29,16 +29,16 @@ class BlockTile:
 
     Attributes:
         vec: channels of one access; each thread makes one access.
-        vectors: threads that load one position, a power of two: those after the block's last channel are
-            idle.
-        rows: positions that are loaded at once.
+        threads_per_position: threads that load one position, a power of two: those after the block's last channel
+            are idle.
+        positions: positions that are loaded at once.
         sums_per_thread: runs of equal length into which a thread's `vec` channels are divided, so that each
             run is within one group and has sums of its own; 1 if every access is within one group.
     """
 
     vec: int
-    vectors: int
-    rows: int
+    threads_per_position: int
+    positions: int
     sums_per_thread: int
 
 
@@ -60,9 +60,9 @@ def make_block_options(
     columns = block_groups * sample.group_channels
     return {
         "VEC": tile.vec,
-        "CV": tile.vectors,
-        "ROWS": tile.rows,
-        "EVEN": columns == tile.vectors * tile.vec and sample.c % columns == 0,
+        "CV": tile.threads_per_position,
+        "ROWS": tile.positions,
+        "EVEN": columns == tile.threads_per_position * tile.vec and sample.c % columns == 0,
         "SUMS": tile.sums_per_thread,
         "GROUPS": next_power_of_2(block_groups),
         "num_warps": num_warps,

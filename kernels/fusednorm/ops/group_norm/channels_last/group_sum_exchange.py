@@ -36,7 +36,7 @@ def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors
 
 
 @triton.jit
-def sum_collected_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
+def collect_and_sum_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
     """Wait until all programs have posted their parts of a group's two sums, and add the parts up to scalars.
 
     The parts are in the slots after `total_ptr`.  `present` [SLOTS] is the mask of slots that have a part;
@@ -48,7 +48,7 @@ def sum_collected_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def post_totals(
+def sum_and_post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def post_totals(
         blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
         total_ptr = locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
-        g, g_xhat = sum_collected_partials(total_ptr, tag, present, SLOTS)
+        g, g_xhat = collect_and_sum_partials(total_ptr, tag, present, SLOTS)
         # Every warp waits for the parts itself.  Once a total is posted, contributors may replace their parts, for
         # which a slower warp would then wait forever.
         tl.debug_barrier()

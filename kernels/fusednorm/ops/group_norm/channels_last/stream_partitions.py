@@ -31,7 +31,7 @@ STREAM_LEAST_WARPS = 7
 Config = TypeVar("Config")
 
 
-class StreamConfig(Protocol):
+class AnyStreamConfig(Protocol):
     """The fields that `ForwardSampleStream` and `BackwardSampleStream` have in common, as a type for both.
 
     Attributes:
@@ -136,7 +136,7 @@ class StreamPartition:
 
 
 def make_stream_partition(
-    sample: SampleShape, itemsize: int, config: StreamConfig, samples: int, device: GpuModel
+    sample: SampleShape, itemsize: int, config: AnyStreamConfig, samples: int, device: GpuModel
 ) -> StreamPartition:
     """Choose how `samples` samples of elements of `itemsize` bytes are divided among programs.
 

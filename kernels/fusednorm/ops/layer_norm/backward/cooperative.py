@@ -62,7 +62,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
         "EARLY_REDUCE": call.can_reduce_early,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
         **make_cooperative_options(config),
     }
     arguments = (

@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
-from fusednorm.jit.moments import compute_row_moments
+from fusednorm.jit.moments import compute_row_mean_and_variance
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
@@ -63,7 +63,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             "EVEN": call.cols % config.constants_block_n == 0,
             "IS_RMS": call.options.is_rms,
             "num_warps": config.constants_num_warps,
-            **call.make_constexprs(layout.vec),
+            **call.make_common_constexprs(layout.vec),
         },
     )  # fmt: skip
     apply = Launch(
@@ -79,7 +79,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             "EVEN": call.cols % config.block_n == 0,
             "STAGES": config.stages,
             "num_warps": config.num_warps,
-            **call.make_constexprs(layout.vec),
+            **call.make_common_constexprs(layout.vec),
         },
     )  # fmt: skip
     return [sums, apply, *plan_partial_reduction(partials, call.out, call.can_start_early, most_tiles)]
@@ -141,7 +141,7 @@ def layer_norm_backward_split_sums_kernel(
         else:
             rough = tl.load(mean_ptr + row)
     else:
-        rough, shift, variance = compute_row_moments(
+        rough, shift, variance = compute_row_mean_and_variance(
             x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
         rstd = 1.0 / tl.sqrt(variance + eps)

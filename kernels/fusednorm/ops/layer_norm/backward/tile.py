@@ -17,7 +17,7 @@ from fusednorm.jit.heads import (
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
-    locate_program_in_head,
+    locate_program_among_heads,
 )
 from fusednorm.jit.loads import (
     add_weight_offset,
@@ -95,7 +95,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     tensors = (*call.tensors, call.mean, call.rstd, *call.input_gradients, partials.dweight, partials.dbias)
     arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
@@ -169,7 +169,7 @@ def layer_norm_backward_tile_kernel(
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
-    program, programs, head, heads = locate_program_in_head(HEADS)
+    program, programs, head, heads = locate_program_among_heads(HEADS)
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     EVICT: tl.constexpr = "" if NARROW else "evict_first"
     own = compute_parameter_offset(head, cols, HEADS) + make_unaligned_zero(cols, NARROW)

@@ -75,7 +75,7 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.residual) else 0,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
         **make_cooperative_options(config),
     }
     buffer = get_exchange_buffer(call.x.device, depth * programs)

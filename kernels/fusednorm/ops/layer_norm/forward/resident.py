@@ -9,7 +9,7 @@ from fusednorm.jit.heads import (
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
-    locate_program_in_head,
+    locate_program_among_heads,
 )
 from fusednorm.jit.loads import make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
@@ -60,7 +60,7 @@ def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardRe
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
         "maxnreg": compute_max_registers(config),
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     ahead = config.prefetch_distance_per_sm * call.multiprocessors
     arguments = (*tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
@@ -116,7 +116,7 @@ def layer_norm_forward_resident_kernel(
     then starts after the row's statistics.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_in_head(HEADS)
+    program, _, head, heads = locate_program_among_heads(HEADS)
     token = program.to(tl.int64)
     row = compute_row_index(token, head, heads, HEADS)
     x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)

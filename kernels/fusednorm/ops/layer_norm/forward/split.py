@@ -83,7 +83,11 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
     layout = call.make_row_layout()
-    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.options.is_rms, **call.make_constexprs(layout.vec)}
+    options = {
+        "GROUP": 16 // call.itemsize,
+        "IS_RMS": call.options.is_rms,
+        **call.make_common_constexprs(layout.vec),
+    }
     early = y is not None and call.can_start_early
     prefetches = can_prefetch(layout.vec, x, residual)
     lane_a_thread = has_one_lane_per_thread(min(16, layout.vec * call.itemsize), x, residual)

@@ -11,10 +11,10 @@ from fusednorm.jit.heads import (
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
-    locate_program_in_head,
+    locate_program_among_heads,
 )
 from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
-from fusednorm.jit.moments import compute_row_moments, store_row_statistics
+from fusednorm.jit.moments import compute_row_mean_and_variance, store_row_statistics
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
 from fusednorm.jit.tiles import normalise
@@ -54,13 +54,13 @@ class LayerNormForwardSweep:
 
 def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
     """Plan the one launch of a pass over rows of any length, which are read twice, or three times for float8."""
-    layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
+    layout = call.make_head_layout() if call.scale is None else call.make_float8_layout()
     options = {
         **config.make_options(call.cols, call.itemsize),
         "PREFETCH": call.can_prefetch_rows(layout),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     ahead = config.prefetch_distance_per_sm * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
@@ -107,12 +107,12 @@ def layer_norm_forward_sweep_kernel(
 
     The second sweep reads backwards, because the end of the row is still in L1 or L2.  With a scale, y is
     float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane of these is
-    the GROUP columns that one thread loads at once, as in `compute_row_moments`.
+    the GROUP columns that one thread loads at once, as in `compute_row_mean_and_variance`.
 
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_in_head(HEADS)
+    program, _, head, heads = locate_program_among_heads(HEADS)
     token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
     row = compute_row_index(token, head, heads, HEADS)
     if scale_ptr is None:
@@ -136,7 +136,7 @@ def layer_norm_forward_sweep_kernel(
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         else:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    rough, shift, variance = compute_row_moments(
+    rough, shift, variance = compute_row_mean_and_variance(
         x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
     rstd = 1.0 / tl.sqrt(variance + eps)

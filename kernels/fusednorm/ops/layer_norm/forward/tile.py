@@ -16,7 +16,7 @@ from fusednorm.jit.heads import (
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
-    locate_program_in_head,
+    locate_program_among_heads,
 )
 from fusednorm.jit.loads import add_weight_offset, make_column_mask, widen
 from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
@@ -58,7 +58,7 @@ class LayerNormForwardTile:
 
 def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) -> list[Launch]:
     """Plan the launch of a pass over rows that fit a tile."""
-    layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
+    layout = call.make_head_layout() if call.scale is None else call.make_float8_layout()
     ahead = None
     if call.scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
         ahead = TILE_AHEAD_PER_SM * call.multiprocessors
@@ -66,7 +66,7 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
         **config.make_options(call.cols),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
-        **call.make_constexprs(layout.vec),
+        **call.make_common_constexprs(layout.vec),
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*call.tensors, call.scale, *scalars)
@@ -123,7 +123,7 @@ def layer_norm_forward_tile_kernel(
     is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_in_head(HEADS)
+    program, _, head, heads = locate_program_among_heads(HEADS)
     own = compute_parameter_offset(head, cols, HEADS)
     n = cols.to(tl.float32)
     weights = ()

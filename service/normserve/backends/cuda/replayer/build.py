@@ -39,14 +39,14 @@ def load_extension() -> Callable[..., LaunchReplayer] | None:
     The extension is compiled first if it is not in the cache.
     """
     try:
-        loaded: Callable[..., LaunchReplayer] = load_extension_module(_get_extension_path(), MODULE).Replayer
+        loaded: Callable[..., LaunchReplayer] = load_extension_module(_find_or_compile_extension(), MODULE).Replayer
     except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
         log.warning("recurring requests of clients on this host are answered by Python code: %s", error)
         return None
     return loaded
 
 
-def _get_extension_path() -> str:
+def _find_or_compile_extension() -> str:
     """Return the path of the compiled extension in Triton's cache; compile it first if it is not there."""
     cache = get_cache_manager(_compute_cache_key())
     path: str | None = cache.get_file(_FILE)

@@ -39,7 +39,7 @@ def planned_into(result, call, monkeypatch):
         patch.setattr(replay_cache, "_KNOWN", {})
         patch.setattr(replay_cache, "_extension", None)
         for module in (layer_norm_passes, chain_pass):
-            patch.setattr(module, "places", lambda *_: result)
+            patch.setattr(module, "prepare_result_tensors", lambda *_: result)
         call()
 
 

@@ -27,14 +27,14 @@ from fusednorm.ops.group_norm.channels_last.column_blocks import (
     select_for_columns,
 )
 from fusednorm.ops.group_norm.channels_last.group_sum_exchange import (
+    collect_and_sum_partials,
     locate_group_slots,
-    post_totals,
-    sum_collected_partials,
+    sum_and_post_totals,
 )
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_gradient,
-    load_gradient_tiles,
+    load_backward_tiles,
     load_scaled_slope_and_offset,
     load_tiles,
     make_tile_mask,
@@ -164,7 +164,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
         sample_size = hw.to(tl.int64) * c
         start_at = sample * sample_size + bundle_first + inside + fragment * RUN * c.to(tl.int64)
         columns = make_vector_mask(vector, block_units, bundle_first + vector_first, c, EVEN)
-        tiles = load_gradient_tiles(
+        tiles = load_backward_tiles(
             dy_ptr, x_ptr, residual_ptr, start_at, at, step_size, row, left, columns, wanted,
             EVEN, ROWS, CHUNKS, "evict_last",
         )  # fmt: skip
@@ -187,7 +187,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 lead_bundle = (team + lead_turn * teams) % bundles
                 lead_tag = start + lead_turn.to(tl.uint32)
                 there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
-                post_totals(
+                sum_and_post_totals(
                     exchange_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels,
                     block_columns, contributors, OVERLAP, SLOTS, DEPTH,
                 )  # fmt: skip
@@ -204,7 +204,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
             late_columns = make_vector_mask(vector, block_units, late_first + vector_first, c, EVEN)
             late_group = late_bundle * bundle_groups
             last_group = tl.minimum(bundle_groups, groups - late_group) - 1
-            tile = load_gradient_tiles(
+            tile = load_backward_tiles(
                 dy_ptr, x_ptr, residual_ptr, late_at, at, step_size, row, late_left, late_columns, True,
                 EVEN, ROWS, 1, "evict_first",
             )  # fmt: skip
@@ -222,7 +222,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 late_tag = start + late_turn.to(tl.uint32)
                 if DIRECT:
                     total_ptr = locate_group_slots(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
-                    g, g_xhat = sum_collected_partials(
+                    g, g_xhat = collect_and_sum_partials(
                         total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS
                     )
                     constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
@@ -245,7 +245,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
-                    tile = load_gradient_tiles(
+                    tile = load_backward_tiles(
                         dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * step_size, at, step_size, row,
                         late_left - (i + 1) * ROWS, late_columns, True, EVEN, ROWS, 1, "evict_first",
                     )  # fmt: skip
@@ -400,7 +400,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         direct = self.columns == sample.group_channels
         depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.fragments))
         overlap = min(blocks, count_max_overlaps(self.columns, sample.group_channels))
-        partial = call.allocate_wanted_partials(splits)
+        partial = call.allocate_partials_if_wanted(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,

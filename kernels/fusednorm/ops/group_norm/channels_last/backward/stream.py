@@ -49,7 +49,7 @@ def load_masked_positions(
 
 
 @triton.jit
-def load_gradient_positions(
+def load_backward_positions(
     dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def load_gradient_positions(
 
 
 @triton.jit
-def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
+def prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, start, size):
     """Prefetch `size` elements of dy, x and residual into L2, from `start` on.  The residual may be None."""
     prefetch(dy_ptr + start, size)
     prefetch(x_ptr + start, size)
@@ -85,7 +85,7 @@ def accumulate_gradient_positions(
 ):  # fmt: skip
     """Add tiles to the running sums of GAIN * dz and GAIN * dz * (h - mean) of each lane's columns.
 
-    Return both sums, [LANES, VEC] each.  `tiles` is the result of `load_gradient_positions`; `sample_at` are
+    Return both sums, [LANES, VEC] each.  `tiles` is the result of `load_backward_positions`; `sample_at` are
     the offsets of the first tile's elements in the sample, and `tile` is the number of elements of a tile.
     """
     for i in tl.static_range(len(tiles[0])):
@@ -261,7 +261,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole > 0:
             # Parameters and statistics are loaded from memory too, and the code below waits for them.
-            prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
+            prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
     mean = load_group_statistic(mean_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
     rstd = load_group_statistic(rstd_ptr, sample * groups, first_group, groups - 1, group_index, LABELS)
     slope, offset = load_scaled_slope_and_offset(parameters, column, sample * scale_stride + column, there, GAIN)
@@ -269,13 +269,13 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     sums = tl.zeros((LANES, VEC), tl.float32)
     sums_centred = tl.zeros((LANES, VEC), tl.float32)
     for turn in range(0, whole):
-        tiles = load_gradient_positions(
+        tiles = load_backward_positions(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, 0,
             CHUNKS, True, IDLE, "",
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if turn + 1 < whole:
-                prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
+                prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
         sums, sums_centred = accumulate_gradient_positions(
             tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
             seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN,
@@ -283,7 +283,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
         inside += stride
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole < turns:
-            tiles = load_gradient_positions(
+            tiles = load_backward_positions(
                 dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
                 CHUNKS, False, IDLE, "",
             )  # fmt: skip
@@ -370,7 +370,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         start_position = first + (fragments - 1 - back) * fragment_positions
         inside = start_position * c
         left = tl.minimum(hw - start_position, fragment_positions).to(tl.int32)
-        tiles = load_gradient_positions(
+        tiles = load_backward_positions(
             dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
             CHUNKS, WHOLE, IDLE, "evict_first",
         )  # fmt: skip
@@ -380,7 +380,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
         )  # fmt: skip
         if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
             if back + 1 < fragments and start_position <= hw:
-                prefetch_gradient_positions(
+                prefetch_backward_positions(
                     dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile
                 )
         for i in tl.static_range(CHUNKS):

@@ -46,13 +46,13 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
 
     def count_members(self, sample: SampleShape, itemsize: int) -> int:
         """Return the number of programs that share a block."""
-        rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
+        rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).positions
         return -(-sample.hw // (self.chunks * rows))
 
     def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool) -> bool:
         return can_wait and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
-    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+    def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
         """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
 
         The result is None if they never do, or if the programs that share a block would not be resident
@@ -76,7 +76,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         options = {
             **make_block_options(sample, self.block_groups, self.num_warps, tile),
             "CHUNKS": self.chunks,
-            "FULL": self.chunks if sample.hw % (self.chunks * tile.rows) == 0 else 0,
+            "FULL": self.chunks if sample.hw % (self.chunks * tile.positions) == 0 else 0,
             "SLOTS": next_power_of_2(members),
             "DEPTH": depth,
             "LAG": self.lag,

@@ -42,9 +42,9 @@ class ForwardResidentBlock(GroupNormForwardConfig):
     programs_per_sm: int
     writers: int = 1
 
-    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+    def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
         tile = make_block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
-        return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
+        return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.positions) * tile.vec * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         """Plan the pass as one launch, with one program per block or, if blocks are few, up to `writers`."""
@@ -60,8 +60,8 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         )  # fmt: skip
         options = {
             **make_block_options(sample, self.block_groups, self.num_warps, tile),
-            "CHUNKS": cdiv(sample.hw, tile.rows),
-            "FULL": sample.hw // tile.rows,
+            "CHUNKS": cdiv(sample.hw, tile.positions),
+            "FULL": sample.hw // tile.positions,
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),

@@ -21,7 +21,7 @@ from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positio
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_gradient,
-    load_gradient_tiles,
+    load_backward_tiles,
     load_scaled_slope_and_offset,
     load_tiles,
     make_tile_mask,
@@ -92,7 +92,7 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         # The device refuses the launch if a team is not resident.
         teams = max(1, min(rows, resident // members))
         depth = next_power_of_2(2 * cdiv(self.lag, self.fragments))
-        partial = call.allocate_wanted_partials(parts)
+        partial = call.allocate_partials_if_wanted(parts)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, depth * teams * members),
@@ -218,7 +218,7 @@ def group_norm_nchw_backward_cooperative_kernel(
         row = team + turn * teams
         start_at = row * group_size + inside + fragment * RUN
         left = hw - first - fragment * RUN
-        tiles = load_gradient_tiles(
+        tiles = load_backward_tiles(
             dy_ptr, x_ptr, residual_ptr, start_at, at, STEP, position, left, channel_mask, wanted,
             EVEN, STEP, CHUNKS, "evict_last",
         )  # fmt: skip
@@ -244,7 +244,7 @@ def group_norm_nchw_backward_cooperative_kernel(
             late_row = team + late_turn * teams
             late_at = late_row * group_size + inside + late_fragment * RUN
             late_left = hw - first - late_fragment * RUN
-            tile = load_gradient_tiles(
+            tile = load_backward_tiles(
                 dy_ptr, x_ptr, residual_ptr, late_at, at, STEP, position, late_left, channel_mask, True,
                 EVEN, STEP, 1, "evict_first",
             )  # fmt: skip
@@ -271,7 +271,7 @@ def group_norm_nchw_backward_cooperative_kernel(
             for i in tl.static_range(CHUNKS):
                 this = tile
                 if i + 1 < CHUNKS:
-                    tile = load_gradient_tiles(
+                    tile = load_backward_tiles(
                         dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * STEP, at, STEP, position,
                         late_left - (i + 1) * STEP, channel_mask, True, EVEN, STEP, 1, "evict_first",
                     )  # fmt: skip

@@ -25,12 +25,13 @@ from fusednorm.ops.group_norm.gradient_tiles import backpropagate_scaled_epilogu
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardTile(GroupNormBackwardConfig):
-    """A configuration of one launch in which each program keeps `rows` small contiguous groups in registers.
+    """A configuration of one launch in which each program keeps `groups_per_program` small contiguous groups in
+    registers.
 
     Each group is padded to `channels` x `positions` elements.
     """
 
-    rows: int
+    groups_per_program: int
     channels: int
     positions: int
     num_warps: int
@@ -41,7 +42,7 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
         """Plan the launch for dx and partial sums, and the launches for parameter gradients."""
         vec, sample = call.channel_vec, call.sample
         rows = call.n * sample.groups
-        parts = call.allocate_wanted_partials(1)
+        parts = call.allocate_partials_if_wanted(1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
             rows, sample.hw // vec, sample.groups, sample.group_channels, call.affine.sample_stride,
@@ -49,14 +50,14 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
         )  # fmt: skip
         options = {
             "VEC": vec,
-            "ROWS": self.rows,
+            "ROWS": self.groups_per_program,
             "CHANNELS": self.channels,
             "POSITIONS": self.positions,
             "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
         }
-        grid = (cdiv(rows, self.rows),)
+        grid = (cdiv(rows, self.groups_per_program),)
         return [
             Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
             *plan_parameter_reductions(parts, call.affine, call.out, 1, call.can_start_early),

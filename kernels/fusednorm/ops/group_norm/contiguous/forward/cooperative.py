@@ -55,7 +55,7 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
     def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool) -> bool:
         return can_wait and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
-    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+    def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
         """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
 
         The result is None if they never do, or if the programs that share a group would not be resident

@@ -48,7 +48,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         """Elements of a chunk."""
         return 256 * self.num_warps
 
-    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+    def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
         chunks = cdiv(call.sample.aligned_group_length, self.chunk_elements)
         return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 

@@ -16,24 +16,29 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import store_normalised_ti
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardTile(GroupNormForwardConfig):
-    """A configuration in which each program holds `rows` small contiguous groups in registers.
+    """A configuration in which each program holds `groups_per_program` small contiguous groups in registers.
 
     Each group is padded to `tile_vectors` vectors.
     """
 
-    rows: int
+    groups_per_program: int
     tile_vectors: int
     num_warps: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        """Plan the pass as one launch, with one program per `rows` groups."""
+        """Plan the pass as one launch, with one program per `groups_per_program` groups."""
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_vectors, *call.channel_indexing,
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
-        options = {"ROWS": self.rows, **call.make_contiguous_options(self.tile_vectors, self.num_warps)}
-        return [Launch(group_norm_nchw_forward_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]
+        options = {
+            "ROWS": self.groups_per_program,
+            **call.make_contiguous_options(self.tile_vectors, self.num_warps),
+        }
+        return [
+            Launch(group_norm_nchw_forward_tile_kernel, (cdiv(rows, self.groups_per_program),), arguments, options)
+        ]
 
 
 @triton.jit(

@@ -113,8 +113,8 @@ static StageDurations compute_stage_durations(const CudaDriver *driver, const Re
     StageDurations stages = {0};
     double whole = seconds_between(driver, launch->start_event, launch->end_event, code), before = 0;
     for (size_t part = 0; part < request->part_count; part++) {
-        stages.copy_in = seconds_between(driver, launch->start_event, request->stage_events[part].copied_in, code);
-        double done = seconds_between(driver, launch->start_event, request->stage_events[part].computed, code);
+        stages.copy_in = seconds_between(driver, launch->start_event, request->part_events[part].copied_in, code);
+        double done = seconds_between(driver, launch->start_event, request->part_events[part].computed, code);
         stages.kernel += done - (before > stages.copy_in ? before : stages.copy_in);
         before = done;
     }

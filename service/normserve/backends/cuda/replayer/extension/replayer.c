@@ -141,14 +141,14 @@ static PyObject *replayer_remove_connection(Replayer *self, PyObject *arguments)
 }
 
 /* Copy the handles of a sequence of pairs; false with an exception. */
-static bool add_stage_events(ReplayableRequest *request, PyObject *pairs)
+static bool add_part_events(ReplayableRequest *request, PyObject *pairs)
 {
     PyObject *parts = PySequence_Fast(pairs, "stage events are a sequence");
     if (parts == NULL)
         return false;
     Py_ssize_t count = PySequence_Fast_GET_SIZE(parts);
-    request->stage_events = calloc((size_t)count + 1, sizeof *request->stage_events);
-    if (request->stage_events == NULL)
+    request->part_events = calloc((size_t)count + 1, sizeof *request->part_events);
+    if (request->part_events == NULL)
         PyErr_NoMemory();
     for (Py_ssize_t index = 0; index < count && !PyErr_Occurred(); index++) {
         unsigned long long copied_in, computed;
@@ -156,7 +156,7 @@ static bool add_stage_events(ReplayableRequest *request, PyObject *pairs)
         if (!PyTuple_Check(pair))
             PyErr_SetString(PyExc_TypeError, "the stage events of a part are a pair of handles");
         else if (PyArg_ParseTuple(pair, "KK", &copied_in, &computed)) {
-            request->stage_events[index] = (StageEventPair){(void *)(uintptr_t)copied_in, (void *)(uintptr_t)computed};
+            request->part_events[index] = (PartEventPair){(void *)(uintptr_t)copied_in, (void *)(uintptr_t)computed};
             request->part_count++;
         }
     }
@@ -168,12 +168,12 @@ static PyObject *replayer_add_replay(Replayer *self, PyObject *arguments)
 {
     int descriptor;
     const char *content, *results;
-    PyObject *stage_events;
+    PyObject *part_events;
     Py_ssize_t length, results_length;
     unsigned long long graph, stream;
     long long kernel_bytes, admitted_bytes;
     PyObject *retained;
-    if (!PyArg_ParseTuple(arguments, "iy#KKOy#LLO", &descriptor, &content, &length, &graph, &stream, &stage_events,
+    if (!PyArg_ParseTuple(arguments, "iy#KKOy#LLO", &descriptor, &content, &length, &graph, &stream, &part_events,
             &results, &results_length, &kernel_bytes, &admitted_bytes, &retained))
         return NULL;
     ReplayConnection *connection = find_open_connection(self, descriptor);
@@ -184,7 +184,7 @@ static PyObject *replayer_add_replay(Replayer *self, PyObject *arguments)
     ReplayableRequest *request = new_request(content, (size_t)length, results, (size_t)results_length);
     if (request == NULL)
         return PyErr_NoMemory();
-    if (!add_stage_events(request, stage_events)) {
+    if (!add_part_events(request, part_events)) {
         release_request(request);
         return NULL;
     }

@@ -29,7 +29,7 @@ typedef struct {
 /* The CUDA events at the end of the copy-in and of the computation of one part of a launch. */
 typedef struct {
     void *copied_in, *computed;
-} StageEventPair;
+} PartEventPair;
 
 /* A request whose frame has been received before and whose launch is captured. */
 typedef struct ReplayableRequest {
@@ -41,7 +41,7 @@ typedef struct ReplayableRequest {
     /* The driver's handles. */
     void *graph, *stream;
     /* One pair for each part; none where nothing is copied. */
-    StageEventPair *stage_events;
+    PartEventPair *part_events;
     size_t part_count;
     /* The results' description in the response, in JSON. */
     char *results;
@@ -98,7 +98,7 @@ static void release_request(ReplayableRequest *request)
         return;
     Py_XDECREF(request->retained);
     free(request->content);
-    free(request->stage_events);
+    free(request->part_events);
     free(request->samples);
     free(request);
 }
