@@ -184,8 +184,7 @@ def _compute_forward(case: RequestCase, inputs: Mapping[str, Tensor]) -> _Forwar
 
 
 def _compute_chain(case: RequestCase, inputs: Mapping[str, Tensor]) -> ExpectedTensor:
-    """Compute the result of several LayerNorms, one after another, with the sizes that determine its
-    tolerance.
+    """Compute the result of several LayerNorms, one after another, and the magnitudes that determine its tolerance.
 
     Each norm scales the errors of earlier ones, which also change a row's moments.
     """

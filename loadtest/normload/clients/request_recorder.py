@@ -135,7 +135,7 @@ class RequestRecorder:
         )
 
     def record_oldest_ended(self) -> None:
-        """Make the record of the ended request that has waited longest; there must be one."""
+        """Make the record of the request that ended first among those without a record; there must be one."""
         exchange, start = self._unrecorded.popleft()
         if exchange.is_checked and exchange.response is not None:
             self._unrecorded_bytes -= exchange.response.nbytes

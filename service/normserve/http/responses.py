@@ -15,7 +15,7 @@ def make_response_headers(nbytes: int, media_type: bytes, headers: Headers) -> l
 class BuffersResponse(Response):
     """A response whose body is in several buffers, which are sent without being joined.
 
-    The call returns when the kernel has taken all bytes.  It does not use ASGI messages, so the
+    The call returns when the operating system has taken all bytes.  It does not use ASGI messages, so the
     request's body must have been received.
     """
 

@@ -1,7 +1,7 @@
 """The socket of one connection: reads frames, writes frames and descriptors, on the event loop's thread.
 
-Descriptors that a client sends are never received: no call here provides a buffer for them, so the kernel closes
-them.
+Descriptors that a client sends are never received: no call here provides a buffer for them, so the operating system
+closes them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The identity of a connection's client, from its greeting and from the kernel, and its permissions."""
+"""The identity of a connection's client, from its greeting and from the operating system, and its permissions."""
 
 import os
 import socket
@@ -102,7 +102,7 @@ class PeerProcess:
 
     @classmethod
     def from_socket(cls, connection: socket.socket) -> "PeerProcess":
-        """Read the process id and user id of a connection's peer from the kernel.
+        """Read the process id and user id of a connection's peer from the operating system.
 
         Raises:
             OSError: the peer has ended.

@@ -24,7 +24,8 @@ from normserve.local.segment_table import SegmentTable
 from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
 
-#: Requests of one connection that are handled at the same time; further frames stay in the kernel's buffers.
+#: Requests of one connection that are handled at the same time; further frames stay in the operating system's
+#: buffers.
 MOST_UNDER_WAY = 64
 
 # Memory for a connection's prepared calls: about a thousand frames of one message with one tensor.  A model of
@@ -59,7 +60,7 @@ class LocalServerConnection:
         """Args:
         key_name: name of the API key that is used for the peer's user.
         watch: opens a descriptor that is readable once the peer has ended, while the connection is open; None
-            where the kernel offers none.
+            where the operating system offers none.
         """
         self._services = service
         self._open_exit_descriptor = watch

@@ -48,7 +48,7 @@ def make_segment(nbytes: int, kind: type[_S], *, is_populated: bool = True) -> t
         MemoryError: there is not enough memory.
     """
     nbytes = round_up_to_pages(nbytes)
-    # The system would take pages until there are none, and then end some process.
+    # The operating system would take pages until there are none, and then end some process.
     if nbytes > read_available_bytes():
         raise MemoryError(f"there is no shared memory of {nbytes} bytes")
     descriptor = _create_memfd()
@@ -98,11 +98,11 @@ def round_up_to_pages(nbytes: int) -> int:
 
 
 def _create_memfd() -> int:
-    """Create an anonymous file in memory that can be sealed, and is not executable if the kernel supports
+    """Create an anonymous file in memory that can be sealed, and is not executable if the operating system supports
     that.
 
     Raises:
-        MemoryError: the system refuses.
+        MemoryError: the operating system refuses.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:

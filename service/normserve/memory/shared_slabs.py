@@ -102,7 +102,7 @@ class SharedSlabRegistry:
         offset = address - memory.address
         return SlabLocation(memory, offset) if offset + view.nbytes <= memory.nbytes else None
 
-    def take_ended_numbers(self) -> list[int]:
+    def take_freed_numbers(self) -> list[int]:
         """Return the numbers of the slabs that were freed since the last call, so that other processes can
         unmap them.
         """
@@ -116,7 +116,7 @@ class SharedSlabRegistry:
         self._ended_slabs.put(memory)
 
     def _forget_freed_slabs(self) -> None:
-        """Remove freed slabs from the look-up by address, and note their numbers for `take_ended_numbers`.
+        """Remove freed slabs from the look-up by address, and note their numbers for `take_freed_numbers`.
 
         The caller holds the lock.
         """

@@ -127,7 +127,7 @@ class ConnectionLimits:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # For example out of descriptors: connections wait in the kernel until some are free.
+                # For example out of descriptors: connections wait in the operating system until some are free.
                 self._failed_log.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -162,8 +162,8 @@ class ConnectionLimits:
 
 
 def _close_refused(connection: socket.socket) -> None:
-    """Close a refused connection.  Unread bytes are received first, since they would make the kernel discard
-    the response.
+    """Close a refused connection.  Unread bytes are received first, since they would make the operating system
+    discard the response.
     """
     with connection, contextlib.suppress(OSError):
         connection.recv(65536)

@@ -55,14 +55,14 @@ def test_other_memory_is_not_found(shared, pool):
 def test_what_ends_is_told_once_and_its_descriptor_closed(shared, pool):
     slab = pool.borrow(MIB)
     memory = shared.locate(slab).slab
-    assert shared.take_ended_numbers() == []
+    assert shared.take_freed_numbers() == []
     os.fstat(memory.descriptor)
     del slab
     # The pool keeps nothing that is idle.
     kept = pool.borrow(2 * MIB)
     gc.collect()
-    assert shared.take_ended_numbers() == [memory.number]
-    assert shared.take_ended_numbers() == []
+    assert shared.take_freed_numbers() == [memory.number]
+    assert shared.take_freed_numbers() == []
     assert shared.locate(kept).slab.number != memory.number
 
 

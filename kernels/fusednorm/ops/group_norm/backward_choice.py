@@ -142,7 +142,8 @@ def find_cooperative_backward(
 
 
 def find_backward_stream(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
-    """Find the configuration that reads channels-last samples twice: for sums of columns, then for dx.
+    """Find the configuration of the kernels that read channels-last samples twice: for sums of columns, then for
+    dx.
 
     The result is None if even the largest program has too few lanes to load all columns of a position at
     once.

@@ -115,8 +115,10 @@ class TritonBackend:
         self._known_launches: dict[Hashable, int] = {}
 
     def start(self) -> DeviceDescription:
-        """Initialise the device: make slabs pinned from now on, create streams, load the replayer, and compile
-        the warm-up's kernels.
+        """Initialise the device, and compile the kernels of the warm-up.
+
+        From now on slabs are allocated in pinned memory.  The streams are created, and the extension that replays
+        launches is loaded.
         """
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)

@@ -100,10 +100,10 @@ class PendingCudaLaunch(PendingLaunch):
         "_is_complete",
         "_kernel_bytes",
         "_packed_s",
+        "_part_events",
         "_results",
         "_retained",
         "_spare_events",
-        "_part_events",
     )
 
     def __init__(

@@ -81,7 +81,7 @@ class ConnectionPool:
             self._reset()
         free = self._free_slots
         remaining_s = deadline.get_remaining_s()
-        # The system limits the timeouts of locks.
+        # The operating system limits the timeouts of locks.
         if not free.acquire(
             timeout=None if remaining_s is None else max(0.0, min(remaining_s, threading.TIMEOUT_MAX))
         ):
@@ -199,7 +199,7 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
 
 
 def _pack_timeval(seconds: float) -> bytes:
-    """Pack seconds into the kernel's struct timeval."""
+    """Pack seconds into the operating system's struct timeval."""
     whole_seconds = int(min(seconds, _LONGEST_S))
     return struct.pack("@ll", whole_seconds, max(1, int((min(seconds, _LONGEST_S) - whole_seconds) * 1e6)))
 

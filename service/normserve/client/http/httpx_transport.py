@@ -51,7 +51,9 @@ class SocketTransport(httpx.HTTPTransport):
 
 
 class AsyncSocketTransport(httpx.AsyncHTTPTransport):
-    """An httpx transport for `httpx.AsyncClient` that keeps as many connections open as may be in use at once.
+    """httpx's transport for `httpx.AsyncClient`, except that it keeps every connection open after its request.
+
+    There are at most `max_connections`.
 
     Examples:
         >>> import httpx

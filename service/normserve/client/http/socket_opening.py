@@ -14,7 +14,7 @@ from normserve.client.http.socket_steps import READ, WRITE, Steps
 #: An address to connect to: the socket's family, and the address in that family.
 Place = tuple[socket.AddressFamily, Any]
 
-# TCP grows its buffers by itself, up to about this; the kernel may allow less.
+# TCP grows its buffers by itself, up to about this; the operating system may allow less.
 _UNIX_BUFFER_BYTES = 4 * 2**20
 
 # Of a host with several addresses, each but the last is tried for at most this long.

@@ -222,9 +222,9 @@ Calls with the same key differ only in the contents of their tensors and the add
 
 
 class CallCache:
-    """The calls of one connection that can be repeated from cached messages, for one kind of arrays.
+    """The cached request messages of one connection, by which an equal call is sent again without being encoded.
 
-    The kinds are numpy arrays, torch CPU tensors and CUDA tensors.
+    There is one cache for each kind of arrays: numpy arrays, torch CPU tensors and CUDA tensors.
 
     Attributes:
         calls: the cached calls, by their keys.

@@ -1,6 +1,7 @@
 """The blocking client's calls over shared memory, and its connection, which its threads share.
 
-The thread that receives polls for a response if the last one arrived quickly, and otherwise sleeps in the kernel.
+The thread that receives polls for a response if the last one arrived quickly, and otherwise sleeps in the operating
+system.
 """
 
 import math
@@ -44,7 +45,7 @@ _MAY_POLL = len(os.sched_getaffinity(0)) > 1
 #: The shortest timeout; shorter ones might be rounded to 0, which is no timeout.
 _SHORTEST_WAIT_S = 1e-4
 
-# How long a wait in the kernel lasts before the deadline is looked at again.
+# How long a wait in the operating system lasts before the deadline is looked at again.
 _WAIT_S = 1.0
 _TIMEVAL = struct.Struct("ll")
 
@@ -93,7 +94,7 @@ class PollingReceiver:
                     raise
 
     def _wait(self) -> Any:
-        """Receive by sleeping in the kernel until data arrive or the socket's timeout passes.
+        """Receive by sleeping in the operating system until data arrive or the socket's timeout passes.
 
         The time that this takes determines whether the next reception polls.
         """

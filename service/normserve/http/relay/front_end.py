@@ -283,7 +283,7 @@ class _ForwardedRequest:
         return self._has_response_started
 
     async def _wait_link_writable(self) -> bool:
-        """Wait until the kernel has taken earlier messages to the owner.
+        """Wait until the operating system has taken the earlier messages to the process that owns the device.
 
         Return False if the client disconnected first.
         """
@@ -454,7 +454,8 @@ class _ForwardedRequest:
             self._part_task.cancel()
 
     def _report_sent(self, *, is_last: bool) -> None:
-        """Report to the owner that the kernel has taken the complete response, or a piece if not `is_last`.
+        """Report to the owner that the operating system has taken the complete response, or a piece if not
+        `is_last`.
 
         The report states whether the client was connected until the end of the response.
         """

@@ -31,9 +31,9 @@ class RelayLink:
     message would take as long as a quarter of the work for its request.
 
     Attributes:
-        is_backlogged: the kernel has not taken all messages; meanwhile, senders of unsolicited messages
+        is_backlogged: the operating system has not taken all messages; meanwhile, senders of unsolicited messages
             wait or gather them.
-        on_flushed: called when the kernel has taken all messages after a backlog.
+        on_flushed: called when the operating system has taken all messages after a backlog.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class RelayLink:
             return
         self._pending_messages.append(message)
         if descriptor is not None:
-            # Until the kernel has taken it, nothing else may close it.
+            # Until the operating system has taken it, nothing else may close it.
             self._queue_frame((os.dup(descriptor),))
         if not self._is_flush_scheduled:
             self._is_flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     async def wait_flushed(self) -> None:
-        """Wait until the kernel has taken all messages, or the link has ended."""
+        """Wait until the operating system has taken all messages, or the link has ended."""
         if self._is_flush_scheduled and self.is_open:
             if self._flushed is None:
                 self._flushed = self._loop.create_future()
@@ -176,7 +176,7 @@ class RelayLink:
             raise
 
     def _flush(self) -> None:
-        """Send all queued messages; if the kernel takes no more, continue when the socket is writable."""
+        """Send all queued messages; if the operating system takes no more, continue when the socket is writable."""
         if not self.is_open or self._is_ending:
             return
         try:

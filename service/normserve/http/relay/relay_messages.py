@@ -104,13 +104,13 @@ class ClientDisconnected(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """A front end's report that the kernel has taken all bytes of a response or a piece.
+    """A front end's report that the operating system has taken all bytes of a response or a piece.
 
-    It is also sent if the client has disconnected, so that the kernel will never take them.
+    It is also sent if the client has disconnected, so that the operating system will never take them.
 
     Attributes:
         seconds: since the response's first byte.
-        is_delivered: the client was connected when the kernel took the response's last byte.
+        is_delivered: the client was connected when the operating system took the response's last byte.
     """
 
     number: int
@@ -132,7 +132,7 @@ class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
 class UnreadResponseCount(msgspec.Struct, array_like=True, tag=8, gc=False):
     """The number of clients that disconnected without reading a response, since the last report.
 
-    The kernel had taken these responses, so they count as delivered.
+    The operating system had taken these responses, so they count as delivered.
     """
 
     count: int

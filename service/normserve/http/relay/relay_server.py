@@ -134,7 +134,7 @@ class RelayServer:
 
     def _send_heartbeats(self) -> None:
         """Report the readiness and the freed slabs to all front ends, at once and then every half second."""
-        numbers = self._shared_slabs.take_ended_numbers()
+        numbers = self._shared_slabs.take_freed_numbers()
         for each in self._front_ends:
             each.report_removed_slabs(numbers)
             each.send_heartbeat(OwnerReadiness(self._is_ready))

@@ -309,7 +309,7 @@ class RelayedResponseSender(ResponseSender):
             self._record_sent(sent)
 
     def on_response_sent(self, sent: relay_messages.ResponseSent) -> None:
-        """End the wait for the last message's bytes, which the kernel has taken or never will."""
+        """End the wait for the last message's bytes, which the operating system has taken or never will."""
         if self._response_sent is not None and not self._response_sent.done():
             self._response_sent.set_result(sent)
 

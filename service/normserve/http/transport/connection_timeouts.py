@@ -16,7 +16,7 @@ class ConnectionTimeouts:
     Attributes:
         header_s: time for a complete header, from its first byte or from the connection's start.
         send_s: time for which a client may read nothing of its response.
-        transfer_s: time for a response that the kernel could not take at once, even if it is read
+        transfer_s: time for a response that the operating system could not take at once, even if it is read
             steadily, and for the remaining bytes of a discarded body.
         min_bytes_per_s: minimum mean rate of such a response or body from then on; 0 for none.
         grace_s: time after which that rate applies.
@@ -73,7 +73,7 @@ class SlowReaderMonitor:
         self._monitor: SlowTransferMonitor | None = None
 
     def start(self, response: SocketResponseSender | None) -> None:
-        """Start to monitor the client, because the kernel takes no more bytes for now.
+        """Start to monitor the client, because the operating system takes no more bytes for now.
 
         Args: response: the response with unsent bytes; None for the last bytes of a complete response.
         """

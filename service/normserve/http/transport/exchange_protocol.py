@@ -51,7 +51,7 @@ class ConnectionPolicy:
         render_refusal: counts invalid input that is not a request, and renders the response; the second
             argument is the received part of the request target.
         idle_connections: the connections that wait for a request.
-        on_late_disconnect: called when a client disconnected without reading a response that the kernel
+        on_late_disconnect: called when a client disconnected without reading a response that the operating system
             had taken.
     """
 
@@ -131,7 +131,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header's timer and mark the connection as idle, in addition to uvicorn's setup.
 
-        Writing pauses as soon as the kernel does not take all bytes, which starts the monitor of slow
+        Writing pauses as soon as the operating system does not take all bytes, which starts the monitor of slow
         readers.
         """
         connected = transport.get_extra_info("socket")
@@ -139,9 +139,9 @@ class ExchangeProtocol(HttpToolsProtocol):
             # TCP grows its buffers by itself, up to about this.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         super().connection_made(transport)
-        # With these limits, "paused" means that any byte is unsent, and "resumed" that the kernel has all of them.
-        # uvloop's TLS pauses already at its limit, and passes encrypted data to a transport that buffers a write or
-        # two.  The end of its handshake may be unsent now.
+        # With these limits, "paused" means that any byte is unsent, and "resumed" that the operating system has all
+        # of them. # uvloop's TLS pauses already at its limit, and passes encrypted data to a transport that buffers
+        # a write or # two.  The end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
         unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
         self._slow_reader_monitor = SlowReaderMonitor(
@@ -155,7 +155,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers, and abort the bodies and responses in progress.
 
-        A disconnect is reported as late if the client may not have read a response that the kernel had
+        A disconnect is reported as late if the client may not have read a response that the operating system had
         taken.
         """
         super().connection_lost(exc)
@@ -250,7 +250,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Pause the application's writes, and start to monitor how fast the client reads.
 
-        asyncio calls this when the kernel takes no more bytes.
+        asyncio calls this when the operating system takes no more bytes.
         """
         super().pause_writing()
         assert self._slow_reader_monitor is not None
@@ -373,10 +373,9 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._body_discard = None
 
     def _close_unless_discarding(self) -> None:
-        """Close the connection after its last response.
+        """Close the connection after its last response, unless the body of that request is still being discarded.
 
-        If the body of that request is still being discarded, the connection is closed at the end of the
-        body instead.
+        In that case the connection is closed at the end of the body.
         """
         if self._body_discard is None or not self.cycle.response_complete:
             self.transport.close()

@@ -23,8 +23,8 @@ _PROBE = b"HTTP/1.1 "
 
 # Up to this size one write of a copy is cheaper than a gathering write.
 _JOIN_BYTES = 16 * 1024
-# Limit of one write: if the client reads fast enough, the kernel takes 16 MiB in one call of 5 ms, and all clients
-# wait.
+# Limit of one write: if the client reads fast enough, the operating system takes 16 MiB in one call of 5 ms, and
+# all clients # wait.
 _PORTION_BYTES = 2 * 2**20
 # TLS encrypts a portion at once, and reports its progress in whole portions.
 TLS_PORTION_BYTES = 256 * 2**10
@@ -40,7 +40,8 @@ class ResponseSender(ABC):
 
     Attributes:
         on_disconnect: called if the client disconnects before its response is complete.
-        is_delivered: whether the kernel took the last byte while the client was connected; None before the end.
+        is_delivered: whether the operating system took the last byte while the client was connected; None before
+            the end.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class ResponseSender(ABC):
 
     @abstractmethod
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a complete response; return when the kernel has taken the last byte.
+        """Send a complete response; return when the operating system has taken the last byte.
 
         Args:
             headers: all but those that every response has; content-length is `nbytes`.
@@ -68,7 +69,7 @@ class ResponseSender(ABC):
 
     @property
     def send_s(self) -> float:
-        """The seconds from the first byte of the response until the kernel took the last one."""
+        """The seconds from the first byte of the response until the operating system took the last one."""
         return (self._ended_at or time.perf_counter()) - self._began_at if self._began_at else 0.0
 
 
@@ -78,7 +79,7 @@ class SocketResponseSender(ResponseSender):
     Small writes are gathered, so that header and body are sent together.
 
     Attributes:
-        progress: the response's speed, from the first time that the kernel could take no more bytes.
+        progress: the response's speed, from the first time that the operating system could take no more bytes.
         pending_bytes: the bytes that were unsent at that time, and those written after them.
     """
 
@@ -109,7 +110,7 @@ class SocketResponseSender(ResponseSender):
         self._buffered_bytes = 0
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a complete response; return when the kernel has taken the last byte.
+        """Send a complete response; return when the operating system has taken the last byte.
 
         This does in one step as much as uvicorn's cycle does in several ASGI messages.  Nothing more is
         sent once the client has disconnected.
@@ -128,8 +129,8 @@ class SocketResponseSender(ResponseSender):
             for number, portion in enumerate(
                 _split_into_writes([b"".join(head_lines), *buffers], self._max_write_bytes)
             ):
-                # Let other tasks run between portions, even if the kernel took all of one.  Not after the last: the
-                # client may read it and leave before this task continues.
+                # Let other tasks run between portions, even if the operating system took all of one.  Not after the
+                # last: the # client may read it and leave before this task continues.
                 if number:
                     await asyncio.sleep(0)
                     if cycle.disconnected:
@@ -145,7 +146,7 @@ class SocketResponseSender(ResponseSender):
         cycle.on_response()
 
     async def _drain_writes(self, cycle: RequestResponseCycle) -> bool:
-        """Wait until the kernel has taken all earlier writes; return whether the client is connected."""
+        """Wait until the operating system has taken all earlier writes; return whether the client is connected."""
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
         return not cycle.disconnected
@@ -195,7 +196,7 @@ class SocketResponseSender(ResponseSender):
     def finish_response(self) -> None:
         """Send the buffered end of a response, and record whether it was delivered.
 
-        Called when the kernel has taken all earlier data.
+        Called when the operating system has taken all earlier data.
         """
         self.flush()
         if self.is_delivered is None:
@@ -277,11 +278,11 @@ class HalfClosedMonitor:
 
 
 def can_detect_disconnect(transport: asyncio.Transport) -> bool:
-    """Return whether the kernel reports a disconnected client without any data being sent."""
+    """Return whether the operating system reports a disconnected client without any data being sent."""
     return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)
 
 
 def count_unacknowledged_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of bytes that the kernel has taken and the client's host has not acknowledged."""
+    """Return the number of bytes that the operating system has taken and the client's host has not acknowledged."""
     answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", answer)[0])

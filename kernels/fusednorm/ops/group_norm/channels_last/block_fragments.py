@@ -131,13 +131,13 @@ def compute_group_moments(
     chunks, residuals, rows, channels, membership,
     FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute each group's mean, `rest` and sum of squared deviations over a fragment, [GROUPS] each.
+    """Compute each group's mean, in two parts, and its sum of squared deviations over a fragment.
 
-    The fragment is `rows` positions of a block of columns, held in registers.  The group's mean is mean +
-    rest.  A thread's sums are about a pivot, the mean of its first values; with n positions per thread, the
-    error from cancellation is at most n * 2^-24 of the result.  All threads' sums are then merged as in
-    `merge_moments`: first over the positions of a run, then over the runs of a group.  A run is adjacent
-    columns of a lane within one group.
+    The results are mean, rest and squares, [GROUPS] each: the group's mean is mean + rest.  The fragment is
+    `rows` positions of a block of columns, held in registers.  A thread's sums are about a pivot, the mean of
+    its first values; with n positions per thread, the error from cancellation is at most n * 2^-24 of the
+    result.  All threads' sums are then merged as in `merge_moments`: first over the positions of a run, then
+    over the runs of a group.  A run is adjacent columns of a lane within one group.
 
     Args:
         membership: [CV * SUMS, GROUPS], whether a run of columns belongs to a group of `channels` columns.

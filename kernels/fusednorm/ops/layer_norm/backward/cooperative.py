@@ -42,7 +42,7 @@ class LayerNormBackwardCooperative:
 
 
 def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
-    """Plan the cooperative launch for dx and partial sums, and the launch for parameter gradients.
+    """Plan a launch whose programs share rows, for dx and partial sums, and a launch that adds up the partial sums.
 
     The call must have mean and rstd.
     """

@@ -47,7 +47,9 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.positions) * tile.vec * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        """Plan the pass as one launch, with one program per block or, if blocks are few, up to `writers`."""
+        """Plan the pass as one launch: one program per block or, if blocks are few, up to `writers` programs per
+        block.
+        """
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
