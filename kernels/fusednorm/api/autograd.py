@@ -487,9 +487,10 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
 
 
 def _define_extension_call(extension: Any, values: OptionValues) -> None:
-    """Let the host extension make differentiable calls with these options from the passes that it has recorded.
+    """Allow the host extension to make later differentiable calls with these options by itself.
 
-    Options without a hash, which the checks refuse later, are ignored.
+    It makes them from the forward and backward passes that it has recorded.  Options without a hash, which the
+    checks refuse later, are ignored.
     """
     passes, options = _select_kernel_passes(values[0]), NormOptions._make(values)
     forward = ((options, None, stats) for stats in (True, False))

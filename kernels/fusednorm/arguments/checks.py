@@ -190,7 +190,7 @@ def view_as_heads(name: str, array: Array) -> Array:
 
 
 def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
-    """Select the function that views the arrays of a call with one stride for their rows, or with two.
+    """Select how a call views its arrays: as [rows, cols], or as [tokens, heads, cols].
 
     It is `view_as_heads` if heads have separate parameters, or the rows of an array have no common stride;
     else `view_as_rows`.

@@ -11,7 +11,7 @@ PHILOX_ROUNDS = 7
 
 
 def compute_dropout_threshold(p: float) -> int:
-    """Compute the least random word with which dropout of probability `p` keeps an element.
+    """Compute the threshold of dropout: an element is kept if its random 32-bit word is at least this.
 
     P(word >= threshold) = 1 - p, with an error up to 2^-32.
     """

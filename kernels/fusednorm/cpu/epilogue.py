@@ -126,7 +126,7 @@ def backpropagate_epilogue(
 
 
 def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Compute a function of each element in the memory of the first tensor, with equal bits at all positions.
+    """Overwrite the first tensor with an elementwise function of all, whose bits do not depend on the position.
 
     torch rounds the last elements, which do not fill its vector registers, differently.  So the function is
     called with multiples of a vector only, and the last elements are padded.

@@ -66,9 +66,9 @@ class Launch:
 
 
 def make_early_options(early: bool) -> dict[str, object]:
-    """Make the options of a launch that depends on the previous launch in the stream.
+    """Make the options by which a launch may start early: before the previous kernel in the stream ends.
 
-    If `early`, the kernel starts before the previous kernel ends, and waits for that kernel in its own code.
+    If `early`, the kernel waits for the previous kernel in its own code (programmatic dependent launch).
     """
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
@@ -107,12 +107,12 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
 
 
 def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
-    """Return whether accesses to the arrays have 16 bytes, so that each thread has a single lane.
-
-    Accesses have `width` bytes if the arrays start at multiples of 16.
+    """Return whether the compiler gives each thread a single lane: all accesses must have 16 bytes.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that
     the reduction tree of `merge_equal_sets` is not full.
+
+    Accesses have `width` bytes if the arrays start at multiples of 16.
     """
     return width == 16 and all(array is None or array.is_aligned for array in arrays)
 

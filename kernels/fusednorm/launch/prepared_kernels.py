@@ -239,9 +239,9 @@ def _classify_integer(value: int, look: str) -> Any:
 
 
 def store_stable_key(function: Any) -> None:
-    """Let Triton compute and store the key of a jit function, after the keys of the functions that it calls.
+    """Let Triton store the cache key of a jit function after the keys of all functions that it calls.
 
-    In this order the key is equal in every process.
+    In this order the key is equal in every process.  Other values than jit functions are ignored.
     """
     if not isinstance(function, JITFunction):
         return

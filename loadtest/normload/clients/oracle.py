@@ -35,7 +35,8 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """The exact values of a tensor in a response, and the sizes that determine their tolerance.
+    """The exact values of a tensor in a response, with the magnitudes of the summed terms, from which the
+    tolerance of each value is computed.
 
     Attributes:
         values: exact.

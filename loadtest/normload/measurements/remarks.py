@@ -58,8 +58,8 @@ def _list_client_remarks(result: RunResult) -> list[str]:
 
 
 def _list_lag_remarks(result: RunResult) -> list[str]:
-    """List the warning that the client sent requests late although a connection was free; empty if it
-    did not.
+    """Warn if the client sent requests late although a connection was free: return a list with that warning,
+    else an empty list.
     """
     lag = LatencyHistogram()
     for each in result.phases:

@@ -175,7 +175,7 @@ class SendQueue:
             self.send_all(connected, flags)
 
     def send_all(self, connected: socket.socket, flags: int = 0) -> None:
-        """Send all frames of the queue.
+        """Send the queued frames in order, until none is left or the socket accepts no more, which raises.
 
         Raises:
             BlockingIOError: the socket accepts no more now; the unsent bytes stay in the queue.

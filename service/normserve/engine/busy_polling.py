@@ -59,8 +59,8 @@ class BusyPoller:
 
 
 def make_busy_poller(progress: CompletionTracker | None = None) -> BusyPoller | None:
-    """Make a poller for this process.  Return None if the process may use only one core, which the
-    sender of the next message needs.
+    """Make a poller for this process; return None if the process may use only one core.  Polling would keep
+    that core from the sender of the next message.
 
     Args: progress: as of `BusyPoller`.
     """

@@ -43,9 +43,8 @@ class CompilationQueue:
         self._compiled_classes.update(kinds)
 
     def add_job(self, kernel_class: Hashable, job: NormJob) -> bool:
-        """Add a job that waits for the kernels of its class.
-
-        Return whether it is the first one, so that the caller must start the compilation.
+        """Add a job that waits for the kernels of its class; return whether it is the first one of the class, for
+        which the caller must start the compilation.
 
         Raises:
             OverloadedError: the limit of compiled classes is reached, or the rate of compilations is too high.

@@ -183,11 +183,11 @@ class Executor:
         return self._run_catching(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
     def run_inline(self, batch: Batch) -> WorkOutcome:
-        """Run a batch on the caller's thread, for an idle device that allows it
-        (`Backend.max_inline_bytes`).
+        """Run a batch on the caller's thread and poll it briefly; the outcome's value is its `BatchResult`, or a
+        `PendingLaunch`, which is for `submit_wait`, if the batch takes longer.
 
-        All batches of the owner's thread must have ended: a backend runs one batch at a time.  If the
-        batch takes long, the outcome's value is a `PendingLaunch`, which is for `submit_wait`.
+        The backend must allow it for this size (`Backend.max_inline_bytes`), and all batches of the owner's
+        thread must have ended: a backend runs one batch at a time.
         """
         started = time.perf_counter()
         try:
@@ -314,10 +314,8 @@ class Executor:
 
 
 def _report_no_memory(work: _WorkItem) -> None:
-    """Reply to work that failed for lack of memory: try again until there is enough memory for the
-    reply.
-
-    A caller waits for the reply.
+    """Reply that work failed for lack of memory.  While memory is too short even for the reply, sleep and
+    reply again: a caller waits for it.
     """
     while True:
         try:
@@ -382,10 +380,10 @@ def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
 
 
 def _copy_results(results: Mapping[str, HostTensor], buffers: Mapping[str, memoryview]) -> dict[str, HostTensor]:
-    """Copy one job's results into its result buffers, unless they are there; return tensors of the
-    buffers.
+    """Copy one job's results into its result buffers, except those that the backend wrote there itself.
+    Return them as tensors that are views of the buffers.
 
-    Args: places: the buffer for each result, by name.
+    Args: buffers: the buffer for each result, by name.
     """
     moved = {}
     for name, tensor in results.items():

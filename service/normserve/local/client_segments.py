@@ -35,7 +35,7 @@ class ClientSegment(Protocol):
     """The common interface of host and device segments that are charged to a user.
 
     Attributes:
-        is_returned: no view of it is left.
+        is_returned: whether the client no longer uses it, because it has freed the segment or has ended.
     """
 
     is_returned: bool
@@ -50,7 +50,7 @@ class ChargedSegment(HostSegment):
 
     Attributes:
         uid: the charged user.
-        is_returned: no view of it is left.
+        is_returned: whether the client has freed it or has ended; then the content is removed at the unmapping.
         device_registration: the registration with the device's driver, which is dropped before the memory.
         released_charges: receives the user and the bytes when the segment is unmapped.
     """

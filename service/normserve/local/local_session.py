@@ -40,8 +40,9 @@ class LocalSession:
         self._has_received_hello = False
 
     def has_lasting_permission(self, needed: Set[KeyScope]) -> bool:
-        """Return whether the client may send such messages without a check of each, until the server's keys
-        change.  Keys that expire or have a rate or memory limit do not qualify.
+        """Return whether the client may send messages that need one of these scopes, without a check of each
+        message,
+        until the server's keys change.  Keys that expire or have a rate or memory limit do not qualify.
         """
         if self._key_authorisation is None:
             return True
@@ -51,7 +52,8 @@ class LocalSession:
         return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
     def accept_hello(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Store the API key of the client's hello message; return the document of the response.
+        """Store the API key of the client's hello message, without a check of the key; return the response's
+        document.
 
         Args:
             offered: further entries of the document.

@@ -294,9 +294,7 @@ class RequestReplays:
 
 
 def _is_not_unsent(event: Event) -> bool:
-    """Return whether an event is something other than unsent bytes; as a sort key, it puts unsent bytes
-    first.
-    """
+    """Return the sort key of a replayer's event: False, which sorts first, for unsent bytes; True for all others."""
     return event[0] != UNSENT
 
 

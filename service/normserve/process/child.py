@@ -187,7 +187,9 @@ class ChildSlot:
         log.log(level, message, *arguments, extra={"fields": self.log_fields})
 
     def _receive_reports(self, channel: socket.socket, report_reader: ReportReader) -> bool:
-        """Read and handle the messages that the process has sent; return False once there are none."""
+        """Receive once from the process and handle the messages that have arrived.  If there are none, as after the
+        process's end, stop monitoring the channel, count the process as not ready, and return False.
+        """
         try:
             data = channel.recv(4096)
         except OSError:

@@ -36,7 +36,7 @@ class KeyAuthorisation:
     def require_scope(
         self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
     ) -> KeyringEntry:
-        """Return the entry if its key is valid and has a needed scope; raise an error if not.
+        """Return the entry if its key is valid and has at least one of the scopes; raise an error if not.
 
         The request is neither counted towards the key's rate nor logged.
 

@@ -73,8 +73,9 @@ class RequestTracer:
         self._launch_spans: dict[tuple[float, int], tuple[Span, int]] = {}
 
     def _rule_out_tracing(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
-        """Decide by chance whether a request without a traceparent header is traced; return True if it is
-        certainly not traced.  Most requests need no further work then.
+        """Return whether a request is certainly not traced.  If it has no traceparent header, this is decided by
+        chance at
+        the first call and stored in the record.
         """
         if record.span is None and b"traceparent" not in headers:
             record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN

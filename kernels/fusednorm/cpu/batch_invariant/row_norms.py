@@ -295,7 +295,7 @@ class RowResults:
 
 
 def scale_rows_(y: Tensor) -> Tensor:
-    """Divide each row of y by its scale for float8_e4m3fn, in y's memory; return the scales [rows].
+    """Divide each row of y, in place, by the scale that fits it to float8_e4m3fn; return the scales [rows].
 
     Later, a copy of y in float8_e4m3fn rounds the values.  The bits are those of
     `fusednorm.reference.float8.quantise_rows`, without copies of y.

@@ -237,7 +237,7 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
 
 
 def _count_fragments(positions: int, fragment_positions: int, max_splits: int) -> int:
-    """Return the number of fragments that each program processes.
+    """Return how many fragments each program processes.
 
     `positions` positions are divided among at most `max_splits` programs; a fragment has `fragment_positions`
     positions.  A program has at least 4 fragments unless fewer exist.

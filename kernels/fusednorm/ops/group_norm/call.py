@@ -292,10 +292,10 @@ def fit_resident_programs(
 
 
 def count_writers(units: int, max_writers: int, multiprocessors: int) -> int:
-    """Return the number of programs that write one group or block together, a power of two up to `max_writers`.
+    """Return how many programs write one group or block together, a power of two up to `max_writers`.
 
-    The number is doubled while every program of all `units` groups or blocks has a multiprocessor of its
-    own.  The number does not change the bits of the result.
+    The number is doubled while every program of all groups or blocks, of which there are `units`, has a
+    multiprocessor of its own.  The number does not change the bits of the result.
     """
     writers = 1
     while writers < max_writers and 2 * writers * units <= multiprocessors:

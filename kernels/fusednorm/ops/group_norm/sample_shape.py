@@ -72,9 +72,9 @@ def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
 
 
 def can_stay_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Return whether L2 can hold the last `tiles` tiles of x and dy that each program read.
+    """Return whether L2 can hold what the programs will read a second time: `tiles` tiles of x and dy a program.
 
-    The programs read them a second time.  A tile has 16 bytes per thread.
+    These are the tiles that a program read last.  A tile has 16 bytes per thread.
     """
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 

@@ -267,8 +267,10 @@ class LayerNormBackwardCall(LayerNormCall):
 
 
 def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
-    """List the stride of each tensor's first dimension, rows or tokens of several heads, in elements.
+    """List each tensor's stride between rows or, if it has heads, between tokens, in elements.
 
-    For None or a single row, the stride is cols, which leaves accesses as wide as the other tensors allow.
+    This is the stride of the first dimension.  For None or a single row, the stride is cols, which leaves accesses
+    as
+    wide as the other tensors allow.
     """
     return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])

@@ -56,7 +56,10 @@ def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout, dtype: t
 )
 def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
     jobs = in_and_out(op, direction, layout, dtype)
-    assert in_place.get_in_place_call(backend._buffer_allocator.allocate(Batch(tuple(jobs))), fusednorm) is not None
+    assert (
+        in_place.get_in_place_call(backend._buffer_allocator.prepare_buffers(Batch(tuple(jobs))), fusednorm)
+        is not None
+    )
     together = run(backend, *jobs)
     alone = [run(backend, job)[0] for job in jobs]
     monkeypatch.setattr(in_place, "MOST_BYTES", 0)
@@ -124,7 +127,7 @@ def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypa
     (job, _) = in_and_out(Op.RMS_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.float32)
     (want,) = run(backend, job)
     monkeypatch.setattr(backend._buffer_allocator, "_slabs", SlabPool(max_idle_bytes=0))
-    assert in_place.get_in_place_call(backend._buffer_allocator.allocate(Batch((job,))), fusednorm) is None
+    assert in_place.get_in_place_call(backend._buffer_allocator.prepare_buffers(Batch((job,))), fusednorm) is None
     (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
 

@@ -90,10 +90,10 @@ def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
 def compute_lane_columns(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Compute the indices in the sample of the columns that each lane loads, [LANES, VEC].
+    """Compute which columns of the sample each lane loads, [LANES, VEC], and which lanes' vectors exist.
 
-    Also returns the mask of lanes whose vector exists, [LANES, 1]; if all do (EVEN), a constant that the
-    compiler removes.
+    The second result is a mask, [LANES, 1]; if all vectors exist (EVEN), a constant that the compiler
+    removes.
     """
     unit = tl.arange(0, ROWS * CV)[:, None] % CV
     column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]

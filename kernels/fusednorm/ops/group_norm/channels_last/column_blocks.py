@@ -20,7 +20,7 @@ ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
 def count_max_overlaps(size: int, window: int) -> int:
-    """Return the most intervals that one window can overlap, such as groups in one vector of columns.
+    """Return how many adjacent intervals one window overlaps at most, such as groups in a vector of columns.
 
     Consecutive intervals have `size` elements each; the window has `window` elements and starts at a
     multiple of its size.

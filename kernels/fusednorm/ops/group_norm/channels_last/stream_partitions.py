@@ -77,7 +77,7 @@ def count_stream_splits(sample: SampleShape, itemsize: int) -> int:
 
 
 def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: SampleShape) -> Config | None:
-    """Find the measured configuration for streams of this number of columns and about this number of positions.
+    """Find the measured configuration for samples with exactly as many columns and about as many positions.
 
     The sample's positions must be at most an entry's limit, and above the limit / MEASURED_RANGE.  The
     result is None if no entry covers the sample.

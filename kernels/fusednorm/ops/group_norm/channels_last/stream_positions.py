@@ -39,10 +39,10 @@ def load_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles [LANES, VEC] of complete positions from ptr + start on; () if ptr is None.
+    """Load CHUNKS tiles [LANES, VEC] from ptr + start on, with the last position in place of absent ones.
 
-    A position has c columns.  Tiles have the dtype of memory.  `position` and `column` are those of
-    `locate_lanes`.
+    The result is () if ptr is None.  A position has c columns.  Tiles have the dtype of memory.  `position` and
+    `column` are those of `locate_lanes`.
 
     Unless the tiles are WHOLE, `left` positions exist, 1 or more, and the last one replaces those that do
     not exist.  Nothing is masked, because ptxas places a masked load after the arithmetic of the previous

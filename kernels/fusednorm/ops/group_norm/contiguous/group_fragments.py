@@ -22,7 +22,7 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import divide_by_multiplic
 
 @triton.jit
 def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """Compute the offset in x of a group's frame, and the number of its elements `before` the group.
+    """Compute where a group's frame starts in x, and how many of its elements precede the group.
 
     A frame starts at the last multiple of 16 bytes (GROUP elements) that is not after the group's start.
     `row` (int64) is the group's index among those of all samples, `length` its number of elements.
@@ -176,7 +176,7 @@ def compute_group_lane_moments(
 
 @triton.jit
 def unify_mean(mean, rest, means, index, PARAMETERS: tl.constexpr):
-    """Replace mean and rest by a pair with the same sum whose mean is the same number in all threads.
+    """Change mean and rest, but not their sum, so that all threads have the same mean.
 
     That mean is the element of `means` whose `index` is 0.
 
