@@ -55,6 +55,7 @@ def activate(z, ACTIVATION: tl.constexpr):
         slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
         return z * _approximate_reciprocal(1.0 + tl.exp2(z * slope))
     else:
+        tl.static_assert(ACTIVATION == "none", "activate lacks an activation")
         return z
 
 
@@ -98,6 +99,7 @@ def differentiate_activation(z, ACTIVATION: tl.constexpr):
         slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
         return s + z * (s * rest) * slope
     else:
+        tl.static_assert(ACTIVATION == "none", "differentiate_activation lacks an activation")
         return tl.full(z.shape, 1.0, tl.float32)
 
 

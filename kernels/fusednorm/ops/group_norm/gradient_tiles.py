@@ -63,6 +63,7 @@ def backpropagate_scaled_epilogue(
             t = approximate_tanh(half)
             rise = half
         else:
+            tl.static_assert(ACTIVATION == "gelu_tanh", "no derivative with a gain of 2 for an activation")
             square = half * half
             t = approximate_tanh(half * (square * _TANH_CUBIC + _TANH_SLOPE))
             rise = half * (square * (3.0 * _TANH_CUBIC) + _TANH_SLOPE)
