@@ -84,7 +84,7 @@ def layer_norm(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
-            backward, over 8192 columns with such heads.
+            backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
 
     Examples:
@@ -135,7 +135,7 @@ def rms_norm(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
-            backward, over 8192 columns with such heads.
+            backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
 
     Examples:
@@ -248,7 +248,7 @@ def add_layer_norm(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
-            backward, over 8192 columns with such heads.
+            backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
 
     Examples:
@@ -302,7 +302,7 @@ def add_rms_norm(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
-            backward, over 8192 columns with such heads.
+            backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
 
     Examples:

@@ -217,8 +217,8 @@ def layer_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; over 8192 with separate
-            parameters per head or rows of two strides.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; with separate parameters per
+            head or rows of two strides, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
@@ -285,8 +285,8 @@ def rms_norm_backward(
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
-        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; over 8192 with separate
-            parameters per head or rows of two strides.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; with separate parameters per
+            head or rows of two strides, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of

@@ -29,7 +29,7 @@ from fusednorm.tensors.layouts import convert_to_layout, in_layout
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
 _MAX_COLS_OF_HEADS = 8192
-"""The longest rows that both passes support if they need two strides."""
+"""The longest rows that both passes support in every dtype if they need two strides."""
 
 
 def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
