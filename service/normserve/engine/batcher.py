@@ -30,9 +30,8 @@ class Batcher:
         self._max_bytes = max_bytes
         self._max_small_bytes = min(max_bytes, _LARGE_BYTES)
         self._lanes = {lane: _LaneQueue() for lane in QueueLane}
-        self._served_bytes = dict.fromkeys(
-            QueueLane, 0
-        )  # bytes, raised to the other lane's when one comes back from idling
+        # Bytes, raised to the virtual time when a lane comes back from idling.
+        self._served_bytes = dict.fromkeys(QueueLane, 0)
         self._virtual_time = 0
         self._job_count = 0
 
@@ -69,7 +68,9 @@ class Batcher:
     def take_batch(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
         """Remove and return the next batch: the oldest job of a lane, with others that may share its launch.
 
-        Of several lanes with jobs, the one is chosen that has run the fewest bytes.
+        Of several lanes with jobs, the one with the smallest count of bytes is chosen.  A lane's count is of the
+        batches that were taken from it here.  When an empty lane gets a job, its count is raised to the virtual
+        time, which is the count that the last chosen lane had before its batch.
 
         Args:
             lanes: those in which the device has capacity.
