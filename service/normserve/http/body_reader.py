@@ -48,8 +48,7 @@ class BodyReader:
     async def receive_operation_body(self, exchange: HttpExchange) -> memoryview:
         """Receive the body of an operation, and record the time that its reception took.
 
-        Once the body is complete, the request counts as work that the server must finish, which the stall
-        detector watches.
+        Once the body is complete, the request counts as in progress, which the stall detector watches.
 
         Raises:
             NormserveError: the request is not admitted, or its body is not received.

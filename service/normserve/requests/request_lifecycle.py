@@ -129,7 +129,8 @@ class RequestLifecycle(ABC):
     def mark_in_progress(self) -> None:
         """Count the request as in progress, since it was received completely and the server owes it a response.
 
-        A second call does nothing.
+        The stall detector watches the requests in progress, and busy polling pauses while there are any.  A server
+        that drains does not ask for them: it waits for permits.  A second call does nothing.
         """
         if not self._is_processing:
             self._is_processing = True

@@ -217,7 +217,7 @@ class _ResponseRecorder:
     async def _send_start(self, message: Message) -> None:
         """Forward the start of a response with the common headers, and record the status.
 
-        The request no longer counts as work that the server must finish.
+        The request no longer counts as in progress.
         """
         self.has_started = True
         self._exchange.mark_processed()
