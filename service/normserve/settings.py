@@ -1,4 +1,4 @@
-"""All settings.  No other module reads the environment."""
+"""All settings.  Only this module reads the server's own environment variables, `NORMSERVE_…`."""
 
 import difflib
 import os
