@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.algorithms import group_norm_tables, layer_norm_tables
-from benchmarks.algorithms.algorithm_rules import AlgorithmRule, AlgorithmTable
+from benchmarks.algorithms.algorithm_rules import STATISTICS, AlgorithmRule, AlgorithmTable
 from benchmarks.algorithms.kernel_algorithms import PASSES, REFUSED, PassAlgorithm, list_algorithms
 from benchmarks.algorithms.limit_search import LONGEST
 from benchmarks.fingerprints.group_norm_cases import GROUPS
@@ -14,9 +14,14 @@ BEGIN, END = "<!-- algorithms: begin -->", "<!-- algorithms: end -->"
 UNREACHED = "**no shape chooses it**"
 
 _INTRODUCTION = f"""\
-What a device of 132 multiprocessors gets, for sizes from 1 to 2^{LONGEST.bit_length()} - 1. A line holds for calls
-that have what it names, whatever else they have; of the lines of an algorithm that fit a call, and its channels
-where they name these, the last one holds. An empty cell changes nothing.
+What a device of 132 multiprocessors gets, for sizes from 1 to 2^{LONGEST.bit_length()} - 1.
+
+To find out whether a call gets an algorithm, take the algorithm's lines that fit the call: a line fits if the call
+has everything that the line names, whatever else the call has, and “anything” fits all calls. But passes with
+“{layer_norm_tables.FLOAT8}”, and those that compute “{STATISTICS}” that has none, fit only lines
+that name this. Of the lines that fit, read the last one that has an entry in the column of x's dtype, and no other.
+Where entries begin with numbers of channels, read the last line that has the call's number. “none” is an entry: no
+size. An empty cell has none. Shapes of the benchmarks are examples.
 
 Of GroupNorm's forward passes, “the most that is fused” is a float32 residual and dropout; other residuals, dropout
 alone and gelu take fewer registers, so their limits lie between those of the lines without it and with it.

@@ -294,7 +294,7 @@ class RequestReplays:
 
 
 def _is_not_unsent(event: Event) -> bool:
-    """Return the sort key of a replayer's event: False, which sorts first, for unsent bytes; True for all others."""
+    """Return the sort key of a replayer's event: False, which is first, for unsent bytes; True for all others."""
     return event[0] != UNSENT
 
 
