@@ -213,7 +213,7 @@ class AdmissionBudget:
 
         Also refuse a tenant beyond its share while another tenant has priority.
 
-        Args: asking: the permit that grows, which is not revoked; None for a new request.
+        Args: growing_permit: the permit that grows, which is not revoked; None for a new request.
 
         Raises:
             OverloadedError: the request is refused.

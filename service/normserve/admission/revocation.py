@@ -164,10 +164,10 @@ def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
 def _exceeds_share_of_short_resource(
     share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
 ) -> bool:
-    """Return whether a tenant with `requests` and `nbytes` exceeds its share of requests or bytes,
-    whichever are short.
+    """Return whether a tenant with `requests` and `nbytes` exceeds its share of a resource that is short.
 
-    A tenant is spared if it has too much only of the other one.
+    The resources are requests and bytes; a tenant is spared if it has too much only of one that is not
+    short.
     """
     return share is not None and not share.is_enough_for(
         requests if lacking.request_count > 0 else 0, nbytes if lacking.nbytes > 0 else 0
@@ -175,8 +175,7 @@ def _exceeds_share_of_short_resource(
 
 
 def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> list[tuple[_H, str]]:
-    """Return the chosen permits without those that can be kept: the revocation of the others covers the
-    shortfall.
+    """Return the chosen permits without those whose revocation the shortfall does not need.
 
     A permit may be unneeded because a larger one was chosen after it.
 

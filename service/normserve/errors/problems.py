@@ -75,8 +75,8 @@ def compute_retry_after_s(error: RetryLaterError) -> int:
 
 
 def convert_unexpected_error(error: BaseException) -> NormserveError:
-    """Return the error for the client in place of an exception that is no `NormserveError`, without its
-    details.
+    """Convert an exception that is no `NormserveError` into an error for the client, without the
+    exception's details.
 
     The client learns only whether to try again: it is useful after a lack of memory.
     """

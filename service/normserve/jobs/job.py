@@ -309,8 +309,7 @@ class RegisteredLayer:
 
 
 class ReplaySlot:
-    """The state that successive jobs in the same, unchanged memory share: they differ only in the memory's
-    content.
+    """The state shared by recurring jobs, which use the same memory and differ only in its content.
 
     Attributes:
         prepared: the backend's own object, made of the first job for later ones; opaque elsewhere.

@@ -153,7 +153,7 @@ def _get_weight_dtype(given: Described, layer: LayerParameterSpec | None) -> DTy
 
 
 def _count_narrow_parameters(given: Described, layer: LayerParameterSpec | None) -> int:
-    """Count which of weight and bias have a type narrower than float32, and so need a float32 copy."""
+    """Count the parameters, weight and bias, that need a float32 copy because their type is narrower."""
     dtypes = [given[name][0] for name in PARAMETERS if name in given]
     if layer is not None:
         dtypes = [layer.dtype] * (1 + layer.has_bias)

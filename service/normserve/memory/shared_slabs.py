@@ -58,8 +58,9 @@ class SharedSlabRegistry:
         self._unreported_numbers: list[int] = []
 
     def make_allocator(self) -> SlabAllocator:
-        """Make a slab pool's allocator of shared slabs, which is used until the backend replaces it by one of
-        pinned slabs.
+        """Make the allocator with which a slab pool allocates its slabs in shared memory.
+
+        A backend may replace it by an allocator of pinned slabs.
         """
         return SlabAllocator(
             self.allocate_slab, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment

@@ -72,7 +72,7 @@ class RequestRecord:
     def record_result(self, result: NormResult, response_began_at: float) -> None:
         """Copy the durations and byte counts of the job's result into the record.
 
-        Args: answering: when the writing of the response began, by `time.perf_counter`.
+        Args: response_began_at: when the writing of the response began, by `time.perf_counter`.
         """
         self.stage_seconds["queue"] = result.queue_s
         self.stage_seconds["copy_in"] = result.copy_in_s

@@ -111,7 +111,7 @@ class FrontEndMetrics:
         """Read the metrics of each running front end from the operating system; the gauges of ended ones
         become 0.
 
-        Args: there: index and process id of each running front end.
+        Args: front_ends: index and process id of each running front end.
         """
         pids = dict(front_ends)
         for index, pid in pids.items():

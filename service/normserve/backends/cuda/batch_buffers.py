@@ -123,9 +123,9 @@ class BatchBufferAllocator:
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
     def prepare_buffers(self, batch: Batch) -> BatchBuffers:
-        """Allocate a slab for a batch's results, unless these go to a single job's own buffers.
+        """Allocate a slab for a batch's results, and copy the tensors of small jobs into it as well.
 
-        The tensors of small jobs are copied into the slab too.
+        There is no slab for the results of a single large job that has result buffers of its own.
 
         Raises:
             MemoryError: there is none.

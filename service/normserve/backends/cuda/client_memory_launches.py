@@ -143,7 +143,7 @@ def prepare_client_memory_launch(
     Args:
         places: the buffers of the single job.
         library: the kernels.
-        pipeline, replays: for jobs that are computed in place, and for their graphs.
+        pipeline, graph_cache: for jobs that are computed in place, and for their graphs.
         workspaces: for jobs in chunks, in turn.
     """
     job = places.batch.jobs[0]

@@ -105,7 +105,7 @@ class RepeatedCall:
 
 
 class GraphCache:
-    """A limit on the number of graphs on a device: for a new one beyond the limit, the oldest is released.
+    """The graphs on a device, at most a fixed number: a new one beyond the limit releases the oldest.
 
     Not thread-safe.
     """
@@ -175,8 +175,9 @@ class CudaGraphCapturer:
 
 
 def _has_ended_capture(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether torch's allocator has ended a graph's capture: before that, the graph has no memory
-    pool.
+    """Return whether torch's allocator has ended the capture of a graph.
+
+    Before that, the graph has no memory pool.
     """
     try:
         graph.pool()

@@ -310,10 +310,10 @@ class StreamPipeline:
         are_measured_apart: bool = False,
         replayed: Sequence[PartEvents] = (),
     ) -> tuple[Sequence[PartEvents], StreamEvent | None]:
-        """Enqueue copy-in, compute and copy-out of each part; return each part's events, and the event before
-        the last copy-out.
+        """Enqueue copy-in, compute and copy-out of each part; return the events of all parts.
 
-        The latter is None unless `are_measured_apart`.
+        Also return the event that marks the beginning of the last copy-out, or None unless
+        `are_measured_apart`.
 
         Args:
             events: the list to which all recorded events are added.

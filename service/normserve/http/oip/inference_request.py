@@ -337,7 +337,7 @@ def make_raw_request(model: InferenceModel, row_shape: tuple[int, ...] | None, b
 
     For a layer, x has as many rows as fit; for an operation, x is a single row.
 
-    Args: row: the shape of one row of a layer's x, [N], or [H, N] with heads; None for an operation.
+    Args: row_shape: the shape of one row of a layer's x, [N], or [H, N] with heads; None for an operation.
 
     Raises:
         NormserveError: the model needs more than x, or the bytes are not such an x.

@@ -185,8 +185,10 @@ def _parse_inference_body(
     """Parse the JSON of a body and check it against the model; a body without JSON is x alone.
 
     Args:
-        row, of_json: as for `_parse_request`; `json_bytes` is 0 for a body without JSON.
+        row_shape: the shape of one row of a layer's x; None for an operation.
         json: the JSON.
+        json_bytes: number of bytes of JSON at the beginning of the body: 0 without JSON, None if the complete
+            body is JSON.
         body_bytes: length of the complete body.
     """
     if json_bytes == 0:

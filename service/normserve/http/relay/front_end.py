@@ -283,7 +283,7 @@ class _ForwardedRequest:
         return self._has_response_started
 
     async def _wait_link_writable(self) -> bool:
-        """Wait until the operating system has taken the earlier messages to the process that owns the device.
+        """Wait until the operating system has taken all earlier messages to the owner.
 
         Return False if the client disconnected first.
         """

@@ -350,10 +350,10 @@ class SharedBodyOperation(RelayedOperation):
         super().on_front_end_lost()
 
     def abort(self, error: NormserveError) -> None:
-        """Release the permit and have the front end stop receiving the body.
+        """Have the front end stop receiving the body, and release the permit; the error is sent later.
 
-        When the front end has stopped, the application answers the request with `error`.  A second call
-        does nothing.
+        When the front end has stopped, the application answers the request with `error`.  A second call does
+        nothing.
         """
         if self._failure is not None:
             return
@@ -456,7 +456,7 @@ class OperationDispatcher:
     def find_client_identity(
         self, request: relay_messages.RequestStarted, prepared: PreparedHeader
     ) -> ClientIdentity | None:
-        """Return the sender of a request; return None if the application must handle the request.
+        """Return the sender of a request; None if the application must handle the request.
 
         The application refuses keys that do not allow operations.  It also handles keys with a rate limit,
         since a request that is passed on to the application later would be counted twice.

@@ -225,7 +225,7 @@ class RelayedIncomingBody(IncomingBody):
             self.abort(ClientLeftError("the client left while its body was received"))
 
     def _start_receiving(self) -> bytearray:
-        """Return the bytes that were received with the header; request the pieces of a chunked body.
+        """Take the bytes that came with the header; for a chunked body, also request the pieces.
 
         A body of announced length is requested later, when its memory is allocated.
         """

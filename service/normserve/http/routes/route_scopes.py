@@ -88,11 +88,11 @@ class RouteScopes:
         return self._scopes_by_template.get((method, template)) != PUBLIC
 
     def find_required_scopes(self, scope: Scope) -> Needed | None:
-        """Return the scopes of which a request's key must have one; empty if the request needs no key.
+        """Return the scopes of which a request's key must have one: empty if it needs none, None if no key
+        suffices.
 
-        Return None if no key is sufficient, because the route declares no scopes.
-
-        A request that no route handles needs any key: clients without one cannot find out which paths exist.
+        No key is accepted for a route that declares no scopes.  A request that no route handles needs any key:
+        clients without one cannot find out which paths exist.
         """
         if scope["method"] == "OPTIONS" and self.find_required_scopes({**scope, "method": "GET"}) == PUBLIC:
             # Proxies use this method to check whether a server answers.

@@ -134,7 +134,7 @@ class StatusRoutes:
         }
 
     def _describe_local(self) -> dict[str, Any] | None:
-        """Describe the shared memory for clients on this host; return None if there is none.
+        """Describe the transport for clients on this host, through shared memory; return None if it is disabled.
 
         The device's UUID is included if clients may share device memory.
         """

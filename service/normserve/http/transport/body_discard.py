@@ -41,7 +41,7 @@ class DiscardLimits:
         self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
     def acquire_slot(self, status: int) -> Callable[[], None] | None:
-        """Take one of the slots that allow a long time for discarding a body.
+        """Take a slot, which allows one connection a long time for discarding a body; None if all are taken.
 
         Requests that are refused by their key or host have separate, fewer slots.
 
@@ -88,9 +88,9 @@ class BodyDiscard:
             timer.cancel()
 
     def start_time_limit(self, timeouts: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
-        """Limit the time for the remaining bytes; return whether a long time is allowed.
+        """Begin to limit the time for the remaining bytes: return True for the long limit, False for two seconds.
 
-        If not, the time is two seconds: too many bytes remain, or no slot is free.
+        The limit is two seconds if too many bytes remain, or no slot is free.
 
         Args:
             status: the status of the response.

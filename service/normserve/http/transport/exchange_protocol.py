@@ -294,7 +294,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def _begin_exchange(self, cycle: RequestResponseCycle, content_length: int | None) -> None:
         """Set up the reception of a request's body and the sending of its response.
 
-        Args: announced: the length of the body in bytes; None if it is chunked.
+        Args: content_length: the length of the body in bytes; None if it is chunked.
         """
         self._mark_busy()
         reception = IncomingBody(content_length, functools.partial(self._start_receiving, cycle))
@@ -350,7 +350,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         await send(message)
 
     async def _begin_discard(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
-        """Begin to discard the remaining bytes of a body, before its response; wait for a small body's end.
+        """Begin to discard the rest of a request's body, before the response is sent; wait if the body is small.
 
         The connection is kept for the next request if the body is completed in time.
         """
