@@ -236,15 +236,15 @@ class _ScenarioRun:
         result.remarks += list_remarks(result, stopped=self._fleet.is_stopped)
         return result
 
-    def _record_machine_use(self, busy: float) -> None:
+    def _record_machine_use(self, busy_fraction: float) -> None:
         """Keep the CPU use of the last segment if the client's machine was busier than in all earlier ones.
 
         Args:
-            busy: fraction of the machine's CPU time that was used, by any process.
+            busy_fraction: fraction of the machine's CPU time that was used, by any process.
         """
-        if self._machine is None or busy > self._machine.busy:
+        if self._machine is None or busy_fraction > self._machine.busy:
             cores = count_available_cores()
-            self._machine = PeakMachineUse(cores, busy, self._fleet.cores_used / cores)
+            self._machine = PeakMachineUse(cores, busy_fraction, self._fleet.cores_used / cores)
 
     def _measure_capacity(self) -> None:
         """Run the closed loop that measures the server's capacity, and keep its successful requests per

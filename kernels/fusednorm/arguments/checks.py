@@ -83,16 +83,16 @@ def check_weight_offset(weight_offset: float, weight: object) -> None:
         raise KernelInputError("weight_offset needs a weight, got None")
 
 
-def check_float(name: str, array: Array, like: Array | None = None) -> None:
-    """Raise unless an array has a float dtype that kernels read and, with `like`, the shape of `like`.
+def check_float(name: str, array: Array, shape_like: Array | None = None) -> None:
+    """Raise unless an array has a float dtype that kernels read and, with `shape_like`, the shape of `shape_like`.
 
     Raises:
         KernelInputError: wrong dtype or shape.
     """
     if array.dtype not in FLOAT_DTYPES:
         raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}")
-    if like is not None and array.shape != like.shape:
-        raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(array.shape)}")
+    if shape_like is not None and array.shape != shape_like.shape:
+        raise KernelInputError(f"{name} must have x's shape {list(shape_like.shape)}, got {list(array.shape)}")
 
 
 def has_heads(weight: Any, bias: Any) -> bool:

@@ -141,7 +141,7 @@ def compute_lane_moments(
 
 
 @triton.jit
-def _standardise(h, mean, rest, rstd):
+def _standardise(h, mean, scaled_shift, rstd):
     """Compute (h - mean) * rstd - rest in one asm statement, so that all operands are of one thread.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their
@@ -150,7 +150,7 @@ def _standardise(h, mean, rest, rstd):
     return tl.inline_asm_elementwise(
         "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
         "=f,f,f,f,f",
-        [h, mean, rstd, -rest],
+        [h, mean, rstd, -scaled_shift],
         dtype=tl.float32,
         is_pure=True,
         pack=1,

@@ -28,16 +28,16 @@ _load_error = ""
 
 
 def load_extension(
-    backward: Callable[..., tuple[Tensor | None, ...]], max_kinds: int, may_build: bool = False
+    compute_gradients: Callable[..., tuple[Tensor | None, ...]], max_kinds: int, may_start_build: bool = False
 ) -> Any:
     """Load the host extension and configure it; None if it is not compiled, or cannot be loaded.
 
     If loading fails, the first call warns, and later calls return None at once.
 
     Args:
-        backward: computes the gradients of a differentiable call whose backward pass the extension has not
+        compute_gradients: computes the gradients of a differentiable call whose backward pass the extension has not
             recorded.
-        may_build: whether to start a build in the background if the extension is not compiled.
+        may_start_build: whether to start a build in the background if the extension is not compiled.
     """
     global _load_error
     if _load_error or _build.is_running():
@@ -45,12 +45,12 @@ def load_extension(
     try:
         extension = _files.load_compiled_module()
         if extension is not None:
-            configure_extension(extension, backward, max_kinds)
+            configure_extension(extension, compute_gradients, max_kinds)
     except (ImportError, OSError, RuntimeError) as error:
         _load_error = str(error)
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
         return None
-    if extension is None and may_build:
+    if extension is None and may_start_build:
         _build.start_if_needed()
     return extension
 
@@ -68,7 +68,7 @@ def find_extension_status() -> tuple[bool, str]:
 
 def configure_extension(
     extension: Any,
-    backward: Callable[..., tuple[Tensor | None, ...]],
+    compute_gradients: Callable[..., tuple[Tensor | None, ...]],
     max_kinds: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
@@ -76,7 +76,7 @@ def configure_extension(
 
     `launch`, if it is not None, replaces the launch function of the driver.
     """
-    extension.configure(backward, _get_workspace, (Tensor, torch.nn.Parameter), max_kinds, launch)
+    extension.configure(compute_gradients, _get_workspace, (Tensor, torch.nn.Parameter), max_kinds, launch)
 
 
 def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:

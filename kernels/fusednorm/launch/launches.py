@@ -106,15 +106,15 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
     return True
 
 
-def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
+def has_one_lane_per_thread(access_bytes: int, *arrays: Array | None) -> bool:
     """Return whether the compiler gives each thread a single lane: all accesses must have 16 bytes.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that
     the reduction tree of `merge_equal_sets` is not full.
 
-    Accesses have `width` bytes if the arrays start at multiples of 16.
+    Accesses have `access_bytes` bytes if the arrays start at multiples of 16.
     """
-    return width == 16 and all(array is None or array.is_aligned for array in arrays)
+    return access_bytes == 16 and all(array is None or array.is_aligned for array in arrays)
 
 
 def count_full_chunks(length: int, block: int, chunks: int, one_lane_per_thread: bool) -> int:

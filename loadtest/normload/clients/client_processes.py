@@ -180,11 +180,11 @@ def split_evenly(count: int, parts: int) -> list[int]:
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 
-def _merge_tallies(done: Sequence[CommandResult]) -> list[PhaseTally]:
+def _merge_tallies(results: Sequence[CommandResult]) -> list[PhaseTally]:
     """Merge the tallies of all processes, phase by phase, into those of the first process, and return
     these.
     """
-    first, *others = done
+    first, *others = results
     for other in others:
         for tally, more in zip(first.tallies, other.tallies, strict=True):
             tally.merge(more)

@@ -94,23 +94,27 @@ class RequestSender:
         self._connections: list[AnyConnection] = []
 
     def send_segment(
-        self, arrivals: RequestSchedule, connections: int, starts: Sequence[float], report: Callable[[], None]
+        self,
+        schedule: RequestSchedule,
+        connections: int,
+        starts: Sequence[float],
+        report_progress: Callable[[], None],
     ) -> None:
         """Send the requests of a schedule when they are due and a connection is free; return when all have
         ended.
 
         Args:
-            arrivals: the schedule.
+            schedule: the schedule.
             connections: maximum number of requests in flight.
             starts: of the segment's phases, by the clock.
-            report: called several times a second; it may take the records, and stop the arrivals.
+            report_progress: called several times a second; it may take the records, and stop the arrivals.
         """
         if not connections:
             return
         now = time.perf_counter()
         free = collections.deque((connection, now) for connection in self._get_connections(connections))
         with select.epoll() as events:
-            run = _SegmentState(arrivals, starts, free, events)
+            run = _SegmentState(schedule, starts, free, events)
             look = reported = now
             try:
                 while not run.is_schedule_done or run.busy:
@@ -121,7 +125,7 @@ class RequestSender:
                         self._time_out_requests(run, now)
                     if now >= reported + _REPORT_S:
                         reported = now
-                        report()
+                        report_progress()
             finally:
                 for exchange in run.busy.values():
                     exchange.steps.close()

@@ -69,10 +69,10 @@ class ResponseChecker:
         return fault
 
 
-def _has_equal_bytes(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
+def _has_equal_bytes(correct_buffers: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
     """Return whether a response has the same bytes, buffer by buffer, as one that is correct."""
     # numpy compares many bytes at once, a memoryview one by one.
-    return len(right) == len(content) and all(
+    return len(correct_buffers) == len(content) and all(
         np.array_equal(each, np.frombuffer(received, np.uint8))
-        for each, received in zip(right, content, strict=True)
+        for each, received in zip(correct_buffers, content, strict=True)
     )

@@ -39,10 +39,10 @@ class LoopbackEcho:
         return 2 * self.nbytes * self.round_trips_per_second
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback(host_name: str) -> bool:
     """Return whether all addresses of a host name are loopback addresses; False if it has none."""
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        found = {entry[4][0] for entry in socket.getaddrinfo(host_name, None)}
     # UnicodeError: the name cannot be encoded for resolution.
     except (OSError, UnicodeError):
         return False

@@ -21,9 +21,9 @@ COLUMNS = (
 )
 
 
-def print_changes(console: Console, changes: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> None:
+def print_changes(console: Console, comparisons: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> None:
     """Print a table of the changes beyond noise, or that there are none, and then the remarks."""
-    changed = [change for change in changes if change.is_change]
+    changed = [change for change in comparisons if change.is_change]
     if changed:
         first, second, *others = _list_headings(changed)
         table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
@@ -35,24 +35,26 @@ def print_changes(console: Console, changes: Sequence[MetricComparison], remarks
             table.add_row(*_format_row(change), style="red" if change.is_worse else "green")
         console.print(table)
     else:
-        console.print(_format_no_change(changes))
+        console.print(_format_no_change(comparisons))
     for remark in remarks:
         console.print(remark, style="yellow", markup=False)
 
 
-def render_markdown(title: str, changes: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> str:
+def render_markdown(title: str, comparisons: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> str:
     """Render the changes beyond noise as Markdown, to paste into an issue or a pull request."""
-    changed = [change for change in changes if change.is_change]
+    changed = [change for change in comparisons if change.is_change]
     rows = [[*_format_row(change), "worse" if change.is_worse else "better"] for change in changed]
     blocks = [
         [f"**normload compare: {escape_markdown(title)}**"],
-        make_markdown_table((*_list_headings(changed), "result"), rows) if rows else [_format_no_change(changes)],
+        make_markdown_table((*_list_headings(changed), "result"), rows)
+        if rows
+        else [_format_no_change(comparisons)],
         [f"- {escape_markdown(remark)}" for remark in remarks],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def render_csv(changes: Sequence[MetricComparison]) -> str:
+def render_csv(comparisons: Sequence[MetricComparison]) -> str:
     """Render CSV with a line for every metric of every phase, changed or not.
 
     Rates are in requests or bytes per second, latencies in seconds, errors a fraction.  The interval is that of
@@ -62,7 +64,7 @@ def render_csv(changes: Sequence[MetricComparison]) -> str:
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
-    for each in changes:
+    for each in comparisons:
         numbers = (each.before, each.after, each.low, each.high, each.spread_before, each.spread_after)
         result = "same" if not each.is_change else "worse" if each.is_worse else "better"
         shown = ("" if math.isnan(number) else f"{number:.6g}" for number in numbers)

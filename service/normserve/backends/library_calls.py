@@ -71,7 +71,7 @@ def run_operation(
 
 
 def bind_operation(
-    library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
+    library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], library_arguments: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
     """Return a function that calls the library for an operation on these tensors, which need no
     conversion.
@@ -81,7 +81,7 @@ def bind_operation(
     if spec.op is Op.GROUP_NORM:
         given.append(spec.num_groups)
     named = {name: tensor for name, tensor in tensors.items() if name not in leading}
-    return functools.partial(function, *given, **named, **options, **of_library)
+    return functools.partial(function, *given, **named, **options, **library_arguments)
 
 
 def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:

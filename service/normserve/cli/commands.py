@@ -138,13 +138,13 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_api_key_command(name: str) -> int:
+def _run_api_key_command(key_name: str) -> int:
     """Make an API key: print the key to stderr, and its entry for the keys file to stdout.  Return the
     exit code.
     """
     key = generate_key()
     try:
-        table = format_key_table(name, key)
+        table = format_key_table(key_name, key)
     except ValueError as error:
         print(f"normserve api-key: {error}", file=sys.stderr)
         return 2

@@ -304,9 +304,9 @@ def encode_frame(
     return PREFIX.pack(len(content), tag) + content
 
 
-def _quote_printable(text: str) -> str:
+def _quote_printable(error_text: str) -> str:
     """Shorten a decoder's error message, which may quote its input, and replace unprintable characters."""
     printable = "".join(
-        [each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]]
+        [each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in error_text[:_LONGEST_QUOTE]]
     )
-    return printable + "…" if len(text) > _LONGEST_QUOTE else printable
+    return printable + "…" if len(error_text) > _LONGEST_QUOTE else printable

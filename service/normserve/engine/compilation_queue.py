@@ -57,7 +57,7 @@ class CompilationQueue:
         self._waiting_classes[job] = kernel_class
         return is_new
 
-    def end_compilation(self, kernel_class: Hashable, *, compiled: bool) -> Collection[NormJob]:
+    def end_compilation(self, kernel_class: Hashable, *, has_succeeded: bool) -> Collection[NormJob]:
         """Record that the compilation of a class has ended; remove and return the jobs that waited for it.
 
         Args: compiled: whether it succeeded, so that later jobs of the class need not wait.
@@ -65,7 +65,7 @@ class CompilationQueue:
         jobs = self._waiting_jobs.pop(kernel_class)
         for job in jobs:
             del self._waiting_classes[job]
-        if compiled:
+        if has_succeeded:
             self._compiled_classes.add(kernel_class)
         return jobs
 

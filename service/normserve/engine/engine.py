@@ -185,13 +185,13 @@ class Engine:
         self._fail_on_device_error(error)
         return error
 
-    def submit(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
+    def submit(self, job: NormJob, start_deadline: float, on_end: OnEnd) -> None:
         """Queue a job and return; `on_end` is called later with its result or error.
 
         The caller calls `release` after `on_end`, or when the result is not wanted any more.
 
         Args:
-            deadline: when execution must have begun, by `time.perf_counter`.
+            start_deadline: when execution must have begun, by `time.perf_counter`.
             on_end: called with the result or the error, after this call has returned.
 
         Raises:
@@ -200,7 +200,7 @@ class Engine:
         """
         if self.state is EngineState.FAILED:
             raise _make_not_launched_error()
-        self._pending_jobs.add(job, deadline, on_end)
+        self._pending_jobs.add(job, start_deadline, on_end)
         try:
             is_compiled = self._ensure_compiled(job)
         except NormserveError:
@@ -247,7 +247,7 @@ class Engine:
 
     def _end_compilation(self, kernel_class: Hashable, outcome: WorkOutcome) -> None:
         """Queue and launch the jobs that waited for a compilation, or fail them with its error."""
-        jobs = self._compilation_queue.end_compilation(kernel_class, compiled=outcome.error is None)
+        jobs = self._compilation_queue.end_compilation(kernel_class, has_succeeded=outcome.error is None)
         if outcome.error is not None:
             self._fail_on_device_error(outcome.error)
             self._pending_jobs.fail(jobs, outcome.error)

@@ -53,16 +53,16 @@ class PendingJobs:
         self._timer: asyncio.TimerHandle | None = None
         self._next_expiry_at = math.inf
 
-    def add(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Add a job, which must begin to run by `deadline` (`time.perf_counter`).
+    def add(self, job: NormJob, start_deadline: float, on_end: OnEnd) -> None:
+        """Add a job, which must begin to run by `start_deadline` (`time.perf_counter`).
 
         Raises:
             DeadlineExceededError: that has passed.
         """
         submitted = time.perf_counter()
-        if deadline <= submitted:
+        if start_deadline <= submitted:
             raise _make_deadline_error(job)
-        self._pending[job] = _PendingJob(on_end, submitted, deadline)
+        self._pending[job] = _PendingJob(on_end, submitted, start_deadline)
 
     def remove(self, job: NormJob) -> bool:
         """Forget a job whose caller does not wait any more; return whether the job had begun to run."""

@@ -44,14 +44,16 @@ class LayerJournal:
         self._staged_path = folder / "staged"
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-    async def stage(self, name: str, change: str, query: bytes | None, body: Iterable[bytes | memoryview]) -> None:
+    async def stage(
+        self, name: str, change_id: str, query: bytes | None, body: Iterable[bytes | memoryview]
+    ) -> None:
         """Write a change to the staging file, as preparation: it is not in effect yet.
 
         Raises:
             StorageError: it could not be written; no file is left.
         """
         query_text = None if query is None else query.decode("latin-1")
-        head = json.dumps({"name": name, "change": change, "query": query_text}).encode() + b"\n"
+        head = json.dumps({"name": name, "change": change_id, "query": query_text}).encode() + b"\n"
         await self._run_on_thread(lambda: self._write_staged([head, *body]))
 
     async def read_staged(self) -> JournalEntry | None:

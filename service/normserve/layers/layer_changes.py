@@ -203,10 +203,10 @@ class FleetLayerChanges(LayerChanges):
 
     @contextlib.asynccontextmanager
     async def _stage_change(
-        self, name: str, change: str, query: bytes | None, body: Sequence[bytes | memoryview]
+        self, name: str, change_id: str, query: bytes | None, body: Sequence[bytes | memoryview]
     ) -> AsyncIterator[None]:
         """Write a change to the journal's staging file; delete the file if the block fails."""
-        await self._journal.stage(name, change, query, body)
+        await self._journal.stage(name, change_id, query, body)
         try:
             yield
         except BaseException:

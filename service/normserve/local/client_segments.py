@@ -369,13 +369,16 @@ class DeviceSegmentAllocator:
 
 
 def _pop_reusable(
-    peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
+    peer: PeerProcess, nbytes: int, freed_segments: list[ChargedDeviceSegment], orphaned_segments: OrphanedSegments
 ) -> ChargedDeviceSegment | None:
     """Remove and return the smallest of the process's former segments with at least `nbytes`; None if there
     is none.  Only the same process may get such memory again.
     """
     found: tuple[list[Any], ChargedDeviceSegment] | None = None
-    candidates: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
+    candidates: Sequence[list[Any]] = (
+        freed_segments,
+        orphaned_segments.find_segments(peer.pid) if peer.pid else [],
+    )
     for segments in candidates:
         for segment in segments:
             if not isinstance(segment, ChargedDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
@@ -389,13 +392,13 @@ def _pop_reusable(
 
 
 def _export_segment(
-    device: ShareableDevice, segment: ChargedDeviceSegment | None, nbytes: int
+    device: ShareableDevice, reusable_segment: ChargedDeviceSegment | None, nbytes: int
 ) -> tuple[int, ChargedDeviceSegment]:
     """Allocate a device segment, or zero the given one; return a descriptor for the client, and the segment.
     Runs on another thread.
     """
-    if segment is None:
-        segment = device.allocate(nbytes, ChargedDeviceSegment)
+    if reusable_segment is None:
+        reusable_segment = device.allocate(nbytes, ChargedDeviceSegment)
     else:
-        device.zero_segment(segment)
-    return device.export_descriptor(segment), segment
+        device.zero_segment(reusable_segment)
+    return device.export_descriptor(reusable_segment), reusable_segment

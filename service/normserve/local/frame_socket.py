@@ -114,7 +114,7 @@ class FrameSocket:
         self._set_frame_timer(runs=wanted and self._frame_reader.has_partial_frame)
 
     def send_frame(
-        self, frame: bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
+        self, frame: bytes, owned_descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
         """Send a frame, or queue it until the client reads.  Its descriptors are closed once it has been sent.
 
@@ -124,9 +124,9 @@ class FrameSocket:
                 was not sent completely, or it was the last one and the client closed with unread data.
         """
         if not self.is_open:
-            close_descriptors(descriptors)
+            close_descriptors(owned_descriptors)
             return
-        self._send_queue.add(frame, descriptors, on_lost)
+        self._send_queue.add(frame, owned_descriptors, on_lost)
         if len(self._send_queue) == 1:
             self._flush()
         else:

@@ -43,9 +43,9 @@ class MessageOrigin:
     session: LocalSession
     exchange: LocalExchange
 
-    def authorise(self, needed: Set[KeyScope]) -> ClientIdentity:
+    def authorise(self, sufficient_scopes: Set[KeyScope]) -> ClientIdentity:
         """Return the client's identity if its key has one of the needed scopes; raise an error if not."""
-        return self.session.authorise(needed, self.exchange)
+        return self.session.authorise(sufficient_scopes, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)

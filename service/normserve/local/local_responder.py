@@ -49,13 +49,13 @@ class LocalResponder:
             self.frame_socket.close()
 
     def send_frame(
-        self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
+        self, frame: bytes, owned_descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
         """Send a response, or queue it until the client reads.  The arguments are those of
         `FrameSocket.send_frame`.
         """
         assert self.frame_socket is not None
-        self.frame_socket.send_frame(frame, descriptors, on_lost)
+        self.frame_socket.send_frame(frame, owned_descriptors, on_lost)
 
     def respond_error(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
         """Answer a message with an error, and count it in the metrics and the access log."""

@@ -39,7 +39,7 @@ class LocalSession:
         self._token: bytes | None = None
         self._has_received_hello = False
 
-    def has_lasting_permission(self, needed: Set[KeyScope]) -> bool:
+    def has_lasting_permission(self, sufficient_scopes: Set[KeyScope]) -> bool:
         """Return whether the client may send messages that need one of these scopes, without a check of each
         message,
         until the server's keys change.  Keys that expire or have a rate or memory limit do not qualify.
@@ -47,16 +47,16 @@ class LocalSession:
         if self._key_authorisation is None:
             return True
         grant = self._key_authorisation.find_key_entry(self._token, self._key_name)
-        if grant is None or not needed & grant.key.scopes:
+        if grant is None or not sufficient_scopes & grant.key.scopes:
             return False
         return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
-    def accept_hello(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
+    def accept_hello(self, message: HelloMessage, further_entries: Mapping[str, Any]) -> dict[str, Any]:
         """Store the API key of the client's hello message, without a check of the key; return the response's
         document.
 
         Args:
-            offered: further entries of the document.
+            further_entries: further entries of the document.
 
         Raises:
             InvalidParameterError: the client uses another version of the protocol.
@@ -67,9 +67,9 @@ class LocalSession:
         self._token = None if message.key is None else message.key.encode()
         # No key's name until the key is verified: a refused request must not be logged under another key.
         self.client_identity = ClientIdentity(self.client_identity.address)
-        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
+        return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **further_entries}
 
-    def authorise(self, needed: Set[KeyScope], request: RequestLifecycle) -> ClientIdentity:
+    def authorise(self, sufficient_scopes: Set[KeyScope], request: RequestLifecycle) -> ClientIdentity:
         """Check that the client's key permits a message, count it towards the key's rate, and return the
         client's identity.
 
@@ -83,7 +83,7 @@ class LocalSession:
         if self._key_authorisation is not None:
             try:
                 self._key_authorisation.authorise_request(
-                    request, self._token, needed, "local", request.record.op, self._key_name
+                    request, self._token, sufficient_scopes, "local", request.record.op, self._key_name
                 )
             finally:
                 self.client_identity = request.client_identity

@@ -108,7 +108,7 @@ class ReplicaMetricsTable:
         self._clock = clock
         self._states: dict[str, tuple[int, float, bytes]] = {}
 
-    def publish(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
+    def publish(self, process: str, version: int, text: bytes) -> dict[str, bytes]:
         """Store a replica's metrics text, unless one with a higher number is stored; return the texts of all live
         replicas.
 
@@ -116,11 +116,11 @@ class ReplicaMetricsTable:
 
         Args:
             process: the replica's name.
-            number: increases with each text of a replica.
+            version: increases with each text of a replica.
         """
         now = self._clock()
-        if process not in self._states or self._states[process][0] < number:
-            self._states[process] = (number, now, text)
+        if process not in self._states or self._states[process][0] < version:
+            self._states[process] = (version, now, text)
         self._states = {name: note for name, note in self._states.items() if now - note[1] <= _FRESH_S}
         return {name: state_text for name, (_, _, state_text) in self._states.items()}
 

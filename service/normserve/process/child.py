@@ -167,14 +167,14 @@ class ChildSlot:
         else:
             self._is_reload_pending = True
 
-    def handle_silence(self, seconds: float) -> None:
+    def handle_silence(self, elapsed_s: float) -> None:
         """Add to the time since the process last sent a message.  After three seconds a process that has been
         ready gets no new connections, and after `hang_s` it is killed.
         """
         # A process that starts loads libraries and is silent for long.
         if not self._has_current_been_ready or self._subprocess is None or self._subprocess.returncode is not None:
             return
-        before, self._silence_s = self._silence_s, self._silence_s + seconds
+        before, self._silence_s = self._silence_s, self._silence_s + elapsed_s
         if before < _QUIET_S <= self._silence_s:
             self._log_event(logging.WARNING, "%s gives no sign and gets no new connections", self.name)
         if before < self._hang_s <= self._silence_s:

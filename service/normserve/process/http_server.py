@@ -145,7 +145,7 @@ def make_uvicorn_config(
     *,
     lifespan: str,
     refuse: Callable[[NormserveError, str], bytes],
-    on_late_departure: Callable[[], None],
+    on_unread_response_disconnect: Callable[[], None],
 ) -> uvicorn.Config:
     """Make uvicorn's configuration from the settings, with the project's own HTTP protocol class.
 
@@ -163,7 +163,7 @@ def make_uvicorn_config(
     )
     # A body that is somewhat too long is received to its end, so that its client learns of the limit.
     drains = DiscardLimits(2 * settings.max_body_bytes)
-    http: Any = make_connection_factory(ConnectionPolicy(patience, drains, refuse, on_late_departure))
+    http: Any = make_connection_factory(ConnectionPolicy(patience, drains, refuse, on_unread_response_disconnect))
     return uvicorn.Config(
         entrance,
         host=settings.host,

@@ -278,7 +278,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         app.state.entrance,
         lifespan="on",
         refuse=render_refusal,
-        on_late_departure=service.metrics.observe_late_disconnect,
+        on_unread_response_disconnect=service.metrics.observe_late_disconnect,
     )
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:

@@ -34,7 +34,7 @@ class KeyAuthorisation:
         return None if key_name is None else self._keyring.find_by_name(key_name)
 
     def require_scope(
-        self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
+        self, grant: KeyringEntry | None, token: bytes | None, sufficient_scopes: Set[KeyScope] | None
     ) -> KeyringEntry:
         """Return the entry if its key is valid and has at least one of the scopes; raise an error if not.
 
@@ -43,7 +43,7 @@ class KeyAuthorisation:
         Args:
             grant: the keyring's entry; None if the key is missing or unknown.
             token: the request's key, to distinguish a missing one from an unknown one.
-            needed: scopes of which one is sufficient; None if none is.
+            sufficient_scopes: scopes of which one is sufficient; None if none is.
 
         Raises:
             UnauthorizedError: the key is missing, unknown or expired.
@@ -54,17 +54,17 @@ class KeyAuthorisation:
                 raise UnauthorizedError(f"an API key must be given {self._key_location}")
             raise UnauthorizedError("the API key is not one that the server knows")
         now = time.time()
-        if needed is None:
+        if sufficient_scopes is None:
             grant.require_unexpired(now)
             raise ForbiddenError("no API key may use this path")
-        grant.require_scope(needed, now)
+        grant.require_scope(sufficient_scopes, now)
         return grant
 
     def authorise_request(
         self,
         request: RequestLifecycle,
         token: bytes | None,
-        needed: Set[KeyScope] | None,
+        sufficient_scopes: Set[KeyScope] | None,
         method: str,
         path: str,
         key_name: str | None = None,
@@ -74,7 +74,7 @@ class KeyAuthorisation:
 
         Args:
             token, key_name: as for `find_key_entry`.
-            needed: as for `require_scope`.
+            sufficient_scopes: as for `require_scope`.
             method, path: the names of a refused request in the audit log.
 
         Raises:
@@ -87,7 +87,7 @@ class KeyAuthorisation:
             request.client_identity = grant.get_identity(request.client_identity.address)
             request.record.key_name = grant.key.name
         try:
-            self.require_scope(grant, token, needed).take_token()
+            self.require_scope(grant, token, sufficient_scopes).take_token()
         except (UnauthorizedError, ForbiddenError) as error:
             refusals = self._unknown_key_refusals if grant is None else self._known_key_refusals
             refusals.log_refusal(

@@ -32,14 +32,14 @@ def test_first_of_a_class_asks_for_it_and_the_rest_wait(compilation):
     assert compilation.add_job("a", jobs[0])
     assert not compilation.add_job("a", jobs[1])
     assert "a" not in compilation
-    assert list(compilation.end_compilation("a", compiled=True)) == jobs
+    assert list(compilation.end_compilation("a", has_succeeded=True)) == jobs
     assert "a" in compilation
     assert len(compilation) == 0
 
 
 def test_class_that_failed_is_asked_for_again(compilation):
     compilation.add_job("a", job(1, 4))
-    compilation.end_compilation("a", compiled=False)
+    compilation.end_compilation("a", has_succeeded=False)
     assert compilation.add_job("a", job(1, 4))
 
 
@@ -50,7 +50,7 @@ def test_discarded_job_waits_no_more(compilation):
     compilation.discard_job(goes)
     compilation.discard_job(goes)
     assert list(compilation.list_jobs()) == [stays]
-    assert list(compilation.end_compilation("a", compiled=True)) == [stays]
+    assert list(compilation.end_compilation("a", has_succeeded=True)) == [stays]
 
 
 def test_rate_is_bounded_and_says_when_to_come_back(compilation, clock):

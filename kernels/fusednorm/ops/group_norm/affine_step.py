@@ -101,7 +101,7 @@ def load_slope_and_offset(parameters, channel, sample_channel, mask):
 
 
 @triton.jit
-def compute_slope_and_offset(affine, rstd, rest):
+def compute_slope_and_offset(affine, rstd, mean_rest):
     """Compute a and b so that normalisation and affine step together are (h - mean) * a + b.
 
     The group's mean is mean + rest, because one float32 would be too inexact.  `affine` is the result of
@@ -110,7 +110,7 @@ def compute_slope_and_offset(affine, rstd, rest):
     a = rstd
     if len(affine[0]) > 0:
         a = a * affine[0][0].to(tl.float32)
-    b = -rest * a
+    b = -mean_rest * a
     if len(affine[1]) > 0:
         b = b + affine[1][0].to(tl.float32)
     if len(affine[2]) > 0:

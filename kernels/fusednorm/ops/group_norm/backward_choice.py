@@ -81,29 +81,29 @@ def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig |
 
 @lru_cache(maxsize=4096)
 def choose_backward(
-    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+    sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool = True
 ) -> GroupNormBackwardConfig:
     """Choose the backward configuration for a sample's shape and elements of `itemsize` bytes.
 
     Args:
-        waits: whether programs may wait for one another, which requires a cooperative launch.
+        can_wait: whether programs may wait for one another, which requires a cooperative launch.
     """
     if sample.channels_last:
-        measured = find_measured_channels_last_config(sample, itemsize, multiprocessors) if waits else None
+        measured = find_measured_channels_last_config(sample, itemsize, multiprocessors) if can_wait else None
         if measured is not None:
             return measured
         streamed = find_backward_stream(sample, itemsize)
         is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
         if streamed is not None and is_large:
             return streamed
-        blocks = find_cooperative_blocks(sample, itemsize, multiprocessors) if waits else None
+        blocks = find_cooperative_blocks(sample, itemsize, multiprocessors) if can_wait else None
         return blocks or streamed or find_split_backward(sample, itemsize)
     channels, positions = next_power_of_2(sample.group_channels), next_power_of_2(sample.hw)
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))
         return GroupNormBackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
-    cooperative = find_cooperative_backward(sample, itemsize, multiprocessors) if waits else None
+    cooperative = find_cooperative_backward(sample, itemsize, multiprocessors) if can_wait else None
     return cooperative or find_split_backward(sample, itemsize)
 
 

@@ -76,14 +76,34 @@ def _compute_tile_offsets(
 
 @triton.jit
 def _load_fragment(
-    ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
+    ptr,
+    tile_location,
+    lane_coordinates,
+    left,
+    STEP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """Load a fragment, CHUNKS consecutive tiles, by `load_tiles`.  The result is () if ptr is None.
 
-    `where` is the result of `_compute_tile_offsets`; `lanes` is (channel, position, exists) of each element
-    of a tile, or of each lane, counted from the tile's start.
+    `tile_location` is the result of `_compute_tile_offsets`; `lane_coordinates` is (channel, position, exists) of
+    each element of a tile, or of each lane, counted from the tile's start.
     """
-    return load_tiles(ptr, where[0], where[1], where[2], lanes[1], left, lanes[2], True, EVEN, STEP, CHUNKS, EVICT)
+    return load_tiles(
+        ptr,
+        tile_location[0],
+        tile_location[1],
+        tile_location[2],
+        lane_coordinates[1],
+        left,
+        lane_coordinates[2],
+        True,
+        EVEN,
+        STEP,
+        CHUNKS,
+        EVICT,
+    )
 
 
 @triton.jit
@@ -102,7 +122,7 @@ def _compute_sample_offsets(start, at, position_step, element_step, LAST: tl.con
 
 @triton.jit
 def sum_fragment_gradients(
-    dy_ptr, x_ptr, residual_ptr, sample, channel, first, fragments, hw, c, lanes,
+    dy_ptr, x_ptr, residual_ptr, sample, channel, first, fragments, hw, c, lane_coordinates,
     mean, slope, rstd, offset, dropout,
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
@@ -115,7 +135,7 @@ def sum_fragment_gradients(
     Args:
         sample, channel, first: sample, channel and position at which the first fragment starts.
         fragments: the number of consecutive fragments.
-        lanes: the argument `lanes` of `_load_fragment`.
+        lane_coordinates: the argument `lane_coordinates` of `_load_fragment`.
         dropout: seed, threshold and scale.
     """
     RUN: tl.constexpr = CHUNKS * STEP
@@ -124,15 +144,19 @@ def sum_fragment_gradients(
     for fragment in range(0, fragments):
         position = first + fragment * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _compute_tile_offsets(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
+        start, at, step = _compute_tile_offsets(
+            sample, channel, position, hw, c, lane_coordinates[0], lane_coordinates[1], STEP, LAST
+        )
         tiles = (
-            _load_fragment(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
-            _load_fragment(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
-            _load_fragment(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(dy_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(x_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_fragment(
+                residual_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_last"
+            ),
         )
         for i in tl.static_range(CHUNKS):
             centred, dz = compute_tile_gradient(
-                tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, slope * rstd, offset, sample.to(tl.int64),
+                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2], mean, slope * rstd, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
                 dropout[0], dropout[1], dropout[2], EVEN, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
@@ -147,7 +171,7 @@ def sum_fragment_gradients(
 
 @triton.jit
 def store_fragment_gradients(
-    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c, lanes,
+    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c, lane_coordinates,
     mean, scale, offset, constant, factor, dropout,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
@@ -161,23 +185,27 @@ def store_fragment_gradients(
     for back in range(0, fragments):
         position = first + (fragments - 1 - back) * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _compute_tile_offsets(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
+        start, at, step = _compute_tile_offsets(
+            sample, channel, position, hw, c, lane_coordinates[0], lane_coordinates[1], STEP, LAST
+        )
         tiles = (
-            _load_fragment(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
-            _load_fragment(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
-            _load_fragment(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(dy_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(x_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_fragment(
+                residual_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_first"
+            ),
         )
         dresidual_outs = _load_fragment(
-            dresidual_out_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"
+            dresidual_out_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_first"
         )
         for i in tl.static_range(CHUNKS):
             centred, dz = compute_tile_gradient(
-                tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, scale, offset, sample.to(tl.int64),
+                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2], mean, scale, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
                 dropout[0], dropout[1], dropout[2], True, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             store_tile_gradient(
                 centred, dz, dx_ptr, dresidual_outs[i : i + 1], start + i * step + at,
-                make_tile_mask(lanes[1] + i * STEP, left, lanes[2], True, EVEN),
+                make_tile_mask(lane_coordinates[1] + i * STEP, left, lane_coordinates[2], True, EVEN),
                 scale, constant, factor, "evict_first",
             )  # fmt: skip

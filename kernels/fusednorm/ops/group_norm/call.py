@@ -269,7 +269,7 @@ Fewer = TypeVar("Fewer", bound=_ResidentDataclass)
 
 
 def fit_resident_programs(
-    config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra: int = 0, members: int = 1
+    config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra_registers: int = 0, members: int = 1
 ) -> Fewer | None:
     """Reduce the number of resident programs of `config` until each thread's registers suffice.
 
@@ -278,7 +278,7 @@ def fit_resident_programs(
 
     Args:
         held_bytes: bytes of x and residual that a thread holds.
-        extra: further registers, in addition to those for dropout and the activation.
+        extra_registers: further registers, in addition to those for dropout and the activation.
         members: programs that must be resident together.
     """
     multiprocessors = count_multiprocessors(call.x.device)
@@ -286,18 +286,20 @@ def fit_resident_programs(
         fewer = replace(config, programs_per_sm=programs_per_sm)
         if members > multiprocessors * programs_per_sm:
             return None
-        if held_bytes // 4 + call.fused_registers + extra + USUAL_REGISTERS <= compute_max_registers(fewer):
+        if held_bytes // 4 + call.fused_registers + extra_registers + USUAL_REGISTERS <= compute_max_registers(
+            fewer
+        ):
             return fewer
     return None
 
 
-def count_writers(units: int, max_writers: int, multiprocessors: int) -> int:
+def count_writers(groups: int, max_writers: int, multiprocessors: int) -> int:
     """Return how many programs write one group or block together, a power of two up to `max_writers`.
 
-    The number is doubled while every program of all groups or blocks, of which there are `units`, has a
+    The number is doubled while every program of all groups or blocks, of which there are `groups`, has a
     multiprocessor of its own.  The number does not change the bits of the result.
     """
     writers = 1
-    while writers < max_writers and 2 * writers * units <= multiprocessors:
+    while writers < max_writers and 2 * writers * groups <= multiprocessors:
         writers *= 2
     return writers

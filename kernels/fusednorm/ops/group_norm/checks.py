@@ -34,7 +34,7 @@ def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInput
     for name in _LIKE_X[1:]:
         array = getattr(inputs, name, None)
         if array is not None:
-            check_float(name, array, like=x)
+            check_float(name, array, shape_like=x)
             detect_channels_last(array, name)
     check_scale_and_shift(inputs.scale, inputs.shift, x)
     groups = options.num_groups

@@ -78,7 +78,7 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
 
 
 def choose_forward(
-    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+    sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool = True
 ) -> GroupNormForwardConfig:
     """Choose the forward configuration for a sample's shape and elements of `itemsize` bytes.
 
@@ -86,21 +86,21 @@ def choose_forward(
     another for lack of registers.
 
     Args:
-        waits: whether programs may wait for one another, which requires a cooperative launch.
+        can_wait: whether programs may wait for one another, which requires a cooperative launch.
     """
-    return next(iter(list_candidates(sample, itemsize, multiprocessors, waits)), None) or find_two_pass_forward(
+    return next(iter(list_candidates(sample, itemsize, multiprocessors, can_wait)), None) or find_two_pass_forward(
         sample, itemsize
     )
 
 
 @lru_cache(maxsize=4096)
 def list_candidates(
-    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+    sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool = True
 ) -> tuple[GroupNormForwardConfig, ...]:
     """List the configurations to try for a forward pass, fastest first.  The tuple may be empty.
 
     Each candidate reads a sample only once, or was measured for such samples.  A configuration that uses
-    fewer registers follows one that uses more, for passes that fuse more.  `waits`: whether programs may
+    fewer registers follows one that uses more, for passes that fuse more.  `can_wait`: whether programs may
     wait for one another.
     """
     tile = None if sample.channels_last else _find_tile(sample, itemsize)
@@ -109,7 +109,7 @@ def list_candidates(
     chosen: list[GroupNormForwardConfig] = [
         config
         for place, config in enumerate(_iterate_measured(sample, itemsize))
-        if config.can_be_resident(sample, itemsize, multiprocessors, waits)
+        if config.can_be_resident(sample, itemsize, multiprocessors, can_wait)
         and (
             place == 0
             or not isinstance(config, GroupNormForwardCooperative)
@@ -117,7 +117,7 @@ def list_candidates(
         )
     ]
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
-        block = _find_block(sample, itemsize, multiprocessors, waits)
+        block = _find_block(sample, itemsize, multiprocessors, can_wait)
         if isinstance(block, ForwardResidentBlock):
             # Data that one program can hold needs no team: 0.79, not 0.50 (2x512x16x16), 0.73, not 0.71
             # (8x512x32x32).
@@ -221,7 +221,7 @@ def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
 
 
 def _find_block(
-    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool
+    sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
     """Find the configuration over blocks of columns that wastes the fewest lanes; None if streaming is faster.
 
@@ -245,7 +245,7 @@ def _find_block(
     rows = make_block_tile(sample, groups, 8, itemsize).positions
     members = -(-sample.hw // (most * rows))
     may_stream = find_stream_warps(sample, itemsize) is not None
-    if not waits or members > multiprocessors or (may_stream and (sums > 1 or sample.hw >= STREAM_POSITIONS)):
+    if not can_wait or members > multiprocessors or (may_stream and (sums > 1 or sample.hw >= STREAM_POSITIONS)):
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardCooperativeBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)

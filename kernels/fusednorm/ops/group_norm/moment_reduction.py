@@ -27,11 +27,11 @@ def plan_moment_reduction(
     group_columns: int,
     split_length: int,
     column_length: int,
-    rest: Array | None = None,
+    mean_rest: Array | None = None,
 ) -> Launch:
     """Plan the launch that merges partial moments of columns into mean and rstd of every group.
 
-    A column is a channel or, if groups are contiguous, a whole group.  If `rest` is given, it gets the
+    A column is a channel or, if groups are contiguous, a whole group.  If `mean_rest` is given, it gets the
     rounding error of the mean.
 
     Args:
@@ -40,7 +40,7 @@ def plan_moment_reduction(
         column_length: values of a column in all splits.
     """
     arguments = (
-        *parts, mean, rest, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
+        *parts, mean, mean_rest, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
     options = {
         **choose_reduction_tile(splits, group_columns),

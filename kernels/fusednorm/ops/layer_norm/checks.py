@@ -35,7 +35,7 @@ def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[
     like_x = _LIKE_X[type(inputs)]
     for name in like_x:
         if arrays[name] is not None:
-            check_float(name, arrays[name], like=x)
+            check_float(name, arrays[name], shape_like=x)
     own = has_heads(inputs.weight, inputs.bias)
     view = select_row_view(own, *map(arrays.get, like_x))
     for name in like_x:

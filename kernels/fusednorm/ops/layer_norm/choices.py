@@ -62,43 +62,54 @@ def _iterate_choices(
 
 
 def choose_forward(
-    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool = False, single: bool = False
+    cols: int,
+    itemsize: int,
+    multiprocessors: int,
+    has_residual: bool,
+    has_heads: bool = False,
+    is_single_row: bool = False,
 ) -> ForwardConfig:
     """Choose the forward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A `residual` needs more registers.  Programs that share rows do not support `heads`.  A `single` row may
-    use another algorithm than several rows, with the same bits.
+    A `has_residual` needs more registers.  Programs that share rows do not support `has_heads`.  A `is_single_row`
+    row may use another algorithm than several rows, with the same bits.
     """
-    return _choose_forward(cols, itemsize, multiprocessors, residual, heads, single, may_wait())
+    return _choose_forward(cols, itemsize, multiprocessors, has_residual, has_heads, is_single_row, may_wait())
 
 
 @lru_cache(maxsize=4096)
 def _choose_forward(
-    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool, single: bool, waits: bool
+    cols: int,
+    itemsize: int,
+    multiprocessors: int,
+    has_residual: bool,
+    has_heads: bool,
+    is_single_row: bool,
+    can_wait: bool,
 ) -> ForwardConfig:
     """Choose the forward configuration from the tables, and cache the choice.
 
-    The arguments are those of `choose_forward`.  `waits`, whether programs may wait for one another, is an
+    The arguments are those of `choose_forward`.  `can_wait`, whether programs may wait for one another, is an
     argument because the cached choice depends on that too.
     """
     choices = _iterate_choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
-    if residual:
+    if has_residual:
         choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
     choice = next(choices)
-    if isinstance(choice, LayerNormForwardResident) and residual:
+    if isinstance(choice, LayerNormForwardResident) and has_residual:
         held = _fit_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
         choice = held or next(c for c in choices if isinstance(c, LayerNormForwardCooperative))
     if isinstance(choice, LayerNormForwardCooperative):
-        if heads:
+        if has_heads:
             return choose_sweep(cols)
-        if not waits:
+        if not can_wait:
             # For longer rows one program a row reaches 0.20 of a copy's speed, and parts 0.54 (bfloat16, 16 rows of
             # 2^20).
             return choose_sweep(cols) if cols < SINGLE_ROW_COLS else tables.FORWARD_SPLIT[itemsize]
-        if residual:
+        if has_residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
         shared = choice.chunks * choice.block_n * choice.programs_per_sm * multiprocessors
-        if cols > shared or (single and cols >= SINGLE_ROW_COLS):
+        if cols > shared or (is_single_row and cols >= SINGLE_ROW_COLS):
             return tables.FORWARD_SPLIT[itemsize]
     return choice
 
@@ -121,9 +132,9 @@ def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormF
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs), prefetch_distance_per_sm=ahead)
 
 
-def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
+def choose_statistics(cols: int, itemsize: int, multiprocessors: int, has_residual: bool) -> ForwardConfig:
     """Choose the configuration of a pass that computes only mean and rstd."""
-    choice = choose_forward(cols, itemsize, multiprocessors, residual)
+    choice = choose_forward(cols, itemsize, multiprocessors, has_residual)
     return choose_sweep(cols) if isinstance(choice, LayerNormForwardTile | LayerNormForwardResident) else choice
 
 
@@ -133,26 +144,28 @@ def choose_sweep(cols: int) -> LayerNormForwardSweep:
     return LayerNormForwardSweep(block, num_warps=max(1, block // 256))
 
 
-def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> BackwardConfig:
+def choose_backward(cols: int, itemsize: int, multiprocessors: int, is_plain: bool) -> BackwardConfig:
     """Choose the backward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    `plain`: whether there is no residual, activation or dropout; each of these needs more registers.
+    `is_plain`: whether there is no residual, activation or dropout; each of these needs more registers.
     """
-    return _choose_backward(cols, itemsize, multiprocessors, plain, may_wait())
+    return _choose_backward(cols, itemsize, multiprocessors, is_plain, may_wait())
 
 
 @lru_cache(maxsize=4096)
-def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool, waits: bool) -> BackwardConfig:
+def _choose_backward(
+    cols: int, itemsize: int, multiprocessors: int, is_plain: bool, can_wait: bool
+) -> BackwardConfig:
     """Choose the backward configuration from the tables, and cache the choice.
 
-    The arguments are those of `choose_backward`.  `waits`, whether programs may wait for one another, is an
+    The arguments are those of `choose_backward`.  `can_wait`, whether programs may wait for one another, is an
     argument because the cached choice depends on that too.
     """
     choice = next(_iterate_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
     if isinstance(choice, LayerNormBackwardCooperative):
-        if not plain:
+        if not is_plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
-        if not waits or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
+        if not can_wait or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
             return tables.BACKWARD_SPLIT[itemsize]
     return choice
 

@@ -76,17 +76,19 @@ class KeyringEntry:
         if expires is not None and now >= expires:
             raise UnauthorizedError("the API key has expired")
 
-    def require_scope(self, needed: Set[KeyScope], now: float) -> None:
+    def require_scope(self, sufficient_scopes: Set[KeyScope], now: float) -> None:
         """Refuse the key if it has expired by `now`, in seconds since 1970, or has none of the scopes
-        `needed`.
+        `sufficient_scopes`.
 
         Raises:
             UnauthorizedError: the key has expired.
             ForbiddenError: it has none of these scopes.
         """
         self.require_unexpired(now)
-        if not needed & self.key.scopes:
-            raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
+        if not sufficient_scopes & self.key.scopes:
+            raise ForbiddenError(
+                f"the API key may not do this: it needs the scope {' or '.join(sorted(sufficient_scopes))}"
+            )
 
     def take_token(self) -> None:
         """Take a token for one request from the key's bucket; do nothing for a key without a rate limit.

@@ -104,7 +104,7 @@ class BackgroundCompiler:
             # A module in C, compiled where it is not in the cache.
             CudaUtils()
 
-    def wait(self, model: CompileTarget) -> None:
+    def wait(self, target: CompileTarget) -> None:
         """Wait until the kernels of all lengths are compiled, for a limited time; missing ones are compiled at
         their first use.
         """
@@ -112,12 +112,12 @@ class BackgroundCompiler:
         from triton import knobs
 
         self._join_preparation()
-        missing = [length for length in self._lengths if not is_compiled(*model, length, only_warm_up=True)]
+        missing = [length for length in self._lengths if not is_compiled(*target, length, only_warm_up=True)]
         if not missing:
             self.stop()
             return
         if self._compiler is None:
-            self._start_compiler(model, missing, Path(knobs.cache.dir))
+            self._start_compiler(target, missing, Path(knobs.cache.dir))
         if self._compiler is None:
             return
         began = time.perf_counter()
@@ -143,7 +143,7 @@ class BackgroundCompiler:
         if self._preparing is not None:
             self._preparing.join()
 
-    def _start_compiler(self, model: CompileTarget, lengths: Collection[int], cache: Path) -> None:
+    def _start_compiler(self, target: CompileTarget, lengths: Collection[int], cache: Path) -> None:
         """Start a process that compiles the kernels for rows of `lengths`; do nothing if Triton's cache is not
         writable.
         """
@@ -151,7 +151,7 @@ class BackgroundCompiler:
             return
         log.info("compiling kernels for rows of %s", ", ".join(map(str, lengths)))
         self._compiler = subprocess.Popen(
-            make_compiler_command(model, lengths),
+            make_compiler_command(target, lengths),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             # A terminal's interrupt is for this process, without which those end.
@@ -159,11 +159,11 @@ class BackgroundCompiler:
         )
 
 
-def make_compiler_command(model: CompileTarget, lengths: Collection[int]) -> Sequence[str]:
+def make_compiler_command(target: CompileTarget, lengths: Collection[int]) -> Sequence[str]:
     """Make the command that compiles ahead for a device."""
     return (
         *(sys.executable, "-c", _COMPILER, "--only-warm-up"),
-        *("--arch", str(model.arch), "--multiprocessors", str(model.multiprocessors)),
+        *("--arch", str(target.arch), "--multiprocessors", str(target.multiprocessors)),
         *("--lengths", ",".join(map(str, lengths)), "--until-gone", str(os.getpid())),
     )
 

@@ -134,7 +134,7 @@ def prepare_client_memory_launch(
     library: ModuleType,
     pipeline: StreamPipeline,
     graph_cache: GraphCache,
-    workspaces: Iterator[ChunkExecutionContext],
+    chunk_contexts: Iterator[ChunkExecutionContext],
 ) -> ClientMemoryLaunch | None:
     """Prepare the launch of a job on its client's memory; None if the job cannot be computed there.
 
@@ -144,12 +144,12 @@ def prepare_client_memory_launch(
         places: the buffers of the single job.
         library: the kernels.
         pipeline, graph_cache: for jobs that are computed in place, and for their graphs.
-        workspaces: for jobs in chunks, in turn.
+        chunk_contexts: for jobs in chunks, in turn.
     """
     job = places.batch.jobs[0]
     is_near = is_computed_in_place(job)
     chunks = () if is_near else _divide_rows(job)
-    workspace = next(workspaces, None) if chunks else None
+    workspace = next(chunk_contexts, None) if chunks else None
     if not is_near and workspace is None:
         return None
     (share,) = places.split_results()

@@ -191,20 +191,20 @@ def _compute_chunk(
     return result_copies
 
 
-def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
+def divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
     """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed apart; empty
     if not divided.
 
     Only large forward jobs without dropout are divided: a gradient of parameters is a sum over all
     rows, and dropout's mask depends on a row's number.
     """
-    if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.min_bytes:
+    if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * limits.min_bytes:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
     unit = _compute_row_alignment(job)
     units = job.rows // unit
-    count = min(job.nbytes // sizes.min_bytes, sizes.max_count, units)
+    count = min(job.nbytes // limits.min_bytes, limits.max_count, units)
     if count < 2:
         return ()
     edges = [unit * (units * number // count) for number in range(count)]

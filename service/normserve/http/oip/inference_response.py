@@ -20,7 +20,7 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
 def require_expressible(
-    model: InferenceModel, request: InferenceRequest, job: NormJob, several: TensorSplit | None = None
+    model: InferenceModel, request: InferenceRequest, job: NormJob, tensor_split: TensorSplit | None = None
 ) -> None:
     """Refuse a request whose response cannot have the requested form, before the computation.
 
@@ -34,8 +34,8 @@ def require_expressible(
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
-    if several is not None:
-        results = several.split_specs(results)
+    if tensor_split is not None:
+        results = tensor_split.split_specs(results)
     wanted = _select_outputs(model, request, results)
     if not wanted:
         raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is requested")

@@ -55,18 +55,18 @@ class InferenceStatistics:
         self._by_model: dict[str, ModelStatistics] = {}
         self._max_models = _MOST_REMOVED
 
-    def count_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
+    def count_success(self, model: str, result: NormResult, total_s: float, output_s: float) -> None:
         """Count an inference that was computed.
 
         Args:
-            seconds: from its header to its response.
+            total_s: from its header to its response.
             output_s: time to serialise the response.
         """
         tally = self._get_or_create_statistics(model)
         tally.launches += 1 / max(1, result.batch_size)
         tally.last_ms = time.time_ns() // 1_000_000
         for stage, took in (
-            ("success", seconds),
+            ("success", total_s),
             ("queue", result.queue_s),
             ("compute_input", result.copy_in_s),
             ("compute_infer", result.kernel_s),
@@ -75,11 +75,11 @@ class InferenceStatistics:
             tally.counts[stage] += 1
             tally.seconds[stage] += took
 
-    def count_failure(self, model: str, seconds: float) -> None:
+    def count_failure(self, model: str, total_s: float) -> None:
         """Count an inference that was refused or failed."""
         tally = self._get_or_create_statistics(model)
         tally.counts["fail"] += 1
-        tally.seconds["fail"] += seconds
+        tally.seconds["fail"] += total_s
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, for another process to add."""

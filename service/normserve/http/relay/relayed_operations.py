@@ -134,7 +134,7 @@ class RelayedOperation(CallbackRequest):
         self._body_reader.acquire_permit(self, nbytes)
         return layer
 
-    def submit_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
+    def submit_body(self, body: memoryview, layer: RegisteredLayer | None, receive_s: float) -> None:
         """Submit the job of a received body; its response is sent when the job ends.
 
         An invalid body is answered with an error at once.
@@ -142,7 +142,7 @@ class RelayedOperation(CallbackRequest):
         Args: received_s: seconds from the end of the header to the end of the body.
         """
         self.record.received_bytes = len(body)
-        self.record_received(received_s)
+        self.record_received(receive_s)
         try:
             self._response_format = self._header.operation.submit_operation(
                 self, self._header.operation_head, body, layer

@@ -99,18 +99,18 @@ def list_example_commands(url: str, *, with_key: bool, with_certificate: bool = 
     ]
 
 
-def _make_response(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
+def _make_response(request: Request, extension: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
     """Make the response with a page's file; make a 304 if the client already has this content.
 
     Args:
-        kind: the file's extension.
+        extension: the file's extension.
         tag: the entity tag of the content.
         policy: the Content-Security-Policy.
     """
     headers = {**_HEADERS, "content-security-policy": policy, "etag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=_TYPES[kind])
+    return Response(content, headers=headers, media_type=_TYPES[extension])
 
 
 def _compute_etag(content: bytes) -> str:

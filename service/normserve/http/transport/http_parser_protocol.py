@@ -238,21 +238,21 @@ class HttpParserProtocol(ExchangeProtocol):
         self._refuse_input(MalformedHttpError(_NO_HTTP))
 
 
-def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
+def find_head_fault(version: str, unrepeatable_fields: Mapping[bytes, bytes]) -> NormserveError | None:
     """Return the error of a header that the parser accepts but the server refuses; None if it is valid.
 
     Args:
         version: the HTTP version, as in "1.1".
-        singular: the request's fields that may appear once, by lower-case name.
+        unrepeatable_fields: the request's fields that may appear once, by lower-case name.
     """
     if version != "1.1" and version != "1.0":
         return MalformedHttpError("this server speaks HTTP/1.1 and HTTP/1.0")
-    if b"host" not in singular and version == "1.1":
+    if b"host" not in unrepeatable_fields and version == "1.1":
         return MalformedHttpError("an HTTP/1.1 request must have a Host field")
-    coding = singular.get(b"transfer-encoding")
+    coding = unrepeatable_fields.get(b"transfer-encoding")
     if coding is None:
         return None
-    if version == "1.0" or b"content-length" in singular:
+    if version == "1.0" or b"content-length" in unrepeatable_fields:
         return MalformedHttpError("Transfer-Encoding is allowed in HTTP/1.1 only, and not with Content-Length")
     coding = coding.lower()
     if coding.rpartition(b",")[2].strip(b" \t") != b"chunked":
@@ -262,8 +262,8 @@ def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveE
     return None
 
 
-def _parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
+def _parse_body_length(unrepeatable_fields: Mapping[bytes, bytes]) -> int | None:
     """Return the announced body length of a valid request, in bytes; None if the body is chunked."""
-    if b"transfer-encoding" in singular:
+    if b"transfer-encoding" in unrepeatable_fields:
         return None
-    return int(singular.get(b"content-length", 0))
+    return int(unrepeatable_fields.get(b"content-length", 0))

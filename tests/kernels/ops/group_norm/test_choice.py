@@ -43,7 +43,7 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
         assert chosen_like(choose_forward(sample, itemsize, MULTIPROCESSORS), entry)
     for columns, most, entry in tables.FORWARD_STREAM[itemsize]:
         sample = SampleShape(GROUPS, columns // GROUPS, most, channels_last=True)
-        assert choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False) == entry
+        assert choose_forward(sample, itemsize, MULTIPROCESSORS, can_wait=False) == entry
     for columns, most, entry in tables.BACKWARD_STREAM[itemsize]:
         sample = SampleShape(GROUPS, columns // GROUPS, most, channels_last=True)
         assert choose_backward(sample, itemsize, MULTIPROCESSORS) == entry
@@ -72,9 +72,9 @@ def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_nothing_is_shared_where_programs_may_not_wait(sample, itemsize):
-    forward = choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False)
+    forward = choose_forward(sample, itemsize, MULTIPROCESSORS, can_wait=False)
     assert not isinstance(forward, GroupNormForwardCooperative | ForwardCooperativeBlock)
-    backward = choose_backward(sample, itemsize, MULTIPROCESSORS, waits=False)
+    backward = choose_backward(sample, itemsize, MULTIPROCESSORS, can_wait=False)
     assert not isinstance(backward, GroupNormBackwardCooperative | BackwardCooperativeBlock)
 
 
@@ -115,8 +115,8 @@ def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_n
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
 def test_streams_leave_few_lanes_without_columns(channels):
     sample = SampleShape(32, channels // 32, 1 << 14, channels_last=True)
-    forward = choose_forward(sample, 2, MULTIPROCESSORS, waits=False)
-    backward = choose_backward(sample, 2, MULTIPROCESSORS, waits=False)
+    forward = choose_forward(sample, 2, MULTIPROCESSORS, can_wait=False)
+    backward = choose_backward(sample, 2, MULTIPROCESSORS, can_wait=False)
     if channels > 4096:
         assert isinstance(forward, ForwardColumnSplit)
         assert isinstance(backward, BackwardColumnSplit)

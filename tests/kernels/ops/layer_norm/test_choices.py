@@ -26,7 +26,7 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_residual_leaves_programs_their_registers(itemsize, compiled):
     for limit, choice in tables.FORWARD[itemsize]:
-        with_residual = choices.choose_forward(limit, itemsize, MULTIPROCESSORS, residual=True)
+        with_residual = choices.choose_forward(limit, itemsize, MULTIPROCESSORS, has_residual=True)
         if isinstance(choice, LayerNormForwardResident) and isinstance(with_residual, LayerNormForwardResident):
             assert 1 <= with_residual.programs_per_sm <= choice.programs_per_sm
             threads = 32 * choice.num_warps * with_residual.programs_per_sm
@@ -39,24 +39,29 @@ def test_a_residual_leaves_programs_their_registers(itemsize, compiled):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_odd_lengths_have_entries_of_their_own_and_their_neighbours_have_not(itemsize, compiled):
     for first, last, choice in tables.FORWARD_UNALIGNED[itemsize]:
-        assert choices.choose_forward(first, itemsize, MULTIPROCESSORS, residual=False) == choice
-        assert choices.choose_forward(last // 8 * 8, itemsize, MULTIPROCESSORS, residual=False) != choice
+        assert choices.choose_forward(first, itemsize, MULTIPROCESSORS, has_residual=False) == choice
+        assert choices.choose_forward(last // 8 * 8, itemsize, MULTIPROCESSORS, has_residual=False) != choice
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
     cols = SINGLE_ROW_COLS
-    several = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False)
-    single = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False, single=True)
+    several = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, has_residual=False)
+    single = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, has_residual=False, is_single_row=True)
     assert isinstance(several, LayerNormForwardCooperative)
     assert isinstance(single, LayerNormForwardSplit)
     assert (single.chunks, single.num_warps) == (several.chunks, several.num_warps)
-    assert choices.choose_forward(cols - 1, itemsize, MULTIPROCESSORS, residual=False, single=True) != single
+    assert (
+        choices.choose_forward(cols - 1, itemsize, MULTIPROCESSORS, has_residual=False, is_single_row=True)
+        != single
+    )
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
     monkeypatch.setattr(cooperative_launches, "INTERPRETED", True)
-    assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), LayerNormForwardSweep)
+    assert isinstance(
+        choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, has_residual=False), LayerNormForwardSweep
+    )
 
 
 LONGEST_HELD = {(2, False): 65536, (4, False): 32768, (2, True): 32768, (4, True): 24576}

@@ -19,15 +19,15 @@ mov.u32 $0, 0;
 ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
-def count_max_overlaps(size: int, window: int) -> int:
+def count_max_overlaps(interval_size: int, window_size: int) -> int:
     """Return how many adjacent intervals one window overlaps at most, such as groups in a vector of columns.
 
-    Consecutive intervals have `size` elements each; the window has `window` elements and starts at a
+    Consecutive intervals have `interval_size` elements each; the window has `window_size` elements and starts at a
     multiple of its size.
     """
-    if window % size == 0:
-        return window // size
-    return 1 if size % window == 0 else (window - 2) // size + 2
+    if window_size % interval_size == 0:
+        return window_size // interval_size
+    return 1 if interval_size % window_size == 0 else (window_size - 2) // interval_size + 2
 
 
 @triton.jit

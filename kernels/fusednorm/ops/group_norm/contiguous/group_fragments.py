@@ -253,18 +253,18 @@ def load_chunk_affine(
 
 
 @triton.jit
-def compute_chunk_slope_and_offset(affine, rstd, rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
+def compute_chunk_slope_and_offset(affine, rstd, mean_rest, GROUP: tl.constexpr, PARAMETERS: tl.constexpr):
     """Compute a and b so that a chunk's normalisation and affine step together are (h - mean) * a + b.
 
     `affine` is the result of `load_chunk_affine`.  The group's mean is mean + rest.
     """
     if PARAMETERS == "two":
-        a, b = compute_slope_and_offset(affine[0], rstd, rest)
-        next_a, next_b = compute_slope_and_offset(affine[1], rstd, rest)
+        a, b = compute_slope_and_offset(affine[0], rstd, mean_rest)
+        next_a, next_b = compute_slope_and_offset(affine[1], rstd, mean_rest)
         before_next = tl.arange(0, GROUP)[None, :] < affine[2]
         return tl.where(before_next, a, next_a), tl.where(before_next, b, next_b)
     else:
-        return compute_slope_and_offset(affine, rstd, rest)
+        return compute_slope_and_offset(affine, rstd, mean_rest)
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def store_normalised_tile(
     channels,
     channel_length,
     magic,
-    shift,
+    division_shift,
     scale_stride,
     seed,
     dropout_threshold,
@@ -123,9 +123,9 @@ def store_normalised_tile(
         tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
     # The parameters are loaded after the reductions, so that they use no registers during them.
     if ALIGNED:
-        channel = group * channels + divide_by_multiplication(unit, channel_length, magic, shift, WIDE)
+        channel = group * channels + divide_by_multiplication(unit, channel_length, magic, division_shift, WIDE)
     else:
-        channel = group * channels + divide_by_multiplication(at, channel_length, magic, shift, WIDE)
+        channel = group * channels + divide_by_multiplication(at, channel_length, magic, division_shift, WIDE)
     sample_channel = sample * scale_stride + channel
     weight, bias = load_slope_and_offset(parameters, channel, sample_channel, mask)
     slope = weight * rstd
@@ -156,7 +156,7 @@ def normalise_range(
     channels,
     channel_length,
     magic,
-    shift,
+    division_shift,
     scale_stride,
     seed,
     dropout_threshold,
@@ -188,7 +188,7 @@ def normalise_range(
         h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_first")
         store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
-            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            group_units, groups, channels, channel_length, magic, division_shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip
     whole = tl.full((1, UNITS, 1), True, tl.int1)
@@ -198,6 +198,6 @@ def normalise_range(
         h = load_residual_sum(x_ptr, residual_ptr, at, whole, "evict_first")
         store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
-            group_units, groups, channels, channel_length, magic, shift, scale_stride,
+            group_units, groups, channels, channel_length, magic, division_shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip

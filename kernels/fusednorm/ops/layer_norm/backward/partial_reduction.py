@@ -34,18 +34,23 @@ class PartialGradients:
 
     @classmethod
     def allocate(
-        cls, x: Array, out: Backward[Array], own_parameters: bool, programs: int, capacity: int | None = None
+        cls,
+        x: Array,
+        out: Backward[Array],
+        heads_have_own_parameters: bool,
+        programs: int,
+        max_programs: int | None = None,
     ) -> "PartialGradients":
         """Allocate the memory for the partial sums of `programs` programs, per head if x has heads.
 
-        If `capacity` is set, there is memory for that many programs, so that its size is the same for any number of
-        rows.  `own_parameters`: whether heads have separate parameters.
+        If `max_programs` is set, there is memory for that many programs, so that its size is the same for any
+        number of rows.  `heads_have_own_parameters`: whether heads have separate parameters.
         """
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
-        room = cdiv(capacity or programs, 4) * 4
+        room = cdiv(max_programs or programs, 4) * 4
         wanted = (out.dweight is not None) + (out.dbias is not None)
         both = new_workspace(x, wanted, room, *x.shape[1:]).unbind() if wanted else (None,)
-        count = programs if x.ndim == 2 or own_parameters else programs * x.shape[1]
+        count = programs if x.ndim == 2 or heads_have_own_parameters else programs * x.shape[1]
         return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
 
 

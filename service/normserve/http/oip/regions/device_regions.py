@@ -94,11 +94,13 @@ class DeviceRegionOpener:
         if not is_local_address(caller.address):
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
-    async def open_region(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
+    async def open_region(
+        self, caller: ClientIdentity, handle: bytes, client_device_id: int, nbytes: int
+    ) -> DeviceRegion:
         """Map a client's CUDA memory into this process by its IPC handle.
 
         Args:
-            device_id: the client's number of the device, which may differ here: the handle identifies the
+            client_device_id: the client's number of the device, which may differ here: the handle identifies the
                 device.
             nbytes: the memory's size according to the client.
 
@@ -116,7 +118,7 @@ class DeviceRegionOpener:
             region = await open_allocation_on_thread(device, handle, nbytes, DeviceRegion)
         except ValueError as error:
             raise UnusableRegionError(str(error)) from None
-        region.device_id = device_id
+        region.device_id = client_device_id
         return region
 
 

@@ -69,12 +69,12 @@ def load_backward_positions(
 
 
 @triton.jit
-def prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, start, size):
-    """Prefetch `size` elements of dy, x and residual into L2, from `start` on.  The residual may be None."""
-    prefetch(dy_ptr + start, size)
-    prefetch(x_ptr + start, size)
+def prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, start, count):
+    """Prefetch `count` elements of dy, x and residual into L2, from `start` on.  The residual may be None."""
+    prefetch(dy_ptr + start, count)
+    prefetch(x_ptr + start, count)
     if residual_ptr is not None:
-        prefetch(residual_ptr + start, size)
+        prefetch(residual_ptr + start, count)
 
 
 @triton.jit

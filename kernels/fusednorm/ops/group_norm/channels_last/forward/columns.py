@@ -218,13 +218,13 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         residual: Array | None,
         mean: Array,
         rstd: Array,
-        rest: Array | None = None,
+        mean_rest: Array | None = None,
     ) -> list[Launch]:
         """Plan the launches that compute mean and rstd, without y.
 
         The first computes moments of each column over splits of the positions; the second merges them.
 
-        If `rest` is given, it gets the rounding error of the mean.
+        If `mean_rest` is given, it gets the rounding error of the mean.
         """
         splits = cdiv(sample.hw, self.split_rows)
         blocks = cdiv(sample.c, self.block_columns)
@@ -243,7 +243,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         return [
             Launch(group_norm_nhwc_forward_columns_moments_kernel, grid, arguments, options),
             plan_moment_reduction(
-                parts, splits, mean, rstd, eps, sample.group_channels, self.split_rows, sample.hw, rest
+                parts, splits, mean, rstd, eps, sample.group_channels, self.split_rows, sample.hw, mean_rest
             ),
         ]
 
