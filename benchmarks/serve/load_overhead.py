@@ -72,7 +72,7 @@ def _measure_case(
     asked = replace(server, path=exchange.target)
     url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
     worker = ClientWorker(WorkerSetup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
-    worker.send_each_once()
+    worker.send_and_check_each_once()
     for number in range(rounds):
         turns: dict[str, ClosedLoopTimes] = {}
         for which in random.Random(number).sample(("c", "normload"), 2):

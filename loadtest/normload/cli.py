@@ -82,7 +82,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
         options.markdown.write_text(report_tables.render_markdown(result, outcomes), encoding="utf-8")
     if written := [str(file) for file in files if file is not None]:
         console.print(f"Wrote {', '.join(written)}.", markup=False)
-    return _exit_code(result, outcomes)
+    return _choose_exit_code(result, outcomes)
 
 
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
@@ -92,7 +92,7 @@ def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[Loa
     return objective, value, objective.is_met(value)
 
 
-def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
+def _choose_exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
     """Choose the exit code of `normload run`.  A wrong response takes precedence over a run without a
     successful request, and that over a failed objective.
     """
@@ -120,8 +120,11 @@ def _compare_runs(options: argparse.Namespace) -> int:
     code, which shows whether a metric is worse.
     """
     before, after = _read_runs(options.before), _read_runs(options.after)
-    found, remarks = comparison.compare_runs(before, after), comparison.describe_load_differences(before, after)
-    comparison_report.print_changes(terminal_report.make_console(), found, remarks)
+    found, remarks = (
+        comparison.compare_runs(before, after),
+        comparison.describe_offered_load_differences(before, after),
+    )
+    comparison_report.print_significant_changes(terminal_report.make_console(), found, remarks)
     if options.csv is not None:
         _write_file(options.csv, comparison_report.render_csv(found))
     if options.markdown is not None:

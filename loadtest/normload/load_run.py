@@ -17,8 +17,8 @@ from normload.clients.client_processes import ClientProcesses
 from normload.clients.client_worker import LoadProgress, WorkerSetup
 from normload.clients.prepared_requests import check_supported
 from normload.load.scenarios import LoadPhase, LoadScenario
-from normload.measurements.loopback_echo import LoopbackEcho, is_loopback, measure_echo
-from normload.measurements.machine_use import PeakMachineUse, count_available_cores, read_cpu_times
+from normload.measurements.loopback_echo import LoopbackEcho, measure_echo, resolves_to_loopback
+from normload.measurements.machine_use import PeakMachineUse, count_available_cores, read_available_cores_cpu_times
 from normload.measurements.remarks import list_remarks
 from normload.measurements.results import PhaseResult, RunResult
 from normload.measurements.tallies import MAX_FAULTS, PhaseTally
@@ -156,7 +156,7 @@ class _ScenarioRun:
         is_unix = address.socket_path is not None
         total = self._uncounted_tallies[0].sum_all()
         # With shared memory, no tensors pass through sockets.
-        if address.is_shared_memory or not total.ok or not (is_unix or is_loopback(address.host)):
+        if address.is_shared_memory or not total.ok or not (is_unix or resolves_to_loopback(address.host)):
             return None
         self._watcher.begin_stage("measuring the loopback", None)
         with suppress(OSError, EOFError):
@@ -187,11 +187,11 @@ class _ScenarioRun:
                 return
             if number and scenario.settle_s:
                 time.sleep(scenario.settle_s)
-            before = read_cpu_times()
+            before = read_available_cores_cpu_times()
             start, tallies = self._send_segment(segment[0].name, segment)
-            after = read_cpu_times()
+            after = read_available_cores_cpu_times()
             if before is not None and after is not None:
-                self._record_machine_use(after.compute_busy_fraction(before))
+                self._update_peak_machine_use(after.compute_busy_fraction(before))
             began = start if began is None else began
             end = start + sum(phase.duration_s for phase in segment)
             for phase, tally in zip(segment, tallies, strict=True):
@@ -236,7 +236,7 @@ class _ScenarioRun:
         result.remarks += list_remarks(result, stopped=self._fleet.is_stopped)
         return result
 
-    def _record_machine_use(self, busy_fraction: float) -> None:
+    def _update_peak_machine_use(self, busy_fraction: float) -> None:
         """Keep the CPU use of the last segment if the client's machine was busier than in all earlier ones.
 
         Args:

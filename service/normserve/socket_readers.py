@@ -11,7 +11,9 @@ import socket
 from collections.abc import Callable
 
 
-def add_reader(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
+def add_persistent_reader(
+    loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]
+) -> None:
     """Call `receive` whenever a socket has bytes to receive or its peer has closed, until the loop's
     `remove_reader`.  With uvloop this also works after a socket error.
     """
@@ -41,7 +43,7 @@ def _rearm_and_receive(
     if end.poll(0):
         loop.remove_reader(connected)
         loop.remove_writer(connected)
-        add_reader(loop, connected, receive)
+        add_persistent_reader(loop, connected, receive)
     receive()
 
 

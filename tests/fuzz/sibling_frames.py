@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from normserve.peers.sibling_processes import FrameStream, SiblingConnection, SiblingRefusedError
+from normserve.peers.sibling_processes import FrameStream, SiblingConnection, SiblingResponseError
 
 from tests.fuzz.streams import cut, run
 
@@ -32,7 +32,7 @@ def sibling_frames(data: bytes) -> None:
     answers, are_whole = _frames_of(stream, len(stream))
     try:
         assert [b"+" + run(_answer_in(pieces))] == answers[:1]
-    except SiblingRefusedError:
+    except SiblingResponseError:
         assert not answers[0].startswith(b"+")
     except ConnectionError:
         assert not (answers and are_whole)

@@ -53,7 +53,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
 def host_extension() -> Any:
     """The host extension, compiled where it was not yet."""
     ensure_extension_built()
-    return ExtensionFiles().load_compiled_module()
+    return ExtensionFiles().try_load_compiled_module()
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.Monk
     configure_extension(host_extension, autograd._compute_gradients, replay_cache.MAX_KINDS, replaying.launch)
     host_extension.clear_replays()
     replaying.workspaces = note_workspaces(
-        monkeypatch, "fusednorm.launch.extension_calls.get_stream_workspace", stream=0
+        monkeypatch, "fusednorm.launch.extension_calls.get_or_allocate_stream_workspace", stream=0
     )
     monkeypatch.setattr(replay_cache, "_extension", None)
     replay_cache.set_extension(host_extension)

@@ -80,7 +80,7 @@ def test_spellings_of_hosts():
 def test_chains_of_layers():
     layers = LayerRegistry(max_layers=4, max_bytes=1000)
     for name in "abcd":
-        layers.put(layer(name))
+        layers.put_or_replace(layer(name))
     named = [",".join(each) for each in itertools.product("abcd", repeat=5)]
     assert_bounded(lambda number: layers.resolve(Op.LAYER_NORM_CHAIN, named[number]), 256)
 

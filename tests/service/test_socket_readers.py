@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import uvloop
-from normserve.socket_readers import add_reader, has_error
+from normserve.socket_readers import add_persistent_reader, has_error
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -34,7 +34,7 @@ def test_all_bytes_and_the_end_of_a_peer_that_closed_are_received(run, is_unread
             ours.setblocking(False)
             if is_unread:
                 ours.send(b"not read")
-            add_reader(loop, ours, receive)
+            add_persistent_reader(loop, ours, receive)
             if writes:
                 loop.add_writer(ours, lambda: None)
             theirs.send(b"abc")
@@ -58,7 +58,7 @@ def test_a_reader_that_is_removed_is_not_called_any_more(run):
 
         with ours:
             ours.send(b"not read")
-            add_reader(loop, ours, receive)
+            add_persistent_reader(loop, ours, receive)
             theirs.send(b"abc")
             theirs.close()
             await asyncio.sleep(0.02)

@@ -40,7 +40,7 @@ class NullBackend:
     def can_launch_without_waiting(self, batch: Batch) -> bool:
         return False
 
-    def compile_kernels(self, job: NormJob) -> None:
+    def compile_and_load_kernels(self, job: NormJob) -> None:
         """Do nothing: there is nothing to compile."""
 
     def register_host_memory(self, memory: memoryview) -> object:

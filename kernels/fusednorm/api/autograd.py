@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
-from fusednorm.api.sharding import register_shardings
+from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
 from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
@@ -415,7 +415,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
         seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         options = options._replace(seed=seed)
     if observed or not (x.is_cuda or x.is_cpu):
-        register_shardings()
+        try_register_shardings()
         run = getattr(torch.ops.fusednorm, options.op)
         y, _, _, residual_out = run(*tensors, *options.operator_arguments)
         return y, residual_out

@@ -48,7 +48,7 @@ _TRANSFORMED = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def register_derivatives(
+def register_derivatives_and_vmap(
     library: torch.library.Library, name: str, plain: Plain, setup: Setup, derivative: Derivative
 ) -> None:
     """Make an operator differentiable in reverse and forward mode, and usable in `torch.vmap`.
@@ -222,9 +222,9 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         residual_out = (
             _make_placeholder(x)
             if residual is None
-            else _make_result_like(op, x if op == "group_norm" else residual)
+            else _make_fake_result(op, x if op == "group_norm" else residual)
         )
-        return _make_result_like(op, x), mean, rstd, residual_out
+        return _make_fake_result(op, x), mean, rstd, residual_out
 
     def make_fake_backward_results(*arguments: Any) -> tuple[Any, ...]:
         inputs, _ = _parse_backward_arguments(op, arguments)
@@ -234,8 +234,8 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
             _make_placeholder(x) if tensor is None else tensor.new_empty(tensor.shape)
             for tensor in inputs.forward_inputs
         ]
-        dresidual = _make_result_like(op, residual) if has_own_gradient(residual, op, x) else _make_placeholder(x)
-        return tuple(NormInputs._make(made)._replace(x=_make_result_like(op, x), residual=dresidual))
+        dresidual = _make_fake_result(op, residual) if has_own_gradient(residual, op, x) else _make_placeholder(x)
+        return tuple(NormInputs._make(made)._replace(x=_make_fake_result(op, x), residual=dresidual))
 
     def save_forward_context(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         inputs, ctx.options = _parse_forward_arguments(op, arguments)
@@ -274,13 +274,13 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         library.impl(name, kernel, "CUDA")
         torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
     plain_forward = partial(run_library_forward, library=reference)
-    register_derivatives(library, op, plain_forward, save_forward_context, differentiate_forward)
-    register_derivatives(
+    register_derivatives_and_vmap(library, op, plain_forward, save_forward_context, differentiate_forward)
+    register_derivatives_and_vmap(
         library, f"{op}_backward", run_plain_backward, save_backward_context, differentiate_backward
     )
 
 
-def _make_result_like(op: str, x: Tensor) -> Tensor:
+def _make_fake_result(op: str, x: Tensor) -> Tensor:
     """Allocate a fake result with x's shape and dtype, and the strides that a pass would give it."""
     if op != "group_norm":
         return x.new_empty(x.shape)

@@ -12,7 +12,7 @@ from fusednorm.arguments.options import NormOptions
 _is_registered = False
 
 
-def register_shardings() -> None:
+def try_register_shardings() -> None:
     """Register the operators' DTensor placements with torch, once, if the program has imported DTensors."""
     global _is_registered
     # Importing this part of torch takes seconds, so only a program that uses it shall wait for it.
@@ -27,7 +27,7 @@ def register_shardings() -> None:
 
 
 # As `torch.compiler.assume_constant_result` marks it, which imports the compiler: it is called while torch traces.
-register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
+try_register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:

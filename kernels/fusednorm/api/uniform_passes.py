@@ -24,7 +24,7 @@ from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeR
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import convert_to_layout, in_layout
+from fusednorm.tensors.layouts import convert_to_layout, is_in_layout
 
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
@@ -42,7 +42,7 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
     if _has_empty_rows(op, inputs.x):
         return _run_empty_forward(options, inputs)
     run: Callable[..., Forward] = getattr(library, f"{op}_forward")
-    return run(**collect_arguments(op, _copy_unsupported_inputs(op, inputs), options), stats=stats)
+    return run(**collect_arguments(op, _copy_inputs_with_unsupported_strides(op, inputs), options), stats=stats)
 
 
 def run_backward(
@@ -57,7 +57,7 @@ def run_backward(
     if _has_empty_rows(op, inputs.x):
         return _run_empty_backward(options, inputs)
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
-    arguments = collect_arguments(op, _copy_unsupported_inputs(op, inputs), options)
+    arguments = collect_arguments(op, _copy_inputs_with_unsupported_strides(op, inputs), options)
     return run(**arguments, parameter_gradients=parameter_gradients)
 
 
@@ -101,7 +101,7 @@ def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[T
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
-def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
+def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
     """Return the inputs, with copies of those whose strides a pass would not support."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
@@ -174,7 +174,7 @@ def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backwar
 
 
 def _has_sample_layout(x: Tensor) -> bool:
-    return x.is_contiguous() or (x.dim() > 2 and in_layout(x, True))
+    return x.is_contiguous() or (x.dim() > 2 and is_in_layout(x, True))
 
 
 def _has_uniform_rows(tensor: Tensor) -> bool:

@@ -61,7 +61,7 @@ def activate_(z: Tensor, activation: str) -> Tensor:
     return z
 
 
-def backpropagate_activation_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+def backpropagate_activation_into_z_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """Compute the gradient of z, dy * act'(z), in z's memory, and return z.
 
     Args:
@@ -121,7 +121,7 @@ def backpropagate_epilogue(
         if activation == "none":
             flat_dz[part] = gradient
         else:
-            backpropagate_activation_(gradient, flat_dz[part], activation)
+            backpropagate_activation_into_z_(gradient, flat_dz[part], activation)
     return dz
 
 

@@ -17,7 +17,7 @@ from fusednorm.cpu import batch_invariant
 from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, is_valid_offset
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import convert_to_layout, in_layout
+from fusednorm.tensors.layouts import convert_to_layout, is_in_layout
 
 _SMALL_ELEMENTS = 512 * 1024
 """The most elements for which the reference is faster without dropout: see `_is_reference_faster`."""
@@ -26,37 +26,39 @@ _LIKE_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "d
 _STATISTICS = ("mean", "rstd")
 
 
-def compute_forward(op: str, **arguments: Any) -> Forward:
+def compute_fallback_forward(op: str, **arguments: Any) -> Forward:
     """Compute a forward pass that torch's norms do not support, by `batch_invariant` or by the reference.
 
     The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
     takes less time, calls in float64, and invalid calls, whose errors it raises.
     """
-    if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
+    if _is_reference_faster(arguments) or not _is_supported_by_batch_invariant(op, **arguments):
         computed: Forward = getattr(reference, f"{op}_forward")(**arguments)
         return computed
-    results = getattr(batch_invariant, f"{op}_forward")(**_prepare_arguments(op, arguments))
+    results = getattr(batch_invariant, f"{op}_forward")(**_convert_arguments_for_batch_invariant(op, arguments))
     return Forward(**_restore_results(op, arguments["x"], results._asdict()))
 
 
-def compute_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
+def compute_fallback_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
     """Compute a backward pass that torch's norms do not support, by `batch_invariant` or by the reference.
 
     The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
     takes less time, calls in float64, and invalid calls, whose errors it raises.
     """
-    if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
+    if _is_reference_faster(arguments) or not _is_supported_by_batch_invariant(op, **arguments):
         run = getattr(reference, f"{op}_backward")
         computed: Backward = run(**arguments, parameter_gradients=parameter_gradients)
         return computed
-    results: Backward = getattr(batch_invariant, f"{op}_backward")(**_prepare_arguments(op, arguments))
+    results: Backward = getattr(batch_invariant, f"{op}_backward")(
+        **_convert_arguments_for_batch_invariant(op, arguments)
+    )
     gradients = Backward(**_restore_results(op, arguments["x"], results._asdict()))
     if results.dresidual is results.dx:
         gradients = gradients._replace(dresidual=gradients.dx)
     return gradients if parameter_gradients else gradients._replace(dweight=None, dbias=None)
 
 
-def _is_supported(
+def _is_supported_by_batch_invariant(
     op: str,
     *,
     x: Tensor,
@@ -82,7 +84,7 @@ def _is_supported(
     """
     shape = x.shape
     if op == "group_norm":
-        is_laid_out = len(shape) > 1 and (x.is_contiguous() or (len(shape) > 2 and in_layout(x, True)))
+        is_laid_out = len(shape) > 1 and (x.is_contiguous() or (len(shape) > 2 and is_in_layout(x, True)))
         if not (is_laid_out and type(num_groups) is int and num_groups > 0 and shape[1] % num_groups == 0):
             return False
         of_parameters: tuple[int, ...] = shape[1:2]
@@ -123,7 +125,7 @@ def _is_reference_faster(arguments: dict[str, Any]) -> bool:
     return "dy" in arguments and not (arguments.get("scale") is arguments.get("shift") is None)
 
 
-def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _convert_arguments_for_batch_invariant(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Convert the tensors of a call to the shapes and layouts that `batch_invariant` takes."""
     x, prepared = arguments["x"], dict(arguments)
     if op == "group_norm":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu import fallback_passes
-from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
+from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
 from fusednorm.cpu.supported_arguments import (
     add_residual,
     has_float_tensors,
@@ -16,7 +16,7 @@ from fusednorm.cpu.supported_arguments import (
     to_float32,
 )
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import convert_to_layout, in_layout
+from fusednorm.tensors.layouts import convert_to_layout, is_in_layout
 
 _FARTHEST_MEAN = 2.0
 """The largest |mean| of a channels-last group, in standard deviations.
@@ -52,7 +52,7 @@ def can_compute(
         and has_float_tensors(shape[1:2], weight, bias)
         and x.numel() > 0
         # torch has no kernel for channels-last tensors with another number of axes.
-        and (x.is_contiguous() or (x.dim() in (4, 5) and in_layout(x, True)))
+        and (x.is_contiguous() or (x.dim() in (4, 5) and is_in_layout(x, True)))
     )
 
 
@@ -92,7 +92,7 @@ def group_norm_forward(
     if computed is None:
         more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
         more |= {"x": x, "num_groups": num_groups, "weight": weight, "bias": bias}
-        return fallback_passes.compute_forward("group_norm", **options, **more)
+        return fallback_passes.compute_fallback_forward("group_norm", **options, **more)
     z, mean, rstd = computed
     return Forward(
         activate_(z, activation).to(x.dtype),
@@ -144,7 +144,7 @@ def group_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"dy": dy, "x": x, "num_groups": num_groups, "weight": weight, "bias": bias, "mean": mean}
-        return fallback_passes.compute_backward("group_norm", rstd=rstd, **options, **sums)
+        return fallback_passes.compute_fallback_backward("group_norm", rstd=rstd, **options, **sums)
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
     h, gradient = _convert_layout_like(x, x), _convert_layout_like(x, dy)
     if is_wide:
@@ -154,7 +154,7 @@ def group_norm_backward(
     factor = make_ones(c) if weight is None else to_float32(weight)
     if activation != "none":
         z = torch.native_group_norm(h, factor, to_float32(bias), n, c, positions, num_groups, eps)[0]
-        gradient = backpropagate_activation_(gradient, z, activation)
+        gradient = backpropagate_activation_into_z_(gradient, z, activation)
     wanted = [parameter_gradients and parameter is not None for parameter in (weight, bias)]
     dx, dweight, dbias = _backward_of_torch(
         gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]

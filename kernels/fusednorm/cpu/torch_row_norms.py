@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusednorm.cpu import fallback_passes
 from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
-from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
+from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
 from fusednorm.cpu.supported_arguments import (
     add_residual,
     cast_gradient,
@@ -72,7 +72,9 @@ def layer_norm_forward(
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback_passes.compute_forward("layer_norm", x=x, weight=weight, bias=bias, **options, **more)
+        return fallback_passes.compute_fallback_forward(
+            "layer_norm", x=x, weight=weight, bias=bias, **options, **more
+        )
     cols, factor, shift = x.shape[-1:], _compute_weight_factor(weight, weight_offset), to_float32(bias)
     if x.dtype == torch.float32 or activation != "none" or residual is not None:
         h = add_residual(x, residual)
@@ -113,7 +115,7 @@ def rms_norm_forward(
         or not can_compute(x, weight, None, residual, dropout=dropout, **options)
     ):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback_passes.compute_forward("rms_norm", x=x, weight=weight, **options, **more)
+        return fallback_passes.compute_fallback_forward("rms_norm", x=x, weight=weight, **options, **more)
     h = add_residual(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
@@ -163,7 +165,7 @@ def layer_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-        return fallback_passes.compute_backward("layer_norm", dy=dy, **options, **sums)
+        return fallback_passes.compute_fallback_backward("layer_norm", dy=dy, **options, **sums)
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
     gradients = _ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
@@ -172,7 +174,7 @@ def layer_norm_backward(
         h, gradient, centre, inverse = piece
         if activation != "none":
             z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
-            gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation)
         gradients.write_chunk(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
     return gradients.get_result()
 
@@ -210,7 +212,7 @@ def rms_norm_backward(
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"x": x, "weight": weight, "rstd": rstd}
-        return fallback_passes.compute_backward("rms_norm", dy=dy, **options, **sums)
+        return fallback_passes.compute_fallback_backward("rms_norm", dy=dy, **options, **sums)
     of_weight = weight if parameter_gradients else None
     gradients = _ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
     factor = _compute_weight_factor(weight, weight_offset)
@@ -222,7 +224,7 @@ def rms_norm_backward(
             z = (h * inverse).contiguous()
             if factor is not None:
                 z.mul_(factor)
-            gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation)
         dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
         gradients.write_chunk(dx, dweight, None)

@@ -71,7 +71,7 @@ class ExtensionFiles:
         except OSError:
             return ""
 
-    def load_compiled_module(self) -> Any:
+    def try_load_compiled_module(self) -> Any:
         """Import the compiled extension; None if it has not been compiled.
 
         This method never compiles.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
-from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n):
+def compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, n):
     """Compute the mean, in two parts, and the variance of a row from each lane's sums about its pivot.
 
     Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift; the variance is that of the
@@ -171,27 +171,27 @@ def compute_row_mean_and_variance(
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
         pivot = sum_1
-        sum_2 = tl.sum(multiply_sum_terms(h, h), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_for_uniform_sum(h, h), 1, keep_dims=True)
     else:
         pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
         d = h - pivot
         if not EVEN:
             d = tl.where(mask, d, 0.0)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 = tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_for_uniform_sum(d, d), 1, keep_dims=True)
     count = first_count
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = make_column_mask(at, cols, EVEN)
         h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
         if IS_RMS:
-            sum_2 += tl.sum(multiply_sum_terms(h, h), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_for_uniform_sum(h, h), 1, keep_dims=True)
         else:
             d = h - pivot
             if not EVEN:
                 d = tl.where(mask, d, 0.0)
             sum_1 += tl.sum(d, 1, keep_dims=True)
-            sum_2 += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_for_uniform_sum(d, d), 1, keep_dims=True)
             count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
 
     if IS_RMS:
@@ -199,5 +199,5 @@ def compute_row_mean_and_variance(
         shift = tl.zeros((1, 1), tl.float32)
         variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        rough, shift, variance = compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, n)
+        rough, shift, variance = compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, n)
     return rough, shift, variance

@@ -32,7 +32,7 @@ def multiply_rounded(a, b):
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With
     contraction, a lane would add its own unrounded product to the other lane's rounded one, and lanes would
     get different sums.  Where lanes write their copies of a sum to one place, the result would then be any
-    of them.  This product is for sums over lanes that hold one term each; `multiply_sum_terms` is for lanes
+    of them.  This product is for sums over lanes that hold one term each; `multiply_for_uniform_sum` is for lanes
     that may hold several.
     """
     return tl.inline_asm_elementwise(
@@ -41,7 +41,7 @@ def multiply_rounded(a, b):
 
 
 @triton.jit
-def multiply_sum_terms(a, b):
+def multiply_for_uniform_sum(a, b):
     """Compute a * b for a sum along the last axis, so that the sum is the same number in all threads.
 
     Only the first product is a `multiply_rounded`.  If a thread holds full rows, it starts with that one and

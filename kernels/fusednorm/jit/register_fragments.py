@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import apply_epilogue
 from fusednorm.jit.loads import add_residual_chunk, add_weight_offset, make_column_mask, widen
-from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def compute_lane_moments(
         d = _subtract_mean(chunks, residuals, i, mean, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:
             shift += tl.sum(d, 1, keep_dims=True)
-        square += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
+        square += tl.sum(multiply_for_uniform_sum(d, d), 1, keep_dims=True)
     if not IS_RMS:
         inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)

@@ -12,7 +12,7 @@ from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.host.background_build import BackgroundBuild, explain_absence
 from fusednorm.host.extension_files import ExtensionFiles
 from fusednorm.launch.launch_template import LaunchTemplate, PreparedLaunch
-from fusednorm.launch.memories import get_stream_workspace
+from fusednorm.launch.memories import get_or_allocate_stream_workspace
 from fusednorm.tensors.arrays import TORCH_DTYPES
 
 Parameter = tuple[bool, int]
@@ -43,7 +43,7 @@ def load_extension(
     if _load_error or _build.is_running():
         return None
     try:
-        extension = _files.load_compiled_module()
+        extension = _files.try_load_compiled_module()
         if extension is not None:
             configure_extension(extension, compute_gradients, max_kinds)
     except (ImportError, OSError, RuntimeError) as error:
@@ -81,7 +81,7 @@ def configure_extension(
 
 def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    return get_stream_workspace(device, stream, words, purpose)
+    return get_or_allocate_stream_workspace(device, stream, words, purpose)
 
 
 def describe_call(template: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
@@ -101,9 +101,9 @@ def describe_call(template: LaunchTemplate, outputs: Outputs, x: Tensor, any_row
         any_rows,
         template.device_index,
         template.scratch_words,
-        template.offsets,
+        template.scratch_offsets,
         template.workspaces,
-        template.rules,
+        template.program_rules,
         tuple(starts),
         tuple(_describe_output(outputs, place, x, any_rows) for place in range(len(outputs))),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusednorm.arguments.arrays import ITEMSIZES, Array, Workspace
 from fusednorm.launch import prepared_kernels
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.memories import get_stream_workspace
+from fusednorm.launch.memories import get_or_allocate_stream_workspace
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
 """A function that selects some items of a list, in a fixed order."""
@@ -52,16 +52,16 @@ class LaunchTemplate:
 
     Tensors start at multiples of 16 bytes.  A repetition makes one list, from which each launch selects its
     kernel's parameters by index.  The list has, in this order: the addresses of the tensors; the addresses of
-    arrays in the launches' own scratch memory, at `offsets`; the addresses of workspaces; if there are `rules`, the
-    number of rows and the number of programs by each rule; `constants`, which start at index `first_constant_slot`;
-    and a tuple for each of `tuples`, with the items of the list at the given indices.
+    arrays in the launches' own scratch memory, at `scratch_offsets`; the addresses of workspaces; if there are
+    `program_rules`, the number of rows and the number of programs by each rule; `constants`, which start at index
+    `first_constant_slot`; and a tuple for each of `tuples`, with the items of the list at the given indices.
 
     Attributes:
         device: the device of the launches, with its `device_index`.
         scratch_words: float32 elements of the launches' own memory, allocated by the empty tensor `empty_tensor`.
         workspaces: words and purpose of each.
-        rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows; empty if
-            the number of rows is fixed.
+        program_rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows;
+            empty if the number of rows is fixed.
         launches: the launches, in order.
     """
 
@@ -69,9 +69,9 @@ class LaunchTemplate:
     device_index: int
     scratch_words: int
     empty_tensor: Tensor
-    offsets: tuple[int, ...]
+    scratch_offsets: tuple[int, ...]
     workspaces: tuple[tuple[int, str], ...]
-    rules: tuple[tuple[int, int], ...]
+    program_rules: tuple[tuple[int, int], ...]
     first_constant_slot: int
     constants: list[Any]
     tuples: tuple[tuple[int, ...], ...]
@@ -113,9 +113,9 @@ class LaunchTemplate:
             device_index=index,
             scratch_words=own.nbytes // 4,
             empty_tensor=x.new_empty(0, dtype=torch.float32),
-            offsets=tuple(own.offsets.values()),
+            scratch_offsets=tuple(own.offsets.values()),
             workspaces=tuple(own.workspaces),
-            rules=tuple(table.rules),
+            program_rules=tuple(table.rules),
             first_constant_slot=table.first_value,
             constants=table.values,
             tuples=table.tuples,
@@ -138,13 +138,15 @@ class LaunchTemplate:
             # Kept until everything is launched: the memory's next user then runs after these launches.
             own = self.empty_tensor.new_empty(self.scratch_words)
             start = own.data_ptr()
-            addresses += [start + offset for offset in self.offsets]
+            addresses += [start + offset for offset in self.scratch_offsets]
         if self.workspaces:
-            workspaces = [get_stream_workspace(self.device, stream, *workspace) for workspace in self.workspaces]
+            workspaces = [
+                get_or_allocate_stream_workspace(self.device, stream, *workspace) for workspace in self.workspaces
+            ]
             addresses += [workspace.data_ptr() for workspace in workspaces]
-        if self.rules:
+        if self.program_rules:
             addresses.append(rows)
-            for tile, most in self.rules:
+            for tile, most in self.program_rules:
                 programs = -(-rows // tile)
                 addresses.append(programs if programs < most else most)
         addresses += self.constants

@@ -11,7 +11,7 @@ from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.tensors.arrays import TORCH_DTYPES
 
 
-def get_stream_workspace(device: torch.device, stream: int, words: int, purpose: str) -> Tensor:
+def get_or_allocate_stream_workspace(device: torch.device, stream: int, words: int, purpose: str) -> Tensor:
     """Return the workspace of a stream for a purpose: `words` int64 words, which are zero at first.
 
     `stream` is the handle of the device's current stream.  Launches on a stream run one after another and
@@ -52,7 +52,7 @@ class PlanTensors(dict[str | Workspace, Tensor]):
             tensor = torch.empty(memory.count, dtype=TORCH_DTYPES[memory.dtype], device=device)
         else:
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-            tensor = get_stream_workspace(device, stream, memory.count, memory.purpose)
+            tensor = get_or_allocate_stream_workspace(device, stream, memory.count, memory.purpose)
         self[memory] = tensor
         return tensor
 

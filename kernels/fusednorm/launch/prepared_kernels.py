@@ -183,7 +183,7 @@ def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) 
     function = kernel.fn
     looks = _LOOKS.get(function)
     if looks is None:
-        looks = _LOOKS[function] = tuple(_find_specialised_property(parameter) for parameter in kernel.params)
+        looks = _LOOKS[function] = tuple(_select_integer_key_property(parameter) for parameter in kernel.params)
     kinds, values = _describe_arguments(looks, launch.arguments, memories)
     return (function, device, tuple(kinds), tuple(launch.options.items())), values
 
@@ -222,7 +222,7 @@ def _describe_arguments(
     return kinds, values
 
 
-def _find_specialised_property(parameter: Any) -> str:
+def _select_integer_key_property(parameter: Any) -> str:
     """Return the property of an integer parameter that selects the compiled kernel: "value", "width" or "type".
 
     It is "value" unless Triton must not specialise the kernel for the parameter (do_not_specialize).  Then
@@ -255,14 +255,14 @@ def store_stable_key(function: Any) -> None:
 
 def _iterate_called(function: Any) -> Iterator[Any]:
     for node in ast.walk(function.parse()):
-        yield _resolve_name(node, function.__globals__)
+        yield _try_resolve_name(node, function.__globals__)
 
 
-def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
+def _try_resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
     """Return the object to which a name or `module.attribute` in a function's source refers; else None."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
-        module = _resolve_name(node.value, names)
+        module = _try_resolve_name(node.value, names)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
     return None

@@ -233,7 +233,7 @@ class ReplayablePass(Generic[Result]):
                 return None
             results = given
         at += [tensor.data_ptr() for tensor in results if tensor is not None]
-        if not recipe.try_launch(at, x.numel() // cols if recipe.rules else 0):
+        if not recipe.try_launch(at, x.numel() // cols if recipe.program_rules else 0):
             return None
         if _load is not None:
             _count_replay_and_search_extension()
@@ -266,7 +266,7 @@ class ReplayablePass(Generic[Result]):
         if _load is not None:
             _try_use_extension(may_build=False)
         of_any_rows = _try_make_key_for_any_rows(self, self.roles, inputs, options)
-        follows = of_any_rows is not None and bool(recipe.rules)
+        follows = of_any_rows is not None and bool(recipe.program_rules)
         new = tuple(None if output is None else _make_allocator(output, x, follows) for output in own)
         replay = _CallReplay(new, own, tuple(same.items()), recipe)
         if of_any_rows is not None:

@@ -114,7 +114,7 @@ def layer_norm_forward(
             dropout or seed is invalid.
     """
     check_result_dtype(out_dtype, float8=True)
-    view = _make_rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    view = _check_and_view_rows(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
@@ -138,7 +138,7 @@ def rms_norm_forward(
     Everything else is as in `layer_norm_forward`.
     """
     check_result_dtype(out_dtype, float8=True)
-    view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    view = _check_and_view_rows(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, None, residual, options, out_dtype, stats)
 
@@ -181,7 +181,7 @@ def group_norm_forward(
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
     check_result_dtype(out_dtype, float8=False)
-    view = _make_groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
@@ -219,7 +219,7 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
-    view = _make_rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    view = _check_and_view_rows(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
@@ -245,7 +245,7 @@ def rms_norm_backward(
 
     Everything else is as in `layer_norm_backward`.
     """
-    view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    view = _check_and_view_rows(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
@@ -279,13 +279,13 @@ def group_norm_backward(
     positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
-    view = _make_groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
-def _make_rows_view(
+def _check_and_view_rows(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -324,7 +324,7 @@ def _make_rows_view(
     )
 
 
-def _make_groups_view(
+def _check_and_view_groups(
     x: Tensor,
     num_groups: int,
     weight: Tensor | None,

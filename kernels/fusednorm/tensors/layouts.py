@@ -22,7 +22,7 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
     )
 
 
-def in_layout(tensor: Tensor, channels_last: bool) -> bool:
+def is_in_layout(tensor: Tensor, channels_last: bool) -> bool:
     """Return whether a tensor [N, C, *spatial] is channels-last, or contiguous if not `channels_last`.
 
     A tensor may have both layouts.
@@ -39,7 +39,7 @@ def convert_to_layout(tensor: Tensor, channels_last: bool) -> Tensor:
     one element.
     """
     # A trace may not know whether a size is 1.
-    if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
+    if all(type(size) is int and size != 1 for size in tensor.shape) and is_in_layout(tensor, channels_last):
         return tensor
     if channels_last:
         by_position = convert_to_layout(tensor.permute(0, *range(2, tensor.dim()), 1), False)

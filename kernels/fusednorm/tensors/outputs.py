@@ -11,7 +11,7 @@ from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import TORCH_DTYPES, is_misaligned
-from fusednorm.tensors.layouts import in_layout
+from fusednorm.tensors.layouts import is_in_layout
 
 Result = TypeVar("Result", Forward, Backward)
 
@@ -23,7 +23,7 @@ def can_hold_result(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
         and given.shape == output.compute_shape(x)
         and given.device == x.device
         and not given.is_neg()
-        and (in_layout(given, not x.is_contiguous()) if output.has_x_layout else given.is_contiguous())
+        and (is_in_layout(given, not x.is_contiguous()) if output.has_x_layout else given.is_contiguous())
     )
 
 

@@ -23,7 +23,7 @@ from fusednorm.devices.device_properties import INTERPRETED, GpuModel
 from fusednorm.devices.gpu_models import GPUS, select_gpu_models
 from fusednorm.launch.launches import Launch
 from fusednorm.warm.absent_driver import AbsentDriver, build_launcher
-from fusednorm.warm.compile_records import get_lock_path, is_compiled, record_compiled
+from fusednorm.warm.compile_records import is_compiled, prepare_lock_path, record_compiled
 from fusednorm.warm.compile_workers import TicketResult, run_tickets
 from fusednorm.warm.warm_calls import compile_kernel, list_warm_launches
 
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         hashing = threading.Thread(target=triton_key)
         hashing.start()
     try:
-        lock_file = get_lock_path().open("w")
+        lock_file = prepare_lock_path().open("w")
     except OSError as error:
         parser.error(f"Triton's cache cannot be written to: {error}")
     with lock_file as lock:

@@ -45,7 +45,7 @@ def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: 
     path.touch()
 
 
-def get_lock_path() -> Path:
+def prepare_lock_path() -> Path:
     """Return the path of the file that a process locks while it compiles in advance; create its folder.
 
     The lock keeps other processes from compiling the same kernels.

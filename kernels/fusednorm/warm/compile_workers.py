@@ -78,7 +78,7 @@ def _run_round(
         if worker == 0:
             os.close(to_give)
             os.close(to_hear)
-            _run_worker(to_take, to_report, work)
+            _run_worker_and_exit(to_take, to_report, work)
         workers.append(worker)
     os.close(to_take)
     os.close(to_report)
@@ -123,7 +123,7 @@ def _exchange_tickets(
         os.close(ticket_writer)
 
 
-def _run_worker(ticket_reader: int, result_writer: int, work: Work) -> None:
+def _run_worker_and_exit(ticket_reader: int, result_writer: int, work: Work) -> None:
     """Process tickets in a forked process until none is left or the parent has ended, then exit the process."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.

@@ -50,8 +50,8 @@ class NativeAdapter:
         build: Callable[..., ApiCall[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
-            return build(tensors["x"], *both, **case.make_client_options())
-        return build(**tensors, **case.make_client_options())
+            return build(tensors["x"], *both, **case.make_nondefault_client_options())
+        return build(**tensors, **case.make_nondefault_client_options())
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """Parse every tensor in the body; results of several tensors are joined again."""

@@ -32,7 +32,7 @@ def find_unsupported_reason(case: RequestCase) -> str | None:
     """Return why a server that computes only LayerNorm of x does not support the case, as a text about its
     limits; None if it does.
     """
-    if case.operation != "layer_norm" or case.make_client_options() or case.residual:
+    if case.operation != "layer_norm" or case.make_nondefault_client_options() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
     if case.heads or case.parts:
         return "only one x, weight and bias of one vector each"

@@ -101,7 +101,7 @@ class ClientProcesses:
     def send_each_once(self) -> PhaseTally:
         """Make every process send every request once."""
         self._send_commands([SendEachOnceCommand()] * self.processes)
-        return _merge_tallies(self._receive_results())[0]
+        return _merge_tallies_into_first(self._receive_results())[0]
 
     def send_phases(
         self, phases: tuple[LoadPhase, ...], connections: int, grace_s: float
@@ -126,7 +126,7 @@ class ClientProcesses:
         done = self._receive_results()
         self.cpu = [max(before, each.cpu_fraction) for before, each in zip(self.cpu, done, strict=True)]
         self.cores_used = sum(each.cpu_fraction for each in done)
-        return start, _merge_tallies(done)
+        return start, _merge_tallies_into_first(done)
 
     def stop_run(self) -> None:
         """Make all processes end the current phases early, and set `is_stopped`.  Nothing more may be sent
@@ -180,7 +180,7 @@ def split_evenly(count: int, parts: int) -> list[int]:
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 
-def _merge_tallies(results: Sequence[CommandResult]) -> list[PhaseTally]:
+def _merge_tallies_into_first(results: Sequence[CommandResult]) -> list[PhaseTally]:
     """Merge the tallies of all processes, phase by phase, into those of the first process, and return
     these.
     """

@@ -131,7 +131,7 @@ def main(
         pipe.send(CommandResult([], 0.0))
         while (command := pipe.recv()) is not None:
             if isinstance(command, SendEachOnceCommand):
-                pipe.send(worker.send_each_once())
+                pipe.send(worker.send_and_check_each_once())
             elif isinstance(command, SendSegmentCommand):
                 pipe.send(worker.send_segment(command, pipe))
     except EOFError:
@@ -157,12 +157,12 @@ class ClientWorker:
             api_key=setup.api_key,
         )
 
-    def send_each_once(self) -> CommandResult:
+    def send_and_check_each_once(self) -> CommandResult:
         """Send each request of the pool once, to warm up the connections and the server; check every
         response.
         """
         tally = PhaseTally(1.0)
-        tally.add_records(self._sender.send_each_once())
+        tally.add_records(self._sender.send_and_check_each_once())
         return CommandResult([tally], 0.0)
 
     def send_segment(

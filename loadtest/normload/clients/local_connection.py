@@ -114,7 +114,7 @@ class LocalLoadConnection(SteppedConnection):
         self._arena_requests.clear()
         self._last = None
         if self._socket is not None:
-            self._socket.close()
+            self._socket.close_when_unused()
             self._socket = None
 
     def _copy_to_arena(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
@@ -217,7 +217,7 @@ class _LocalSocket:
             protocol.process_received(data, ancillary, flags)
         return pending.response
 
-    def close(self) -> None:
+    def close_when_unused(self) -> None:
         """Close the socket: at once if a request is pending or the connection failed, else once no tensor
         uses the connection's memory.
         """

@@ -100,7 +100,7 @@ class RequestRecorder:
         records, self._records = self._records, []
         return records
 
-    def add_ended(self, exchange: SentRequest, start: float) -> None:
+    def defer_record(self, exchange: SentRequest, start: float) -> None:
         """Keep a request that has ended, to make its record later.  If too many wait, make the records of
         the oldest ones now.
 

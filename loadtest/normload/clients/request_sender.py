@@ -136,7 +136,7 @@ class RequestSender:
         """Return the records since the last call, like `RequestRecorder.take_records`."""
         return self._recorder.take_records()
 
-    def send_each_once(self) -> list[RequestOutcome]:
+    def send_and_check_each_once(self) -> list[RequestOutcome]:
         """Send each request of the pool once, one after another, and check every response.
 
         After a few timeouts the remaining requests are skipped, because each timeout takes the full time.
@@ -255,10 +255,10 @@ class RequestSender:
             descriptor, events = next(exchange.steps) if ready_events is None else exchange.steps.send(ready_events)
         except StopIteration as stop:
             exchange.response = stop.value
-            self._finish_request(run, exchange)
+            self._record_and_release_connection(run, exchange)
         except FAILURES as error:
             exchange.code = get_error_code(translate_failure(error))
-            self._finish_request(run, exchange)
+            self._record_and_release_connection(run, exchange)
         else:
             exchange.descriptor = descriptor
             run.busy[descriptor] = exchange
@@ -268,12 +268,12 @@ class RequestSender:
             except FileNotFoundError:
                 run.events.register(descriptor, events | select.EPOLLONESHOT)
 
-    def _finish_request(self, run: _SegmentState, exchange: SentRequest) -> None:
+    def _record_and_release_connection(self, run: _SegmentState, exchange: SentRequest) -> None:
         """Pass a request that has ended to the recorder, and free its connection.  A connection that failed
         pauses first.
         """
         exchange.ended_at = time.perf_counter()
-        self._recorder.add_ended(exchange, run.starts[exchange.scheduled.phase_index])
+        self._recorder.defer_record(exchange, run.starts[exchange.scheduled.phase_index])
         if exchange.code == CONNECTION_FAILED:
             run.paused.append((exchange.ended_at + _PAUSE_S, exchange.connection))
         else:
@@ -285,4 +285,4 @@ class RequestSender:
             del run.busy[exchange.descriptor]
             exchange.steps.close()
             exchange.code = TIMEOUT
-            self._finish_request(run, exchange)
+            self._record_and_release_connection(run, exchange)

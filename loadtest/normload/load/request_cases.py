@@ -78,18 +78,18 @@ class RequestCase:
     activation: str = field(default="none", metadata=_declare_key(_read_one_of(ACTIVATIONS), is_option=True))
     residual: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     affine: bool = field(default=True, metadata=_declare_key(TomlTable.take_flag))
-    num_groups: int = field(default=0, metadata=_declare_key(TomlTable.take_count, is_option=True))
+    num_groups: int = field(default=0, metadata=_declare_key(TomlTable.take_positive_count, is_option=True))
     layout: str = field(default="nchw", metadata=_declare_key(_read_one_of(LAYOUTS), is_option=True))
     seed: int = 0
     adaptive: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     weight_offset: int = field(
-        default=0, metadata=_declare_key(partial(TomlTable.take_count, most=1), is_option=True)
+        default=0, metadata=_declare_key(partial(TomlTable.take_positive_count, most=1), is_option=True)
     )
     heads: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     residual_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(FLOATS)))
     out_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(tuple(DType)), is_option=True))
-    norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_count, most=MOST_NORMS)))
-    parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_count, most=MOST_PARTS)))
+    norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_positive_count, most=MOST_NORMS)))
+    parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_positive_count, most=MOST_PARTS)))
 
     @classmethod
     def from_table(cls, table: TomlTable) -> Self:
@@ -117,7 +117,7 @@ class RequestCase:
         """The axis of x whose size weight and bias have."""
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
-    def make_client_options(self) -> dict[str, str | int]:
+    def make_nondefault_client_options(self) -> dict[str, str | int]:
         """Return the options that differ from their defaults, as keyword arguments of the client's methods."""
         options = [each for each in fields(self) if each.metadata.get("is_option")]
         given = {

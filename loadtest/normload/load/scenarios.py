@@ -166,11 +166,11 @@ def parse_scenario(name: str, text: str) -> LoadScenario:
         name=name,
         description=table.take_text("description", ""),
         workload=read_workload(table.take_table("workload")),
-        phases=tuple(phase for each in table.take_tables("phases") for phase in _read_phases(each)),
-        connections=table.take_count("connections", 64, _MOST_CONNECTIONS),
-        warmup_s=table.take_seconds("warmup_s", 2.0),
-        settle_s=table.take_seconds("settle_s") if table.has_key("settle_s") else None,
-        cycles=table.take_count("cycles", 1, _MOST_CYCLES),
+        phases=tuple(phase for each in table.take_tables_or_empty("phases") for phase in _read_phases(each)),
+        connections=table.take_positive_count("connections", 64, _MOST_CONNECTIONS),
+        warmup_s=table.take_nonnegative_seconds("warmup_s", 2.0),
+        settle_s=table.take_nonnegative_seconds("settle_s") if table.has_key("settle_s") else None,
+        cycles=table.take_positive_count("cycles", 1, _MOST_CYCLES),
         capacity=_read_capacity_phase(table.take_table("capacity")),
     )
     table.check_no_unknown_keys()
@@ -187,8 +187,8 @@ def _read_capacity_phase(table: TomlTable) -> LoadPhase:
     phase = LoadPhase(
         "capacity",
         "closed",
-        table.take_amount("duration_s", 3.0),
-        connections=table.take_count("connections", 16, _MOST_CONNECTIONS),
+        table.take_positive_number("duration_s", 3.0),
+        connections=table.take_positive_count("connections", 16, _MOST_CONNECTIONS),
     )
     table.check_no_unknown_keys()
     return phase
@@ -196,11 +196,13 @@ def _read_capacity_phase(table: TomlTable) -> LoadPhase:
 
 def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
     """Read one table of `[[phases]]`; a list of rates makes a phase of each rate."""
-    name, duration_s = table.take_text("name"), table.take_amount("duration_s")
+    name, duration_s = table.take_text("name"), table.take_positive_number("duration_s")
     kind = cast(Arrivals, table.take_one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
         phases = [
-            LoadPhase(name, kind, duration_s, connections=table.take_count("connections", most=_MOST_CONNECTIONS))
+            LoadPhase(
+                name, kind, duration_s, connections=table.take_positive_count("connections", most=_MOST_CONNECTIONS)
+            )
         ]
     else:
         given = table.take_value("rate")

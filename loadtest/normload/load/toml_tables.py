@@ -62,21 +62,21 @@ class TomlTable:
         """Take true or false."""
         return bool(self._take_checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
-    def take_count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
+    def take_positive_count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
         """Take a whole number from 1 to `most`."""
         value = self._take_checked(
             key, default, lambda value: _is_integer(value) and value > 0, "a whole number above 0", most
         )
         return int(value)
 
-    def take_amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
+    def take_positive_number(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
         """Take a finite number above 0 and up to `most`."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value > 0, "a number above 0", most
         )
         return float(value)
 
-    def take_seconds(self, key: str, default: float = _MISSING) -> float:
+    def take_nonnegative_seconds(self, key: str, default: float = _MISSING) -> float:
         """Take a finite number of seconds, 0 or more."""
         value = self._take_checked(
             key, default, lambda value: is_number(value) and value >= 0, "a number that is not negative", MOST
@@ -101,7 +101,7 @@ class TomlTable:
         value = self._take_checked(key, {}, lambda value: isinstance(value, dict), "a table")
         return TomlTable(f"{self.location}: [{key}]", value)
 
-    def take_tables(self, key: str) -> list["TomlTable"]:
+    def take_tables_or_empty(self, key: str) -> list["TomlTable"]:
         """Take an array of tables; without the key, return an empty list."""
         value = self._take_checked(
             key,

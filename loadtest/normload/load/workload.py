@@ -93,7 +93,7 @@ class Workload:
             if operation == "layer_norm_chain":
                 return RequestCase(operation, shape, dtype, seed=seed, norms=choices.randint(1, MOST_NORMS))
             case = RequestCase(operation, shape, dtype, activation, residual, affine, seed=seed)
-            return _vary_rows(case, choices)
+            return _add_model_options_at_random(case, choices)
         fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
         channels, groups = choices.choice(fitting or [(1, 1)])
         side = choices.choice([side for side in _SIDES if channels * side**2 <= elements] or [1])
@@ -104,7 +104,7 @@ class Workload:
         return RequestCase(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)
 
 
-def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
+def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> RequestCase:
     """Change a LayerNorm or RMSNorm request at random, so that some have options of real models.
 
     These are a weight offset, a float32 residual, heads with own weights, and float8 output.
@@ -136,7 +136,7 @@ def read_workload(table: TomlTable) -> Workload:
     Raises:
         ScenarioError: the table is not valid.
     """
-    if cases := tuple(_read_case(each) for each in table.take_tables("cases")):
+    if cases := tuple(_read_case(each) for each in table.take_tables_or_empty("cases")):
         for key in ("mix", "min_kib", "max_mib", "pool"):
             if table.has_key(key):
                 raise ScenarioError(f"{table.location}: {key} has no effect with [[workload.cases]]")
@@ -145,9 +145,9 @@ def read_workload(table: TomlTable) -> Workload:
         mix = table.take_table("mix")
         workload = Workload(
             mix=_read_mix(mix.location, mix.take_remaining()) or DEFAULT_MIX,
-            min_bytes=max(1, int(table.take_amount("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
-            max_bytes=max(1, int(table.take_amount("max_mib", 1.0, _MOST_MIB) * 2**20)),
-            pool=table.take_count("pool", 64, _MOST_REQUESTS),
+            min_bytes=max(1, int(table.take_positive_number("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
+            max_bytes=max(1, int(table.take_positive_number("max_mib", 1.0, _MOST_MIB) * 2**20)),
+            pool=table.take_positive_count("pool", 64, _MOST_REQUESTS),
         )
     table.check_no_unknown_keys()
     return workload
@@ -174,7 +174,7 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
         ScenarioError: a key is not valid, or does not fit the others.
     """
     case = RequestCase.from_table(table)
-    share = table.take_amount("share", 1.0)
+    share = table.take_positive_number("share", 1.0)
     table.check_no_unknown_keys()
     if (case.op == "layer_norm_chain") != bool(case.norms):
         raise ScenarioError(f"{table.location}: norms belongs to layer_norm_chain, and only there")

@@ -39,7 +39,7 @@ class LoopbackEcho:
         return 2 * self.nbytes * self.round_trips_per_second
 
 
-def is_loopback(host_name: str) -> bool:
+def resolves_to_loopback(host_name: str) -> bool:
     """Return whether all addresses of a host name are loopback addresses; False if it has none."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host_name, None)}

@@ -46,7 +46,7 @@ def count_available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def read_cpu_times(stat: Path = _STAT) -> CpuTimes | None:
+def read_available_cores_cpu_times(stat: Path = _STAT) -> CpuTimes | None:
     """Read the CPU time of the cores that this process may use, from Linux's /proc/stat; None if that
     fails.
     """

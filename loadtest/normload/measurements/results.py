@@ -157,7 +157,7 @@ class RunResult:
         """List the operations of the workload, sorted."""
         return sorted({operation for each in self.phases for operation in each.tally.list_operations()})
 
-    def count_by_status(self) -> Counter[int]:
+    def count_sent_by_status(self) -> Counter[int]:
         """Count the requests that were sent, also in the warm-up, for each HTTP status; 0 is no response."""
         outcomes = self.apart + self.all_phases.total.outcomes
         counts: Counter[int] = Counter()
@@ -217,7 +217,9 @@ class RunResult:
             "format": FORMAT,
             "summary": {
                 "phases": [_make_summary(part) for part in [*self.summarise_phases(), self.all_phases]],
-                "sent_by_status": {str(status): count for status, count in sorted(self.count_by_status().items())},
+                "sent_by_status": {
+                    str(status): count for status, count in sorted(self.count_sent_by_status().items())
+                },
                 "kernel_bytes_per_second": _make_json_number(self.compute_kernel_bandwidth()),
                 "sweep": None if sweep is None else asdict(sweep),
             },

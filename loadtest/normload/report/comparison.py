@@ -203,7 +203,7 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
     return changes
 
 
-def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
+def describe_offered_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
     """Describe the phases whose offered loads differ by more than 5 %: their latencies are hardly
     comparable.
     """
@@ -262,7 +262,7 @@ def _compare_repeated_runs(
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:
         bounds = (1.0, 1.0)
-    spreads = _compute_spread(metric, before), _compute_spread(metric, after)
+    spreads = _compute_relative_deviation(metric, before), _compute_relative_deviation(metric, after)
     return _evaluate_change(phase, metric, means, bounds, spreads, _SMALL)
 
 
@@ -298,7 +298,7 @@ def compute_student_quantile(probability: float, degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(float(np.interp(probability * sums[-1], sums, angle)))
 
 
-def _compute_spread(metric: _ComparedMetric, values: Sequence[float]) -> float:
+def _compute_relative_deviation(metric: _ComparedMetric, values: Sequence[float]) -> float:
     """Compute the standard deviation between runs, relative to their mean except for errors; NaN for one
     run.
     """

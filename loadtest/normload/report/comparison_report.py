@@ -21,7 +21,9 @@ COLUMNS = (
 )
 
 
-def print_changes(console: Console, comparisons: Sequence[MetricComparison], remarks: Sequence[str] = ()) -> None:
+def print_significant_changes(
+    console: Console, comparisons: Sequence[MetricComparison], remarks: Sequence[str] = ()
+) -> None:
     """Print a table of the changes beyond noise, or that there are none, and then the remarks."""
     changed = [change for change in comparisons if change.is_change]
     if changed:

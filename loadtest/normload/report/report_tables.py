@@ -51,7 +51,7 @@ def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def format_statuses(result: RunResult) -> str:
     """Format the counts of all requests by HTTP status, with those of the warm-up."""
-    counts = sorted(result.count_by_status().items())
+    counts = sorted(result.count_sent_by_status().items())
     return ", ".join(f"{status or 'no response'}: {count}" for status, count in counts)
 
 

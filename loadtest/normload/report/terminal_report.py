@@ -82,8 +82,10 @@ def print_result(console: Console, result: RunResult) -> None:
     """Print a run's tables, bandwidths, errors, wrong responses and remarks."""
     _print_line(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
     _print_line(console, _format_setup_line(result))
-    console.print(_make_table(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)))
-    console.print(_make_table(report_tables.OPERATION_HEADINGS, report_tables.make_operation_rows(result)))
+    console.print(_make_table_with_total(report_tables.PART_HEADINGS, report_tables.make_phase_rows(result)))
+    console.print(
+        _make_table_with_total(report_tables.OPERATION_HEADINGS, report_tables.make_operation_rows(result))
+    )
     for sentence in report_tables.list_sentences(result):
         _print_line(console, sentence)
     if errors := report_tables.format_errors(result):
@@ -104,7 +106,7 @@ def _format_setup_line(result: RunResult) -> str:
     """Format a line about the server, the client's settings, and the numbers of requests and checks."""
     server_prefix = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
-    sent = sum(result.count_by_status().values())
+    sent = sum(result.count_sent_by_status().values())
     return (
         f"{server_prefix}at {result.url}; {result.processes} client processes, {result.connections} connections, "
         f"seed {result.seed}{found}; {sent} requests with the warm-up, {result.checked} responses checked, "
@@ -112,7 +114,7 @@ def _format_setup_line(result: RunResult) -> str:
     )
 
 
-def _make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _make_table_with_total(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Make a terminal table whose last row is the total, in bold."""
     # Narrow enough for 80 columns: the box separates columns with a blank, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)

@@ -137,14 +137,14 @@ class AdmissionBudget:
         return permit
 
     @property
-    def free_capacity(self) -> tuple[int, int]:
+    def admissible_capacity(self) -> tuple[int, int]:
         """The number of requests and of bytes that are free; (0, 0) while a refused tenant has priority."""
         if self._tenants.priority_count:
             return 0, 0
         return self._max_requests - self.request_count, self._max_bytes - self.used_bytes
 
     def adjust_unpermitted(self, requests: int, nbytes: int) -> None:
-        """Charge requests without permits that fit into `free_capacity`; negative numbers release them."""
+        """Charge requests without permits that fit into `admissible_capacity`; negative numbers release them."""
         self.request_count += requests
         self.used_bytes += nbytes
 

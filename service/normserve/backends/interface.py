@@ -89,7 +89,7 @@ class Backend(Protocol):
         If so, `run` may be called on another thread while the owner has nothing to do.
         """
 
-    def compile_kernels(self, job: NormJob) -> None:
+    def compile_and_load_kernels(self, job: NormJob) -> None:
         """Compile the kernels of the job's class; called from a separate thread, in parallel with `run`."""
 
     def register_host_memory(self, memory: memoryview) -> object:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"normserve {__version__}")
         return 0
     if "key_name" in given:
-        return _run_api_key_command(given["key_name"])
+        return _make_and_print_api_key(given["key_name"])
     try:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -138,7 +138,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_api_key_command(key_name: str) -> int:
+def _make_and_print_api_key(key_name: str) -> int:
     """Make an API key: print the key to stderr, and its entry for the keys file to stdout.  Return the
     exit code.
     """

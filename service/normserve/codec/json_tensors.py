@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from normserve.codec.shapes import count_bits
+from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLargeError
 from normserve.memory.tensors import DType, HostTensor
 
@@ -38,7 +38,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
             that the element type cannot hold.
         TooLargeError: it has more than `MAX_ELEMENTS`, or more nested arrays.
     """
-    count_bits(shape, dtype.itemsize * 8)
+    count_bits_within_limits(shape, dtype.itemsize * 8)
     count = prod(shape)
     if count > MAX_ELEMENTS:
         raise TooLargeError(
@@ -121,7 +121,7 @@ def _make_shape_error(name: str, shape: Sequence[int]) -> MalformedPayloadError:
 def _make_nested_decoder(rank: int) -> msgspec.json.Decoder[list[object]]:
     """Make a decoder of numbers in arrays that are nested `rank` deep.
 
-    The decoders are kept: `count_bits` limits the rank, and so their number.
+    The decoders are kept: `count_bits_within_limits` limits the rank, and so their number.
     """
     kind: GenericAlias | type = float
     for _ in range(max(1, rank)):

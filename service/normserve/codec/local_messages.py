@@ -250,7 +250,9 @@ def decode_messages(content: bytes) -> Sequence[Message]:
     try:
         decoded = _messages.decode(content)
     except _NOT_AS_DECLARED as error:
-        raise MalformedPayloadError(f"the frame is not a valid message: {_quote_printable(str(error))}") from None
+        raise MalformedPayloadError(
+            f"the frame is not a valid message: {_shorten_error_text(str(error))}"
+        ) from None
     return decoded if isinstance(decoded, list) else (decoded,)
 
 
@@ -293,7 +295,7 @@ def decode_results(answer: LocalResponse) -> dict[str, TensorReference]:
 
 
 def _make_malformed_error(error: Exception) -> MalformedPayloadError:
-    return MalformedPayloadError(f"the frame is not a valid answer: {_quote_printable(str(error))}")
+    return MalformedPayloadError(f"the frame is not a valid answer: {_shorten_error_text(str(error))}")
 
 
 def encode_frame(
@@ -304,7 +306,7 @@ def encode_frame(
     return PREFIX.pack(len(content), tag) + content
 
 
-def _quote_printable(error_text: str) -> str:
+def _shorten_error_text(error_text: str) -> str:
     """Shorten a decoder's error message, which may quote its input, and replace unprintable characters."""
     printable = "".join(
         [each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in error_text[:_LONGEST_QUOTE]]

@@ -15,7 +15,7 @@ UNTYPED = frozenset({"", "application/octet-stream", "application/x-www-form-url
 
 NPY_MAGIC = b"\x93NUMPY"
 
-#: How many of a body's first bytes `detect_media_type` looks at.
+#: How many of a body's first bytes `detect_binary_media_type` looks at.
 SNIFF_BYTES = 9
 
 
@@ -37,7 +37,7 @@ _FAMILIAR = (
 )
 
 
-def describe_unsupported_format(head: bytes | memoryview) -> str:
+def suggest_supported_format(head: bytes | memoryview) -> str:
     """Describe the unsupported format of a body, and how to send the data instead; return "" for an
     unknown one.
 
@@ -46,7 +46,7 @@ def describe_unsupported_format(head: bytes | memoryview) -> str:
     """
     start = bytes(head[:SNIFF_BYTES])
     if start.startswith(_ZIP):
-        return _describe_archive(head)
+        return _suggest_format_for_archive(head)
     for beginning, what in _FAMILIAR:
         if start.startswith(beginning):
             return what
@@ -57,7 +57,7 @@ def describe_unsupported_format(head: bytes | memoryview) -> str:
     return ""
 
 
-def _describe_archive(head: bytes | memoryview) -> str:
+def _suggest_format_for_archive(head: bytes | memoryview) -> str:
     """Describe a zip archive by the name of its first file, and how to send its arrays instead."""
     name = bytes(head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[_ZIP_NAME_BYTES], "little")])
     if name.endswith(b".npy"):
@@ -67,7 +67,7 @@ def _describe_archive(head: bytes | memoryview) -> str:
     return "a zip archive: send one array as .npy, or tensors as safetensors"
 
 
-def detect_media_type(head: bytes | memoryview) -> str | None:
+def detect_binary_media_type(head: bytes | memoryview) -> str | None:
     """Detect by a body's first bytes whether it is npy or safetensors, and return that media type, else
     None.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from normserve.codec.media_types import NPY_MAGIC
-from normserve.codec.shapes import count_bits
+from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedDtypeError
 from normserve.memory.tensors import DType, HostTensor
 
@@ -156,7 +156,7 @@ def _parse_description(text: bytes, encoding: str) -> _ArrayDescription:
     if encoding == "latin-1":
         decoded = _LONG.sub("", decoded)
     descr, fortran_order, shape = _parse_fields(decoded)
-    nbytes = count_bits(shape, 8 * _parse_element_bytes(descr)) // 8
+    nbytes = count_bits_within_limits(shape, 8 * _parse_element_bytes(descr)) // 8
     # With fewer than two dimensions the orders are one.
     native = _NATIVE.fullmatch(descr)
     dtype = None if native is None else _DTYPES.get(native[1])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from normserve.codec import strict_json
-from normserve.codec.shapes import count_bits
+from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDtypeError
 from normserve.memory.tensors import DType, HostTensor
 
@@ -198,7 +198,7 @@ def _parse_entry(name: str, fields: object, data_start: int) -> SafetensorsEntry
         raise MalformedPayloadError(f"{_format_label(name)} must have a shape of whole numbers")
     begin, end = _parse_offsets(name, fields["data_offsets"])
     element_bits = _ELEMENT_BITS.get(dtype)
-    bits = count_bits(shape, element_bits or 1)
+    bits = count_bits_within_limits(shape, element_bits or 1)
     if element_bits is not None and bits != 8 * (end - begin):
         raise MalformedPayloadError(
             f"{_format_label(name)} must have the {bits / 8:g} bytes that its shape asks for, got {end - begin}"
@@ -263,7 +263,7 @@ def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) ->
     header: dict[str, Any] = {}
     position = 0
     for name, dtype, shape in described:
-        end = position + count_bits(shape, dtype.itemsize * 8) // 8
+        end = position + count_bits_within_limits(shape, dtype.itemsize * 8) // 8
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -11,7 +11,7 @@ MAX_RANK = 64
 _MAX_BYTES = 2**63 - 1
 
 
-def count_bits(shape: Sequence[int], element_bits: int) -> int:
+def count_bits_within_limits(shape: Sequence[int], element_bits: int) -> int:
     """Return the exact number of bits in a tensor of this shape, and refuse a shape beyond the limits.
 
     A zero among the sizes must not hide that the others overflow: strides are computed from them too.

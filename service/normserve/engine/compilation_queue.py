@@ -42,7 +42,7 @@ class CompilationQueue:
         """Add classes that are already compiled."""
         self._compiled_classes.update(kinds)
 
-    def add_job(self, kernel_class: Hashable, job: NormJob) -> bool:
+    def add_waiting_job(self, kernel_class: Hashable, job: NormJob) -> bool:
         """Add a job that waits for the kernels of its class; return whether it is the first one of the class, for
         which the caller must start the compilation.
 
@@ -51,13 +51,13 @@ class CompilationQueue:
         """
         is_new = kernel_class not in self._waiting_jobs
         if is_new:
-            self._admit_compilation()
+            self._reserve_compilation()
             self._waiting_jobs[kernel_class] = {}
         self._waiting_jobs[kernel_class][job] = None
         self._waiting_classes[job] = kernel_class
         return is_new
 
-    def end_compilation(self, kernel_class: Hashable, *, has_succeeded: bool) -> Collection[NormJob]:
+    def end_compilation_and_take_jobs(self, kernel_class: Hashable, *, has_succeeded: bool) -> Collection[NormJob]:
         """Record that the compilation of a class has ended; remove and return the jobs that waited for it.
 
         Args: compiled: whether it succeeded, so that later jobs of the class need not wait.
@@ -78,7 +78,7 @@ class CompilationQueue:
         """List all waiting jobs."""
         return tuple(self._waiting_classes)
 
-    def _admit_compilation(self) -> None:
+    def _reserve_compilation(self) -> None:
         """Count a new compilation against the limits of classes and of compilations per minute.
 
         Raises:

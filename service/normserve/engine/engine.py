@@ -241,13 +241,15 @@ class Engine:
         kind = job.compute_kernel_class()
         if kind in self._compilation_queue:
             return True
-        if self._compilation_queue.add_job(kind, job):
+        if self._compilation_queue.add_waiting_job(kind, job):
             self._executor.submit_compilation(job, make_loop_reply(functools.partial(self._end_compilation, kind)))
         return False
 
     def _end_compilation(self, kernel_class: Hashable, outcome: WorkOutcome) -> None:
         """Queue and launch the jobs that waited for a compilation, or fail them with its error."""
-        jobs = self._compilation_queue.end_compilation(kernel_class, has_succeeded=outcome.error is None)
+        jobs = self._compilation_queue.end_compilation_and_take_jobs(
+            kernel_class, has_succeeded=outcome.error is None
+        )
         if outcome.error is not None:
             self._fail_on_device_error(outcome.error)
             self._pending_jobs.fail(jobs, outcome.error)
@@ -275,7 +277,7 @@ class Engine:
                 self._batcher.add(job)
         self._launch_waiting()
         for job in arrivals:
-            self._pending_jobs.enforce_deadline(job)
+            self._pending_jobs.begin_deadline_timer(job)
 
     def _admit_single_job(self, job: NormJob, is_compiled: bool) -> None:
         """Launch the only new job at once if no other waits and the device has capacity; else queue it.
@@ -291,7 +293,7 @@ class Engine:
             else:
                 self._batcher.add(job)
                 self._launch_waiting()
-        self._pending_jobs.enforce_deadline(job)
+        self._pending_jobs.begin_deadline_timer(job)
 
     def _launch_waiting(self) -> None:
         """Launch batches of waiting jobs for as long as the device has capacity."""

@@ -121,7 +121,7 @@ class _WorkerThread:
             try:
                 self._process(work)
             except MemoryError:
-                _report_no_memory(work)
+                _reply_no_memory_with_retries(work)
             # The wait for the next piece must not keep this one's memory.
             del work
 
@@ -182,7 +182,7 @@ class Executor:
         """
         return self._run_catching(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
-    def run_inline(self, batch: Batch) -> WorkOutcome:
+    def run_and_poll_inline(self, batch: Batch) -> WorkOutcome:
         """Run a batch on the caller's thread and poll it briefly; the outcome's value is its `BatchResult`, or a
         `PendingLaunch`, which is for `submit_wait`, if the batch takes longer.
 
@@ -236,7 +236,9 @@ class Executor:
 
     def submit_compilation(self, job: NormJob, reply: Reply) -> None:
         """Compile the kernels of the job's class, in parallel with batches."""
-        self._compiler.enqueue(_WorkItem(lambda: self.backend.compile_kernels(job), reply, QueueLane.SMALL))
+        self._compiler.enqueue(
+            _WorkItem(lambda: self.backend.compile_and_load_kernels(job), reply, QueueLane.SMALL)
+        )
 
     def stop(self, timeout_s: float) -> None:
         """End the threads once their queues are empty.  After `timeout_s` the threads that still run are
@@ -313,7 +315,7 @@ class Executor:
         return meaning
 
 
-def _report_no_memory(work: _WorkItem) -> None:
+def _reply_no_memory_with_retries(work: _WorkItem) -> None:
     """Reply that work failed for lack of memory.  While memory is too short even for the reply, sleep and
     reply again: a caller waits for it.
     """
@@ -343,7 +345,7 @@ def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> Bat
             return (
                 _BufferedPendingLaunch(batch, value)
                 if isinstance(value, PendingLaunch)
-                else _copy_batch_results(batch, value)
+                else _copy_batch_results_unless_in_place(batch, value)
             )
     return value
 
@@ -359,10 +361,10 @@ class _BufferedPendingLaunch(PendingLaunch):
         return self._launch.poll(seconds)
 
     def wait(self) -> BatchResult:
-        return _copy_batch_results(self._batch, self._launch.wait())
+        return _copy_batch_results_unless_in_place(self._batch, self._launch.wait())
 
 
-def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
+def _copy_batch_results_unless_in_place(batch: Batch, execution: BatchResult) -> BatchResult:
     """Copy the results of an ended batch into the jobs' result buffers, unless the backend has filled
     them.
     """
@@ -371,7 +373,7 @@ def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
     began = time.perf_counter()
     outputs = tuple(
         [
-            results if job.result_buffers is None else _copy_results(results, job.result_buffers)
+            results if job.result_buffers is None else _copy_results_unless_in_place(results, job.result_buffers)
             for job, results in zip(batch.jobs, execution.results, strict=True)
         ]
     )
@@ -379,7 +381,9 @@ def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
     return execution._replace(results=outputs, copy_out_s=copy_out_s)
 
 
-def _copy_results(results: Mapping[str, HostTensor], buffers: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+def _copy_results_unless_in_place(
+    results: Mapping[str, HostTensor], buffers: Mapping[str, memoryview]
+) -> dict[str, HostTensor]:
     """Copy one job's results into its result buffers, except those that the backend wrote there itself.
     Return them as tensors that are views of the buffers.
 

@@ -83,7 +83,7 @@ class LaunchDispatcher:
             if batch.lane is QueueLane.LARGE and batch.nbytes <= executor.backend.max_inline_bytes:
                 # Its copies can overlap with no other batch: one stream starts sooner than three.
                 batch = Batch(batch.jobs, QueueLane.SMALL)
-            outcome = executor.run_inline(batch)
+            outcome = executor.run_and_poll_inline(batch)
         elif executor.can_launch_inline(batch):
             # Another thread would launch the batch later, as both need Python's lock, and would delay this one.
             outcome = executor.launch_inline(batch)

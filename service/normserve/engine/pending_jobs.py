@@ -78,7 +78,7 @@ class PendingJobs:
         waiting = self._pending.get(job)
         return waiting is not None and waiting.is_running
 
-    def enforce_deadline(self, job: NormJob) -> None:
+    def begin_deadline_timer(self, job: NormJob) -> None:
         """Start the timer for the deadline of a job that does not run yet."""
         waiting = self._pending.get(job)
         # The caller of one that has run may no longer wait.

@@ -102,7 +102,7 @@ def create_app(
     routers = [
         operations.make_router(),
         LayerRoutes(service.engine, service.layers, service.layer_changes, bodies).make_router(),
-        *_make_inference_routers(service, bodies, prepared),
+        *_make_oip_routers(service, bodies, prepared),
         status.make_router(),
         PageRoutes(service.keyring is not None, settings.tls_client_ca is not None).make_router(),
     ]
@@ -132,7 +132,7 @@ def create_app(
     return app
 
 
-def _make_inference_routers(
+def _make_oip_routers(
     service: ApplicationServices, bodies: BodyReader, prepared: PreparedCallCache
 ) -> list[APIRouter]:
     """Make the routers of the Open Inference Protocol, whose paths are below `/v2`.
@@ -227,7 +227,7 @@ async def _run_lifespan(app: FastAPI) -> AsyncIterator[None]:
     """
     service: ApplicationServices = app.state.service
     # The server listens while it warms up, and /readyz reports that.
-    warming = asyncio.create_task(service.warm_up())
+    warming = asyncio.create_task(service.warm_up_and_accept_jobs())
     app.state.warming = warming
     watching = asyncio.create_task(service.reload_keys_on_change())
     try:

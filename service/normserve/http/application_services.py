@@ -18,7 +18,7 @@ from normserve.engine.executor import Executor
 from normserve.engine.progress import StallDetector
 from normserve.http.oip.regions.file_regions import SharedMemoryFolder
 from normserve.http.oip.regions.region_registry import RegionRegistry
-from normserve.layers.checkpoint import register_checkpoint
+from normserve.layers.checkpoint import register_checkpoint_layer_norms
 from normserve.layers.layer_changes import FleetLayerChanges, LayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.logs import audit, crash
@@ -26,7 +26,7 @@ from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.sibling_processes import SiblingProcesses
-from normserve.requests.layer_requests import load_layer
+from normserve.requests.layer_requests import load_layer_onto_device
 from normserve.requests.memory_admission import MemoryAdmission
 from normserve.requests.request_lifecycle import RequestServices
 from normserve.settings import Settings
@@ -98,13 +98,13 @@ class ApplicationServices:
 
     def _make_layer_changes(self) -> LayerChanges:
         """Make the object that registers and removes layers: in a fleet, in all processes."""
-        make = functools.partial(load_layer, self.engine, self.layers)
+        make = functools.partial(load_layer_onto_device, self.engine, self.layers)
         place = self.sibling_processes.position
         if place is None:
             return LayerChanges(self.layers, self.sibling_processes, make)
         return FleetLayerChanges(self.layers, self.sibling_processes, make, place.folder)
 
-    def report_crash(self, what: str, error: BaseException | None = None) -> None:
+    def log_crash(self, what: str, error: BaseException | None = None) -> None:
         """Log that the process ends because of its own error, with device, settings and traceback.
 
         Args:
@@ -168,7 +168,7 @@ class ApplicationServices:
         sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
         return make_backend_by_name(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
 
-    async def warm_up(self) -> None:
+    async def warm_up_and_accept_jobs(self) -> None:
         """Start the device, register the checkpoint's layers, then begin to accept jobs.
 
         Raises:
@@ -177,7 +177,7 @@ class ApplicationServices:
         self.layers.is_loading = True
         await self.engine.start()
         if self.settings.checkpoint is not None:
-            await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
+            await register_checkpoint_layer_norms(self.settings.checkpoint, self.engine, self.layers)
         # The objects of torch and the routes are permanent.  Without this, the first full garbage collection visits
         # them all under load and delays every request by a tenth of a second.
         gc.collect()

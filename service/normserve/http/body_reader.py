@@ -9,7 +9,7 @@ from normserve.admission.permits import Permit
 from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
 from normserve.http.http_exchange import HttpExchange
 from normserve.memory.slabs import SlabPool, allocate_plain
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 from normserve.requests.request_lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.
@@ -45,7 +45,7 @@ class BodyReader:
     min_bytes_per_s: float = 0.0
     grace_s: float = 0.0
 
-    async def receive_operation_body(self, exchange: HttpExchange) -> memoryview:
+    async def receive_body_and_mark_in_progress(self, exchange: HttpExchange) -> memoryview:
         """Receive the body of an operation, and record the time that its reception took.
 
         Once the body is complete, the request counts as in progress, which the stall detector watches.
@@ -54,12 +54,12 @@ class BodyReader:
             NormserveError: the request is not admitted, or its body is not received.
         """
         exchange.services.engine.require_ready()
-        body = await self.receive_body(exchange)
+        body = await self.admit_and_receive_body(exchange)
         exchange.mark_in_progress()
         exchange.record_received(exchange.incoming_body.receive_s)
         return body
 
-    async def receive_body(self, exchange: HttpExchange) -> memoryview:
+    async def admit_and_receive_body(self, exchange: HttpExchange) -> memoryview:
         """Acquire a permit, then receive the body into a slab.  After an error the permit is released.
 
         A permit admits one request, and limits the memory that it uses.
@@ -77,7 +77,7 @@ class BodyReader:
         room = _BodyBuffer(self, permit, announced)
         try:
             if self.slab_pool.source.is_slow:
-                await room.allocate_ahead()
+                await room.allocate_long_slab_on_thread()
             if not reception.is_complete:
                 permit.start_receiving(reception, self.compute_due_bytes_per_s(announced or 0))
             body = await reception.receive_into(
@@ -91,7 +91,7 @@ class BodyReader:
             if announced is None:
                 self.require_body_limit(len(body))
                 permit.grow(max(0, len(body) - permit.nbytes))
-                body = await room.move_to_slab(body)
+                body = await room.move_to_pinned_slab(body)
         except BaseException:
             # Sending the error to a client that still sends may take a while, and the traceback holds this frame.
             permit.release()
@@ -139,7 +139,7 @@ class _BodyBuffer:
     content_length: int | None
     slab: memoryview | None = None
 
-    async def allocate_ahead(self) -> None:
+    async def allocate_long_slab_on_thread(self) -> None:
         """Allocate the slab of a long body on another thread, before the body is received.
 
         Only for memory whose allocation is slow: pinning takes milliseconds, and the event loop serves
@@ -153,13 +153,13 @@ class _BodyBuffer:
             return
         self.slab = slabs.borrow_idle(self.content_length)
         if self.slab is None:
-            self.slab = await make_on_thread(self._borrow_slab, self.content_length)
+            self.slab = await make_unretained_on_thread(self._borrow_slab, self.content_length)
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return memory for at least `nbytes` of the body.
 
         The memory for a chunked body is larger than needed now, and the permit grows to cover it.  It is
-        plain memory if slabs are slow to allocate; `move_to_slab` then copies the complete body.
+        plain memory if slabs are slow to allocate; `move_to_pinned_slab` then copies the complete body.
 
         Raises:
             TooLargeError: the body is longer than allowed.
@@ -176,7 +176,7 @@ class _BodyBuffer:
         # Slow memory is allocated once the length is known: between two chunks it would take too long.
         return allocate_plain(nbytes).data if self.reader.slab_pool.source.is_slow else self._borrow_slab(nbytes)
 
-    async def move_to_slab(self, body: memoryview) -> memoryview:
+    async def move_to_pinned_slab(self, body: memoryview) -> memoryview:
         """Copy a chunked body from plain memory into a slab, if slabs are pinned; return a view of the slab.
 
         The body is returned unchanged if slabs are not pinned, or if it is so short that it will be packed
@@ -188,7 +188,7 @@ class _BodyBuffer:
         if not self.reader.slab_pool.source.is_slow or len(body) <= _PACKED_BYTES:
             return body
         self.content_length = len(body)
-        await self.allocate_ahead()
+        await self.allocate_long_slab_on_thread()
         slab = self.allocate(len(body))
         if len(body) < _LONG_BYTES:
             slab[: len(body)] = body

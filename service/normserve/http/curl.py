@@ -9,17 +9,17 @@ _REMOVED_BYTES = (b"\0", b"\r", b"\n")
 _EXAMINED_BYTES = 4096
 
 
-def make_example_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
+def make_sample_command(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
     """Format a shell command that sends the server's `/sample.npy` to LayerNorm, using only curl.
 
     With a key, the command reads the key from `$NORMSERVE_API_KEY`.
     """
-    curl = make_curl_command(url, with_certificate=with_certificate)
+    curl = make_curl_prefix(url, with_certificate=with_certificate)
     key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
     return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
 
 
-def make_curl_command(url: str, *, with_certificate: bool) -> str:
+def make_curl_prefix(url: str, *, with_certificate: bool) -> str:
     """Format the beginning of a curl command line, `curl -s`, with TLS options if the URL is `https`.
 
     The options name the file of the server's certificate authority, and the client's certificate if one

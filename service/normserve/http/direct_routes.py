@@ -44,10 +44,10 @@ class DirectRouter:
         self._pattern_routes = [(method, route) for method, route in places if route.param_convertors]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._find_route(scope) if scope["type"] == "http" else None
+        route = self._match_route(scope) if scope["type"] == "http" else None
         await (self._app if route is None else route.handle)(scope, receive, send)
 
-    def _find_route(self, scope: Scope) -> DirectRoute | None:
+    def _match_route(self, scope: Scope) -> DirectRoute | None:
         """Return the direct route for a request's method and path; None if there is none.
 
         The values of the path's parameters are stored in the request's scope.

@@ -60,7 +60,9 @@ def estimate_memory_cost(spec: NormSpec, given: Described, layer: LayerParameter
     nbytes = {name: _count_bytes(*described) for name, described in results.items()}
     is_rows = spec.op is not Op.GROUP_NORM
     temporaries = (
-        _count_row_temporaries(spec, given, layer) if is_rows else _count_group_temporaries(spec, given, layer)
+        _estimate_cpu_row_temporary_bytes(spec, given, layer)
+        if is_rows
+        else _estimate_cpu_group_temporary_bytes(spec, given, layer)
     )
     dtype, shape = given["x"]
     is_reused = is_rows and spec.direction is PassDirection.FORWARD and spec.out_dtype in (None, dtype)
@@ -72,7 +74,7 @@ def _count_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * prod(shape)
 
 
-def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
+def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
     """Estimate the temporary bytes that the CPU backend needs for LayerNorm, RMSNorm or a chain of
     LayerNorms.
 
@@ -102,7 +104,7 @@ def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParamet
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 
-def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
+def _estimate_cpu_group_temporary_bytes(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
     """Estimate the temporary bytes that the CPU backend needs for GroupNorm; 0 if a sample fits into one
     piece.
 

@@ -47,11 +47,13 @@ def make_validated_job(
         InvalidRequestError: by the mismatch; the detail has the expected and the received value.
     """
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    spec, cost = _validate(spec, layer, described)
+    spec, cost = _merge_layer_options_and_validate(spec, layer, described)
     return NormJob(spec, dict(tensors), layer, may_overwrite), cost
 
 
-def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
+def _merge_layer_options_and_validate(
+    spec: NormSpec, layer: RegisteredLayer | None, tensors: Described
+) -> tuple[NormSpec, MemoryCost]:
     """Check that spec, layer and tensors fit one another; return the spec with the layer's options, and
     the memory cost.
     """
@@ -78,7 +80,9 @@ def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described)
     return spec, estimate_memory_cost(spec, tensors, layer)
 
 
-def list_tensor_names(op: Op, direction: PassDirection, *, parameters_in_layer: bool = False) -> tuple[str, ...]:
+def list_accepted_tensor_names(
+    op: Op, direction: PassDirection, *, parameters_in_layer: bool = False
+) -> tuple[str, ...]:
     """List the tensors that a request for an operation may have; with a registered layer, without weight
     and bias.
     """
@@ -135,7 +139,7 @@ def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
 def _check_tensor_names(spec: NormSpec, tensors: Described, *, parameters_in_layer: bool) -> None:
     """Refuse a request with tensors that the operation does not take, or without tensors that it needs."""
     backward = spec.direction is PassDirection.BACKWARD
-    accepted_names = list_tensor_names(spec.op, spec.direction, parameters_in_layer=parameters_in_layer)
+    accepted_names = list_accepted_tensor_names(spec.op, spec.direction, parameters_in_layer=parameters_in_layer)
     beside = " with a registered layer" if parameters_in_layer else ""
     _check_accepted(tensors, accepted_names, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):

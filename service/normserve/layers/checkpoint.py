@@ -26,7 +26,7 @@ _DEFAULT_EPS = 1e-5
 _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
-async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry) -> None:
+async def register_checkpoint_layer_norms(path: Path, engine: Engine, layers: LayerRegistry) -> None:
     """Register the LayerNorms of a safetensors checkpoint: the layer NAME for each pair NAME.weight,
     NAME.bias.
 
@@ -38,7 +38,7 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
         NormserveError: the device could not take them.
     """
     try:
-        found = await asyncio.to_thread(_read_norm_parameters, path)
+        found = await asyncio.to_thread(_map_layer_norm_parameters, path)
         eps = await asyncio.to_thread(read_config_eps, path)
     except OSError as error:
         raise ConfigurationError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
@@ -52,11 +52,11 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
         except TooLargeError as error:
             raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
         spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps)
-        layers.put(RegisteredLayer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
+        layers.put_or_replace(RegisteredLayer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
 
 
-def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
+def _map_layer_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
     """Map a checkpoint into memory; return the name, weight and bias of each LayerNorm in it, without
     copies.
     """
@@ -67,7 +67,8 @@ def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
     return [
-        (name, weight.view_tensor(body), bias.view_tensor(body)) for name, weight, bias in _find_norm_pairs(entries)
+        (name, weight.view_tensor(body), bias.view_tensor(body))
+        for name, weight, bias in _find_layer_norm_pairs(entries)
     ]
 
 
@@ -90,7 +91,7 @@ def read_config_eps(path: Path) -> float:
     return named[0]
 
 
-def _find_norm_pairs(
+def _find_layer_norm_pairs(
     entries: dict[str, SafetensorsEntry],
 ) -> Iterator[tuple[str, SafetensorsEntry, SafetensorsEntry]]:
     """Yield the name, weight and bias of each LayerNorm: two vectors of equal length, named NAME.weight

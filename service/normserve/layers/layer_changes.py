@@ -14,7 +14,7 @@ from normserve.jobs.job import RegisteredLayer
 from normserve.layers.journal import LayerJournal
 from normserve.layers.process_lock import ProcessLock
 from normserve.layers.registry import LayerRegistry
-from normserve.peers.sibling_processes import Question, SiblingConnection, SiblingProcesses, SiblingRefusedError
+from normserve.peers.sibling_processes import Question, SiblingConnection, SiblingProcesses, SiblingResponseError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LayerChanges:
         self._siblings = siblings
         self._make_layer = make
 
-    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
+    async def register_or_replace(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
         """Make a layer of the request's query and body, and register it; return it, and whether it replaced
         one.
 
@@ -52,7 +52,7 @@ class LayerChanges:
         """
         self._siblings.require_changeable_layers()
         layer = await self._make_layer(name, query, body)
-        return layer, self._registry.put(layer)
+        return layer, self._registry.put_or_replace(layer)
 
     async def remove(self, name: str) -> None:
         """Remove a layer from this process, unless this kind of process does not allow changes of layers.
@@ -94,8 +94,8 @@ class FleetLayerChanges(LayerChanges):
         self.on_divergence: Callable[[], None] = lambda: None
         siblings.handlers |= {"prepare": self._handle_prepare, "apply": self._handle_apply}
 
-    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        return await self._run_to_completion(self._register_in_fleet(name, query, body))
+    async def register_or_replace(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
+        return await self._run_to_completion(self._register_or_replace_in_fleet(name, query, body))
 
     async def remove(self, name: str) -> None:
         await self._run_to_completion(self._remove_in_fleet(name))
@@ -107,29 +107,31 @@ class FleetLayerChanges(LayerChanges):
             for file in await self._journal.list_entry_files():
                 entry = await self._journal.read_entry_file(file)
                 if entry.query is not None:
-                    self._registry.put(await self._make_layer(entry.name, entry.query, entry.body))
+                    self._registry.put_or_replace(await self._make_layer(entry.name, entry.query, entry.body))
                 elif entry.name in self._registry:
                     self._registry.remove(entry.name)
                 self._change_ids[entry.name] = entry.change_id
             # From now on this process receives every change of a layer.
             self._is_synchronised = True
 
-    async def _register_in_fleet(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
+    async def _register_or_replace_in_fleet(
+        self, name: str, query: bytes, body: memoryview
+    ) -> tuple[RegisteredLayer, bool]:
         """Register a layer in all processes: each sibling makes the layer, the journal records it, then all
         register it.
 
         An error before the journal has the layer leaves all processes unchanged.  Return the layer, and
         whether it replaced one.
         """
-        async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
-            layer = await self._make_layer_in_time(name, query, body)
+        async with self._hold_fleet_lock(), self._connect_all_siblings(name) as links:
+            layer = await self._make_layer_within_limits(name, query, body)
             change = secrets.token_hex(8)
             # Without other content of the client's header: the journal is as large as the layers are.
             async with self._stage_change(name, change, query, safetensors.encode(safetensors.decode(body))):
                 await self._request_all(links, {"do": "prepare", "name": name, "change": change}, _PREPARE_S)
                 await self._journal.commit_staged(name)
             self._change_ids[name] = change
-            replaced = self._registry.put(layer)
+            replaced = self._registry.put_or_replace(layer)
             await self._request_apply(links, name)
         return layer, replaced
 
@@ -140,7 +142,7 @@ class FleetLayerChanges(LayerChanges):
         For a layer of the checkpoint, the journal gets an entry of the removal: each process that starts
         loads the checkpoint first.
         """
-        async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
+        async with self._hold_fleet_lock(), self._connect_all_siblings(name) as links:
             self._registry.get(name)
             await self._request_all(links, {"do": "prepare", "name": name, "change": ""}, _PREPARE_S)
             if name in self._checkpoint_names:
@@ -188,7 +190,7 @@ class FleetLayerChanges(LayerChanges):
             yield
 
     @contextlib.asynccontextmanager
-    async def _connect_siblings(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
+    async def _connect_all_siblings(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
         """Connect to all sibling processes for the block: each of them must agree to a change.
 
         Raises:
@@ -196,7 +198,7 @@ class FleetLayerChanges(LayerChanges):
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
-                links = await stack.enter_async_context(self._siblings.connect_all())
+                links = await stack.enter_async_context(self._siblings.connect_all_listening())
             except OSError as error:
                 raise ChangeFailedError(f"the other processes cannot be reached: {error.strerror}") from error
             yield links
@@ -228,7 +230,7 @@ class FleetLayerChanges(LayerChanges):
                 await link.send_request(question, timeout_s)
             except ConnectionError:
                 links.remove(link)
-            except SiblingRefusedError as error:
+            except SiblingResponseError as error:
                 return f"process {link.index} could not take it: {error}"
             except TimeoutError:
                 return f"process {link.index} does not answer"
@@ -249,7 +251,7 @@ class FleetLayerChanges(LayerChanges):
         except ChangeFailedError as error:
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
-    async def _make_layer_in_time(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
+    async def _make_layer_within_limits(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         """Make a layer within a time limit, and check that the registry has room for it.
 
         Without the limit, requests could wait for a device that hangs.
@@ -273,22 +275,22 @@ class FleetLayerChanges(LayerChanges):
         if not self._is_synchronised:
             return b""
         name, change = question["name"], question["change"]
-        at_end.push_async_callback(self._follow_journal, name, change)
+        at_end.push_async_callback(self._catch_up_with_journal, name, change)
         if not change:
             return b""
         async with self._apply_lock:
             entry = await self._journal.read_staged()
             if entry is None or entry.change_id != change or entry.query is None:
                 raise ChangeFailedError("the change was abandoned meanwhile")
-            self._prepared_layer = change, await self._make_layer_in_time(name, entry.query, entry.body)
+            self._prepared_layer = change, await self._make_layer_within_limits(name, entry.query, entry.body)
         return b""
 
     async def _handle_apply(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
         if self._is_synchronised:
-            await self._follow_journal(question["name"])
+            await self._catch_up_with_journal(question["name"])
         return b""
 
-    async def _follow_journal(self, name: str, ended_change_id: str | None = None) -> None:
+    async def _catch_up_with_journal(self, name: str, ended_change_id: str | None = None) -> None:
         """Change a layer in this process to its state in the journal.
 
         Also drop the layer that was made for the change `ended_change_id`.  After an error, this process must start
@@ -296,7 +298,7 @@ class FleetLayerChanges(LayerChanges):
         """
         try:
             async with self._apply_lock:
-                while (change := await self._read_change_id(name)) != self._change_ids.get(name):
+                while (change := await self._read_change_id_with_retries(name)) != self._change_ids.get(name):
                     await self._apply_change(name, change)
                 if self._prepared_layer is not None and self._prepared_layer[0] == ended_change_id:
                     self._prepared_layer = None
@@ -304,7 +306,7 @@ class FleetLayerChanges(LayerChanges):
             log.critical("this process cannot follow a change of a layer, and must start again", exc_info=True)
             self.on_divergence()
 
-    async def _read_change_id(self, name: str) -> str | None:
+    async def _read_change_id_with_retries(self, name: str) -> str | None:
         """Read the id of a layer's last change from the journal; None if the layer has no entry.
 
         Errors are retried for some seconds, as file descriptors may be exhausted.
@@ -329,9 +331,9 @@ class FleetLayerChanges(LayerChanges):
             if entry is None or entry.change_id != change_id:
                 return
             if entry.query is not None:
-                layer = await self._make_layer_in_time(name, entry.query, entry.body)
+                layer = await self._make_layer_within_limits(name, entry.query, entry.body)
         if layer is not None:
-            self._registry.put(layer)
+            self._registry.put_or_replace(layer)
         elif name in self._registry:
             self._registry.remove(name)
         if change_id is None:

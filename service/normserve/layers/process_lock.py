@@ -41,13 +41,13 @@ class ProcessLock:
                 await self._task_lock.acquire()
                 stack.callback(self._task_lock.release)
                 with (self._folder / "turn").open("w") as turn:
-                    await _lock_file(turn)
+                    await _poll_file_lock(turn)
                     lock = stack.enter_context((self._folder / "lock").open("w"))
-                    await _lock_file(lock)
+                    await _poll_file_lock(lock)
             yield
 
 
-async def _lock_file(file: IO[str]) -> None:
+async def _poll_file_lock(file: IO[str]) -> None:
     """Lock a file exclusively; while another process has it locked, poll without blocking the event loop."""
     while True:
         try:

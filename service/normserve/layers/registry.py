@@ -65,7 +65,7 @@ class LayerRegistry:
         finally:
             del self._reservations[coming]
 
-    def put(self, layer: RegisteredLayer) -> bool:
+    def put_or_replace(self, layer: RegisteredLayer) -> bool:
         """Register a layer; return whether it replaced one, whose bytes are then free.
 
         Raises:

@@ -20,7 +20,7 @@ from normserve.memory.device_segments import (
     ShareableDevice,
 )
 from normserve.memory.host_segments import HostSegment, make_segment, round_up_to_pages
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class OrphanedSegments:
         if exit_descriptor is None or not segments:
             if exit_descriptor is not None:
                 os.close(exit_descriptor)
-            self.free_segments(segments)
+            self.submit_segments_for_freeing(segments)
             return
         # Processes in a namespace that this process does not see have no number here.
         key = pid or -exit_descriptor
@@ -214,9 +214,9 @@ class OrphanedSegments:
         watch, segments = self._by_process.pop(key)
         asyncio.get_running_loop().remove_reader(watch)
         os.close(watch)
-        self.free_segments(segments)
+        self.submit_segments_for_freeing(segments)
 
-    def free_segments(self, segments: list[ClientSegment]) -> None:
+    def submit_segments_for_freeing(self, segments: list[ClientSegment]) -> None:
         """Drop the server's references to segments that their client no longer uses, on another thread.  Each
         segment is unmapped once no request uses it.
         """
@@ -269,7 +269,7 @@ class HostSegmentAllocator:
         self._accounts.charge_segment(uid, nbytes)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await make_on_thread(self._make_segment, nbytes)
+            descriptor, segment = await make_unretained_on_thread(self._make_segment, nbytes)
         except BaseException as error:
             self._accounts.released_charges.put((uid, nbytes))
             if isinstance(error, MemoryError):
@@ -347,12 +347,14 @@ class DeviceSegmentAllocator:
         if device is None:
             raise InvalidParameterError("memory must be host: this server does not share device memory")
         nbytes = device.round_up(nbytes)
-        reusable = _pop_reusable(peer, nbytes, freed_segments, orphaned_segments)
+        reusable = _pop_smallest_reusable(peer, nbytes, freed_segments, orphaned_segments)
         if reusable is None:
             self._accounts.charge_segment(peer.uid, nbytes)
         try:
             # Clearing and the driver's calls take a millisecond, for which the event loop must not wait.
-            descriptor, segment = await make_on_thread(_export_segment, device, reusable, nbytes)
+            descriptor, segment = await make_unretained_on_thread(
+                _allocate_or_zero_segment, device, reusable, nbytes
+            )
         except BaseException as error:
             if reusable is None:
                 self._accounts.released_charges.put((peer.uid, nbytes))
@@ -368,7 +370,7 @@ class DeviceSegmentAllocator:
         return descriptor, segment
 
 
-def _pop_reusable(
+def _pop_smallest_reusable(
     peer: PeerProcess, nbytes: int, freed_segments: list[ChargedDeviceSegment], orphaned_segments: OrphanedSegments
 ) -> ChargedDeviceSegment | None:
     """Remove and return the smallest of the process's former segments with at least `nbytes`; None if there
@@ -391,14 +393,14 @@ def _pop_reusable(
     return found[1]
 
 
-def _export_segment(
+def _allocate_or_zero_segment(
     device: ShareableDevice, reusable_segment: ChargedDeviceSegment | None, nbytes: int
 ) -> tuple[int, ChargedDeviceSegment]:
     """Allocate a device segment, or zero the given one; return a descriptor for the client, and the segment.
     Runs on another thread.
     """
     if reusable_segment is None:
-        reusable_segment = device.allocate(nbytes, ChargedDeviceSegment)
+        reusable_segment = device.allocate_zeroed(nbytes, ChargedDeviceSegment)
     else:
         device.zero_segment(reusable_segment)
     return device.export_descriptor(reusable_segment), reusable_segment

@@ -14,7 +14,7 @@ from normserve.backends.replay_interface import LaunchReplayer
 from normserve.codec.framing import FrameReader, SendQueue, close_descriptors
 from normserve.codec.local_messages import MAX_FRAME_BYTES
 from normserve.errors import NormserveError
-from normserve.socket_readers import add_reader, has_error
+from normserve.socket_readers import add_persistent_reader, has_error
 
 _READ_BYTES = 64 * 1024
 
@@ -107,7 +107,7 @@ class FrameSocket:
         if self._replayer is not None:
             self._replayer.set_receiving(self.descriptor, wanted)
         elif wanted:
-            add_reader(self._loop, self._socket, self._read_socket)
+            add_persistent_reader(self._loop, self._socket, self._read_socket)
         else:
             self._loop.remove_reader(self._socket)
         # While nothing is read, the remaining bytes of a frame cannot arrive.

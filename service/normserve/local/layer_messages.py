@@ -18,7 +18,7 @@ from normserve.local.operation_planner import copy_tensors
 from normserve.local.segment_table import SegmentTable
 from normserve.logs import audit
 from normserve.memory.tensors import DeviceTensor, HostTensor
-from normserve.requests.layer_requests import describe_layer, require_layer_query
+from normserve.requests.layer_requests import describe_layer, require_valid_layer_query
 from normserve.requests.request_lifecycle import RequestServices
 
 _CHANGES = frozenset([KeyScope.LAYERS])
@@ -76,9 +76,9 @@ class LayerMessageDispatcher:
                 sender.authorise(_READS)
                 return describe_layer(layers.get(message.name)), 200
             case frames.DeleteLayerMessage():
-                return await self._change_with_audit("DELETE", message, sender, self._delete_layer)
+                return await self._authorise_and_audit_change("DELETE", message, sender, self._delete_layer)
             case frames.PutLayerMessage():
-                return await self._change_with_audit("PUT", message, sender, self._register_layer)
+                return await self._authorise_and_audit_change("PUT", message, sender, self._register_layer)
             case _:
                 raise AssertionError(f"{message} is no message about layers")
 
@@ -95,21 +95,21 @@ class LayerMessageDispatcher:
         if not is_layer_name(message.name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
-        require_layer_query(query)
+        require_valid_layer_query(query)
         self.request_services.engine.require_ready()
         arena, exchange = sender.segment_table, sender.exchange
         nbytes = sum([len(tensor.data) for tensor in _find_parameters(arena, message.tensors).values()])
         permit = exchange.acquire_permit(nbytes)
         try:
-            exchange.charge_copy(nbytes)
+            exchange.charge_body_copy(nbytes)
             body = memoryview(b"".join(safetensors.encode(copy_tensors(_find_parameters(arena, message.tensors)))))
             exchange.mark_in_progress()
-            layer, replaced = await self.layer_changes.register(message.name, query, body)
+            layer, replaced = await self.layer_changes.register_or_replace(message.name, query, body)
         finally:
             permit.release()
         return describe_layer(layer), 200 if replaced else 201
 
-    async def _change_with_audit(
+    async def _authorise_and_audit_change(
         self, method: str, message: Any, sender: MessageOrigin, change: Callable[..., Any]
     ) -> _Answer:
         """Check that the client may change layers, call `change`, and write the outcome to the audit log."""

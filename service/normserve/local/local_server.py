@@ -12,7 +12,7 @@ from normserve.errors.problems import get_status, make_problem_document
 from normserve.local.client_segments import ClientSegment
 from normserve.local.frame_socket import FrameSocket
 from normserve.local.local_services import LocalServices
-from normserve.local.local_session import LocalUsers, PeerProcess
+from normserve.local.local_session import AllowedLocalUsers, PeerProcess
 from normserve.local.server_connection import LocalServerConnection
 from normserve.socket_readers import has_ended
 
@@ -30,7 +30,7 @@ class LocalServer:
     the sockets; only the event loop's thread may use it.
     """
 
-    def __init__(self, service: LocalServices, users: LocalUsers, *, frame_s: float, send_s: float) -> None:
+    def __init__(self, service: LocalServices, users: AllowedLocalUsers, *, frame_s: float, send_s: float) -> None:
         """Args:
         frame_s: seconds after its first byte within which a frame must be complete.
         send_s: seconds within which a client must read a response.

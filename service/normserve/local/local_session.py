@@ -51,7 +51,9 @@ class LocalSession:
             return False
         return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
-    def accept_hello(self, message: HelloMessage, further_entries: Mapping[str, Any]) -> dict[str, Any]:
+    def store_hello_and_make_response(
+        self, message: HelloMessage, further_entries: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Store the API key of the client's hello message, without a check of the key; return the response's
         document.
 
@@ -136,7 +138,7 @@ class PeerProcess:
             return None
 
 
-class LocalUsers:
+class AllowedLocalUsers:
     """The users that may connect to the Unix socket, and the name of the API key that applies to each."""
 
     def __init__(self, listed: str) -> None:

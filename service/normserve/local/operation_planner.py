@@ -74,7 +74,8 @@ class RequestPlan:
     Attributes:
         spec: the operation with the options of the layer.
         tensors, result_buffers: views of the arena.
-        compared_names: names of the tensors that are compared between jobs, which a launch reads for several jobs.
+        compared_parameter_names: names of the tensors that are compared between jobs, which a launch reads for
+            several jobs.
         overwrites_tensor: whether a result overwrites a tensor.
         replay_slot: that of the jobs; None where each job reads copies of its own.
         encoded_results: the encoded references to the results, for the response.
@@ -83,7 +84,7 @@ class RequestPlan:
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
     result_buffers: Mapping[str, memoryview]
-    compared_names: tuple[str, ...]
+    compared_parameter_names: tuple[str, ...]
     overwrites_tensor: bool
     replay_slot: ReplaySlot | None
     cost: MemoryCost
@@ -99,10 +100,10 @@ class RequestPlan:
             layer: the registered layer for which the plan was made, if any.
         """
         tensors = self.tensors
-        if self.compared_names:
+        if self.compared_parameter_names:
             # Parameters decide which jobs share a launch, and are read again by the launch, for all jobs: the bytes
             # compared must be the bytes read, whatever the client writes meanwhile.
-            tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.compared_names}}
+            tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.compared_parameter_names}}
         return NormJob(self.spec, tensors, layer, self.overwrites_tensor, self.result_buffers, self.replay_slot)
 
 
@@ -197,7 +198,7 @@ class OperationPlanner:
         recurrence = ReplaySlot()
         alike = NormJob(job.spec, tensors, layer, is_over, places, recurrence)
         recurrence.is_unbatched = job.is_on_device or self.engine.is_better_unbatched(alike)
-        shared = () if recurrence.is_unbatched else _find_compared_names(tensors)
+        shared = () if recurrence.is_unbatched else _find_compared_parameter_names(tensors)
         described = {
             name: TensorReference(message.results[name].segment, message.results[name].offset, dtype.label, shape)
             for name, (dtype, shape) in results.items()
@@ -223,11 +224,11 @@ def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> 
     operation: ParsedOperation | None = prepared.find(key)
     if operation is None:
         operation = parse_operation(*key)
-        prepared.store(key, operation, _OPERATION_BYTES + _BYTES_PER_KEY_BYTE * sum(map(len, key)))
+        prepared.try_store(key, operation, _OPERATION_BYTES + _BYTES_PER_KEY_BYTE * sum(map(len, key)))
     return operation
 
 
-def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
+def _find_compared_parameter_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
     """Return the names of the small parameters (weights, biases), whose bytes jobs must have in common to
     share a launch.
     """
@@ -235,7 +236,7 @@ def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
 
-def make_response(
+def make_response_and_complete_record(
     plan: RequestPlan, result: NormResult, request_id: str, record: RequestRecord, began: float
 ) -> ComputeResponse:
     """Make the response to an operation and complete its record.  The results are already in the client's memory.

@@ -184,7 +184,7 @@ class RequestReplays:
         for learned, samples in self._replayer.take_samples():
             assert isinstance(learned, _ReplayedRequest)
             self._admission_budget.record_unpermitted_release(len(samples), len(samples) * learned.permit_bytes)
-            self._metrics.observe_replays(learned.record, _compute_durations(samples), learned.job)
+            self._metrics.observe_replays(learned.record, _compute_stage_and_total_durations(samples), learned.job)
 
     def _has_same_layer(self, request: ComputeRequest, job: NormJob) -> bool:
         """Return whether the layer name in the request still refers to the layer that the job used."""
@@ -239,14 +239,14 @@ class RequestReplays:
         replayer = self._replayer
         assert replayer is not None
         self._remove_on_change()
-        room = self._admission_budget.free_capacity
+        room = self._admission_budget.admissible_capacity
         events = replayer.serve(*room, self._engine.can_replay, self._poll_s, self._selector_descriptor, _TURN_S)
         launches, nbytes, samples = replayer.count_all()
         self._update_pending(launches, nbytes)
         if samples >= _COLLECTED_AT_ONCE:
             self.collect_samples()
         # Unsent bytes of a response first: frames received in this turn may be answered at once.
-        for event in sorted(events, key=_is_not_unsent):
+        for event in sorted(events, key=_rank_unsent_first):
             self._handle_event(event)
         if launches and not self._is_scheduled:
             self._is_scheduled = True
@@ -277,7 +277,7 @@ class RequestReplays:
         """
         kind, descriptor, tag, code, payload = event
         if kind == LEFT:
-            self._metrics.observe_request(_make_record(payload, CLIENT_LEFT, ClientLeftError.code))
+            self._metrics.observe_request(_make_failed_record(payload, CLIENT_LEFT, ClientLeftError.code))
             return
         answers = self._responders.get(descriptor)
         if answers is None or answers.frame_socket is None:
@@ -288,17 +288,17 @@ class RequestReplays:
             answers.frame_socket.send_frame(payload)
         elif kind == FAILED:
             error = self._engine.record_failed_replay(code)
-            answers.respond_error(tag, error, _make_record(payload, 0, None))
+            answers.respond_error(tag, error, _make_failed_record(payload, 0, None))
             # The device may still write to memory that the client reuses once it has a response.
             answers.close_connection()
 
 
-def _is_not_unsent(event: Event) -> bool:
+def _rank_unsent_first(event: Event) -> bool:
     """Return the sort key of a replayer's event: False, which is first, for unsent bytes; True for all others."""
     return event[0] != UNSENT
 
 
-def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
+def _make_failed_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
     """Make the metrics record of a replayed request that failed or whose client left, from that of the
     original request.
     """
@@ -308,7 +308,7 @@ def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> R
     )
 
 
-def _compute_durations(samples: list[Sample]) -> RequestTimes:
+def _compute_stage_and_total_durations(samples: list[Sample]) -> RequestTimes:
     """Compute the stage durations and total durations of replayed requests, in seconds, from the replayer's
     samples.
     """

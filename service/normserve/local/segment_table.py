@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 from normserve.codec.local_messages import ALIGNMENT, SegmentRange, TensorReference
-from normserve.codec.shapes import count_bits
+from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
 from normserve.jobs.result_specs import Described
 from normserve.memory.device_segments import DeviceMemoryView
@@ -69,7 +69,7 @@ class SegmentTable:
             raise UnsupportedDtypeError(
                 f"{_format_label(name)} must be {expected}, got {located.dtype[:_LONGEST_NAME]!r}"
             )
-        nbytes = count_bits(located.shape, 8 * dtype.itemsize) // 8
+        nbytes = count_bits_within_limits(located.shape, 8 * dtype.itemsize) // 8
         data = self._find_bytes(name, located.segment, located.offset, nbytes)
         span = ArenaRange(located.segment, located.offset, located.offset + nbytes)
         kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor

@@ -19,7 +19,7 @@ from normserve.local.layer_messages import MessageOrigin
 from normserve.local.local_responder import LocalExchange, LocalResponder
 from normserve.local.local_services import LocalServices
 from normserve.local.local_session import LocalSession, PeerProcess
-from normserve.local.operation_planner import ComputeRequest, RequestPlan, make_response
+from normserve.local.operation_planner import ComputeRequest, RequestPlan, make_response_and_complete_record
 from normserve.local.segment_table import SegmentTable
 from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache
@@ -65,7 +65,9 @@ class LocalServerConnection:
         self._services = service
         self._open_exit_descriptor = watch
         self.peer = peer
-        self.on_closed: Callable[[list[ClientSegment]], None] = service.orphaned_segments.free_segments
+        self.on_closed: Callable[[list[ClientSegment]], None] = (
+            service.orphaned_segments.submit_segments_for_freeing
+        )
         self._session = LocalSession(peer.uid, key_name, service.key_authorisation)
         self._segment_table = SegmentTable()
         # Freed segments of device memory, which are charged until the client's process has ended.
@@ -122,7 +124,7 @@ class LocalServerConnection:
         ]
         # Only operations are sent repeatedly, and of these none that names a span.
         if all(isinstance(each, ComputeRequest) and not each.headers for each in parsed):
-            self._prepared_calls.store(
+            self._prepared_calls.try_store(
                 content, parsed, _BYTES_PER_MESSAGE * len(parsed) + _BYTES_PER_BYTE * len(content)
             )
             if isinstance(first := parsed[0], ComputeRequest) and len(parsed) == 1:
@@ -137,11 +139,11 @@ class LocalServerConnection:
     def on_end(self) -> None:
         """Clean up after the client has left: drop queued messages, cancel operations, and release its segments."""
         self._queued_messages.clear()
-        self._clear_caches()
+        self._discard_calls_and_replays()
         self._computations.cancel_all()
-        self.on_closed(self._release_segments())
+        self.on_closed(self._remove_all_segments())
 
-    def _release_segments(self) -> list[ClientSegment]:
+    def _remove_all_segments(self) -> list[ClientSegment]:
         """Remove all segments from this connection, and return them so that they can be kept or freed."""
         segments: list[ClientSegment] = [
             *map(_get_segment, self._segment_table.segments.values()),
@@ -198,25 +200,25 @@ class LocalServerConnection:
         number is ignored.
         """
         if isinstance(message, frames.FreeSegmentMessage):
-            self._remove_segment(message.segment)
+            self._remove_segment_and_clear_caches(message.segment)
             return
         self._computations.cancel_computation(message.request)
 
-    def _remove_segment(self, number: int | None) -> None:
+    def _remove_segment_and_clear_caches(self, number: int | None) -> None:
         """Remove a segment that the client has freed or never received.  Host memory is freed; device memory
         stays charged until the client's process ends.
         """
         memory = None if number is None else self._segment_table.segments.pop(number, None)
         # Cached calls may refer to the segment, and would keep it mapped.
-        self._clear_caches()
+        self._discard_calls_and_replays()
         if memory is not None:
             segment = _get_segment(memory)
             if isinstance(segment, ChargedDeviceSegment):
                 self._returned_segments.append(segment)
             else:
-                self._services.orphaned_segments.free_segments([segment])
+                self._services.orphaned_segments.submit_segments_for_freeing([segment])
 
-    def _clear_caches(self) -> None:
+    def _discard_calls_and_replays(self) -> None:
         """Discard cached messages and replays, which may refer to freed memory."""
         self._prepared_calls.clear()
         if self._services.request_replays is not None:
@@ -240,13 +242,15 @@ class LocalServerConnection:
         match message:
             case frames.HelloMessage():
                 record.op = "hello"
-                answer.document = self._session.accept_hello(message, self._describe_device_memory())
+                answer.document = self._session.store_hello_and_make_response(
+                    message, self._describe_device_memory()
+                )
                 exchange.client_identity = self._session.client_identity
             case frames.GrowArenaMessage():
                 record.op = "grow"
                 self._session.authorise(_ANY, exchange)
-                descriptors = (await self._add_segment(message, answer),)
-                on_lost = functools.partial(self._remove_segment, answer.segment)
+                descriptors = (await self._allocate_or_retain_segment(message, answer),)
+                on_lost = functools.partial(self._remove_segment_and_clear_caches, answer.segment)
             case frames.GetInfoMessage():
                 record.op = "info"
                 self._session.authorise(_ANY, exchange)
@@ -265,7 +269,7 @@ class LocalServerConnection:
             return {}
         return {"device": service.device_allocator.describe_device()}
 
-    async def _add_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
+    async def _allocate_or_retain_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
         """Allocate the requested segment, write its number into `answer`, and return its descriptor for the
         client.  If the connection ends meanwhile, the segment is kept until the client's process ends.
         """
@@ -274,16 +278,16 @@ class LocalServerConnection:
         # If the connection ends meanwhile, its peer can no longer be found.
         watch = self._open_exit_descriptor()
         try:
-            return await self._allocate_segment(message, answer)
+            return await self._allocate_and_add_segment(message, answer)
         finally:
             if self._responder.is_open:
                 if watch is not None:
                     os.close(watch)
             else:
-                self._remove_segment(answer.segment)
-                service.orphaned_segments.retain_segments(self.peer.pid, watch, self._release_segments())
+                self._remove_segment_and_clear_caches(answer.segment)
+                service.orphaned_segments.retain_segments(self.peer.pid, watch, self._remove_all_segments())
 
-    async def _allocate_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
+    async def _allocate_and_add_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
         """Allocate host or device memory as requested, add it to the connection's segments, and return its
         descriptor.
         """
@@ -413,7 +417,9 @@ class LocalComputation(LocalExchange):
         """
         request, plan, record, service = self._request, self._plan, self.record, self._computations.services
         began = time.perf_counter()
-        frame = frames.encode_frame(self.tag, make_response(plan, result, self.request_id, record, began))
+        frame = frames.encode_frame(
+            self.tag, make_response_and_complete_record(plan, result, self.request_id, record, began)
+        )
         record.stage_seconds["serialize"] = time.perf_counter() - began
         record.status = 200
         record.current_stage = "send"

@@ -72,7 +72,7 @@ class ShareableDevice:
                 return cls(ordinal, driver)
         raise DeviceMemoryError("this process does not see the server's device")
 
-    def allocate(self, nbytes: int, kind: type[_S]) -> _S:
+    def allocate_zeroed(self, nbytes: int, kind: type[_S]) -> _S:
         """Allocate device memory that can be shared, map it into this process, and fill it with zeros.
 
         Args:

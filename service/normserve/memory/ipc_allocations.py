@@ -17,7 +17,7 @@ from normserve.memory.device_segments import (
     call_driver,
     call_driver_for_results,
 )
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ async def open_allocation_on_thread(device: ShareableDevice, handle: bytes, nbyt
     """
     try:
         # It takes the driver half a millisecond, which others shall not wait.
-        return await make_on_thread(open_allocation, device, handle, nbytes, kind)
+        return await make_unretained_on_thread(open_allocation, device, handle, nbytes, kind)
     except DeviceMemoryError as error:
         # The text alone: an error's frames hold the device's.
         log.warning("a client's memory cannot be opened: %s", str(error))

@@ -8,7 +8,7 @@ _Made = TypeVar("_Made")
 _Parameters = ParamSpec("_Parameters")
 
 
-async def make_on_thread(
+async def make_unretained_on_thread(
     make: Callable[_Parameters, _Made], *args: _Parameters.args, **kwargs: _Parameters.kwargs
 ) -> _Made:
     """Run `make(*args, **kwargs)` in a thread that keeps no reference to the result.

@@ -131,7 +131,7 @@ class Metrics:
         """Count a connection that was refused; `reason` names the setting."""
         self._request_metrics.refused_connections(reason).inc()
 
-    def observe_late_disconnect(self) -> None:
+    def observe_unread_response_disconnect(self) -> None:
         """Count a client that disconnected after its entire response was written to the socket, but before it
         had read it.
         """

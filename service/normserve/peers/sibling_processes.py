@@ -65,7 +65,7 @@ class FleetPosition:
         return self.folder / f"{index}.sock"
 
 
-class SiblingRefusedError(Exception):
+class SiblingResponseError(Exception):
     """An error raised when another process of the server refuses a request or sends a malformed response."""
 
 
@@ -141,9 +141,9 @@ class SiblingConnection:
         if answer[:1] == _GOOD:
             return answer[1:]
         if answer[:1] == _BAD:
-            raise SiblingRefusedError(answer[1:].decode(errors="replace"))
+            raise SiblingResponseError(answer[1:].decode(errors="replace"))
         # The sibling runs, and must not count as ended.
-        raise SiblingRefusedError("its answer is malformed")
+        raise SiblingResponseError("its answer is malformed")
 
     def close(self) -> None:
         """End the connection."""
@@ -202,7 +202,7 @@ class SiblingProcesses:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._connect(index) as link:
                     return await link.send_request({"do": request_name}, _ANSWER_S)
-            except (OSError, TimeoutError, SiblingRefusedError):
+            except (OSError, TimeoutError, SiblingResponseError):
                 return None
 
         others = self._list_siblings()
@@ -222,7 +222,7 @@ class SiblingProcesses:
         )
 
     @contextlib.asynccontextmanager
-    async def connect_all(self) -> AsyncIterator[list[SiblingConnection]]:
+    async def connect_all_listening(self) -> AsyncIterator[list[SiblingConnection]]:
         """Open a connection to each sibling that listens, and close them when the context ends.  Siblings that
         do not listen are left out.
 

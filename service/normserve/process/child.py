@@ -167,7 +167,7 @@ class ChildSlot:
         else:
             self._is_reload_pending = True
 
-    def handle_silence(self, elapsed_s: float) -> None:
+    def add_silence(self, elapsed_s: float) -> None:
         """Add to the time since the process last sent a message.  After three seconds a process that has been
         ready gets no new connections, and after `hang_s` it is killed.
         """

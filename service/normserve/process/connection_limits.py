@@ -98,7 +98,7 @@ class ConnectionLimits:
             ("max_connections", self.open_count, self.max_connections),
         ):
             if count >= limit + self._extra_connections:
-                self._refuse_connection(connection, reason, limit)
+                self._respond_and_close_later(connection, reason, limit)
                 return None
             if count >= limit and beyond is None:
                 beyond = reason
@@ -140,7 +140,7 @@ class ConnectionLimits:
             # `sock_accept` does not yield while connections wait: let other tasks run.
             await asyncio.sleep(0)
 
-    def _refuse_connection(self, connection: socket.socket, reason: Reason, limit: int) -> None:
+    def _respond_and_close_later(self, connection: socket.socket, reason: Reason, limit: int) -> None:
         """Send an error response and close the connection a second later, so that the client can read the
         response.  If many refused connections wait already, close it at once.
         """
@@ -150,7 +150,7 @@ class ConnectionLimits:
             connection.send(self._render_refusal(TooManyConnectionsError(reason)))
             connection.shutdown(socket.SHUT_WR)
         if self._lingering_count >= _MAX_LINGERING:
-            _close_refused(connection)
+            _drain_and_close(connection)
             return
         self._lingering_count += 1
         asyncio.get_running_loop().call_later(_LINGER_S, self._close_lingering, connection)
@@ -158,10 +158,10 @@ class ConnectionLimits:
     def _close_lingering(self, connection: socket.socket) -> None:
         """Close a refused connection whose client has had time to read the error response."""
         self._lingering_count -= 1
-        _close_refused(connection)
+        _drain_and_close(connection)
 
 
-def _close_refused(connection: socket.socket) -> None:
+def _drain_and_close(connection: socket.socket) -> None:
     """Close a refused connection.  Unread bytes are received first, since they would make the operating system
     discard the response.
     """

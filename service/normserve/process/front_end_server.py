@@ -121,7 +121,7 @@ def _run_server(settings: Settings, index: int, channel: socket.socket) -> int:
         front_end,
         lifespan="off",
         refuse=render_refusal,
-        on_unread_response_disconnect=front_end.count_late_disconnect,
+        on_unread_response_disconnect=front_end.count_unread_response_disconnect,
     )
     files = TlsFiles.from_settings(settings)
     tls = None if files is None else TlsContext(files)

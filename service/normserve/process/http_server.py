@@ -152,7 +152,7 @@ def make_uvicorn_config(
     Args:
         entrance: the ASGI application.
         lifespan: uvicorn's option, "on" or "off".
-        refuse, on_late_departure: as in `ConnectionPolicy`.
+        refuse, on_unread_response_disconnect: as in `ConnectionPolicy`.
     """
     patience = ConnectionTimeouts(
         header_s=settings.header_timeout_s,

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from normserve.http.curl import make_example_line
-from normserve.local.local_session import LocalUsers
+from normserve.http.curl import make_sample_command
+from normserve.local.local_session import AllowedLocalUsers
 from normserve.settings import Settings
 
 _BACKLOG = 2048
@@ -45,7 +45,7 @@ def open_local_listener(settings: Settings) -> Iterator[socket.socket]:
     path = settings.local
     assert path is not None
     with _open_unix_listener("local", path, 0o600) as listener:
-        if LocalUsers(settings.local_users).has_other_users:
+        if AllowedLocalUsers(settings.local_users).has_other_users:
             path.chmod(0o666)
         listener.setblocking(False)
         yield listener
@@ -144,10 +144,10 @@ def make_url(listener: socket.socket, *, encrypted: bool) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def print_announcement(settings: Settings, url: str) -> None:
+def print_url_and_example(settings: Settings, url: str) -> None:
     """Print the server's URL and an example curl command; print nothing if the log format is JSON."""
     if settings.log_format == "json":
         return
     with_key = settings.api_key is not None or settings.api_keys_file is not None
-    example = make_example_line(url, with_key=with_key, with_certificate=settings.tls_client_ca is not None)
+    example = make_sample_command(url, with_key=with_key, with_certificate=settings.tls_client_ca is not None)
     print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)

@@ -9,7 +9,7 @@ from normserve.local.client_segments import DeviceSegmentAllocator, HostSegmentA
 from normserve.local.layer_messages import LayerMessageDispatcher
 from normserve.local.local_server import LocalServer, make_refusal_frame
 from normserve.local.local_services import LocalServices
-from normserve.local.local_session import LocalUsers
+from normserve.local.local_session import AllowedLocalUsers
 from normserve.local.operation_planner import OperationPlanner
 from normserve.local.request_replays import RequestReplays
 from normserve.process.connection_limits import ConnectionLimits
@@ -55,7 +55,7 @@ def make_local_server(
             polls,
             _make_request_replays(service, 0.0 if polls is None else SOON_S),
         ),
-        LocalUsers(settings.local_users),
+        AllowedLocalUsers(settings.local_users),
         frame_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
     )

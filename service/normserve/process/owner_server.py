@@ -37,7 +37,7 @@ from normserve.process.listeners import (
     make_url,
     open_listeners,
     open_local_listener,
-    print_announcement,
+    print_url_and_example,
 )
 from normserve.process.local_setup import make_local_limits, make_local_server
 from normserve.process.supervisor_channel import SupervisorChannel
@@ -91,7 +91,7 @@ class OwnerServer(HttpServer):
         self._local_limits = make_local_limits(settings, self._services.metrics.observe_refused_connection)
         self._local_server: LocalServer | None = None
         self._relay_server: RelayServer = app.state.relays
-        self._services.metrics.track_connections(self._count_connections)
+        self._services.metrics.track_connections(self._count_http_connections)
         self._channel = None if channel is None else self._make_channel(channel)
         self._services.engine.on_failure = self._on_device_failure
         self._services.layer_changes.on_divergence = self._start_drain
@@ -114,7 +114,7 @@ class OwnerServer(HttpServer):
         for listener in self._listeners:
             accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
             self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
-        self._start_task(self._announce_when_ready())
+        self._start_task(self._announce_or_end_when_warm())
 
     def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an exception that an event loop callback raised.  After a MemoryError the server ends, because a
@@ -124,14 +124,14 @@ class OwnerServer(HttpServer):
             loop.default_exception_handler(context)
         elif not self._is_failing:
             log.critical("out of memory: the server ends")
-            self._services.report_crash("there is no memory left to go on with", context["exception"])
-            self._end_with_failure()
+            self._services.log_crash("there is no memory left to go on with", context["exception"])
+            self._schedule_failure_exit()
 
     def _stop_admitting(self) -> None:
         """Report that this process is not ready, and make the engine refuse new jobs.  The drain is also written
         to the audit log.
         """
-        self._report_readiness(ready=False)
+        self._broadcast_readiness(ready=False)
         audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
         self._services.engine.start_draining()
@@ -184,13 +184,13 @@ class OwnerServer(HttpServer):
         else:
             self._start_task(self._serve_connection(connection, on_end, exceeded_limit))
 
-    def _report_readiness(self, *, ready: bool) -> None:
+    def _broadcast_readiness(self, *, ready: bool) -> None:
         """Report to the front ends, and to the supervisor if there is one, whether this process is ready."""
         self._relay_server.report_readiness(ready=ready)
         if self._channel is not None:
             self._channel.report_readiness(ready=ready)
 
-    def _count_connections(self) -> int:
+    def _count_http_connections(self) -> int:
         """Return the number of clients' HTTP connections, both of this process and of the front ends linked to
         it.
         """
@@ -210,7 +210,7 @@ class OwnerServer(HttpServer):
         await self._relay_server.close(within_s)
         await super().shutdown(sockets)
 
-    async def _announce_when_ready(self) -> None:
+    async def _announce_or_end_when_warm(self) -> None:
         """Wait until the device is warm, then report readiness and print the URL.  If the device cannot start,
         end the server with an exit code for the cause.
         """
@@ -218,13 +218,13 @@ class OwnerServer(HttpServer):
             await self._app.state.warming
         except NormserveError as error:
             log.critical("the server cannot start: %s", error.detail)
-            self._end_with_failure(
+            self._schedule_failure_exit(
                 ExitCode.MISCONFIGURED if isinstance(error, ConfigurationError) else ExitCode.FAILED
             )
             return
         except Exception as error:
-            self._services.report_crash("the server cannot start", error)
-            self._end_with_failure()
+            self._services.log_crash("the server cannot start", error)
+            self._schedule_failure_exit()
             return
         engine = self._services.engine
         assert engine.device_description is not None
@@ -235,24 +235,24 @@ class OwnerServer(HttpServer):
             engine.device_description.copy_bandwidth / 1e9,
         )
         if self._channel is not None:
-            self._report_readiness(ready=True)
+            self._broadcast_readiness(ready=True)
             return
         url = make_url(self._listeners[0], encrypted=self._tls is not None)
         log.info("ready on %s", url)
-        print_announcement(self._settings, url)
+        print_url_and_example(self._settings, url)
 
     def _on_device_failure(self) -> None:
         """Report that the device has failed, and end the server with exit code 1."""
-        self._services.report_crash("the device failed")
-        self._end_with_failure()
+        self._services.log_crash("the device failed")
+        self._schedule_failure_exit()
 
-    def _end_with_failure(self, code: ExitCode = ExitCode.FAILED) -> None:
+    def _schedule_failure_exit(self, code: ExitCode = ExitCode.FAILED) -> None:
         """Set the exit code, report not ready, and end the server after a short time for the last error
         responses.
         """
         self._is_failing = True
         self.exit_code = code
-        self._report_readiness(ready=False)
+        self._broadcast_readiness(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
 
 
@@ -278,7 +278,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         app.state.entrance,
         lifespan="on",
         refuse=render_refusal,
-        on_unread_response_disconnect=service.metrics.observe_late_disconnect,
+        on_unread_response_disconnect=service.metrics.observe_unread_response_disconnect,
     )
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:
@@ -298,7 +298,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         try:
             server.run()
         except Exception as error:
-            service.report_crash("the server ended with an unexpected error", error)
+            service.log_crash("the server ended with an unexpected error", error)
             server.exit_code = ExitCode.FAILED
         audit.log_end(server.exit_code)
     if service.engine.is_running:

@@ -34,7 +34,7 @@ class RayReplica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the application; called by Ray Serve on the event loop that will serve requests."""
-        return _WarmupApplication(self._app, self._siblings)
+        return _DelayedStartupApplication(self._app, self._siblings)
 
     def check_health(self) -> None:
         """Raise an error if the device has failed, so that Ray Serve replaces this replica.
@@ -57,7 +57,7 @@ class RayReplica:
         return texts
 
 
-class _WarmupApplication:
+class _DelayedStartupApplication:
     """An ASGI application whose startup completes only when the device is warm, since Ray Serve sends
     requests from then on.  Until its shutdown it also publishes metrics.
     """

@@ -34,7 +34,7 @@ from normserve.process.listeners import (
     make_url,
     open_listeners,
     open_local_listener,
-    print_announcement,
+    print_url_and_example,
 )
 from normserve.process.local_setup import make_local_limits
 from normserve.process.supervisor_channel import BEAT_S, LINK, REFUSED
@@ -92,12 +92,12 @@ class FleetSupervisor:
                 hand_over = self._make_hand_over(self._local_limits, self._owners)
                 accepted.append(self._local_limits.accept_connections(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._stop_processes)
+                loop.add_signal_handler(number, self._drain_owners_or_stop_all)
             if self._settings.tls_cert is not None:
                 loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
             beside = [
                 asyncio.create_task(work)
-                for work in (self._announce_when_ready(listeners[0]), self._monitor_silence())
+                for work in (self._announce_when_all_ready(listeners[0]), self._monitor_silence())
             ]
             accepting = [asyncio.create_task(each) for each in accepted]
             serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
@@ -126,7 +126,7 @@ class FleetSupervisor:
                 if not self._stop_event.is_set():
                     ended = {**process.log_fields, **describe_exit(code)}
                     log.critical("%s cannot start: the server ends", process.name, extra={"fields": ended})
-                    self._stop_processes()
+                    self._drain_owners_or_stop_all()
                 return
             process.restarts += 1
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
@@ -156,9 +156,9 @@ class FleetSupervisor:
         while True:
             await asyncio.sleep(BEAT_S)
             for process in self._processes:
-                process.handle_silence(BEAT_S)
+                process.add_silence(BEAT_S)
 
-    def _stop_processes(self) -> None:
+    def _drain_owners_or_stop_all(self) -> None:
         """Handle a signal: the first one drains the processes that own devices, and front ends stop after them.
         The second one stops all at once.
         """
@@ -249,14 +249,14 @@ class FleetSupervisor:
         """
         any(process.send_message(REFUSED[reason]) for process in self._owners)
 
-    async def _announce_when_ready(self, listener: socket.socket) -> None:
+    async def _announce_when_all_ready(self, listener: socket.socket) -> None:
         """Wait until every process has been ready once, then log and print the server's URL."""
         for process in self._processes:
             await process.ready_event.wait()
         url = make_url(listener, encrypted=self._settings.tls_cert is not None)
         with_device = f"{len(self._owners)} with a device" if self._front_ends else f"on {self._settings.devices}"
         log.info("%d processes %s are ready on %s", len(self._processes), with_device, url)
-        print_announcement(self._settings, url)
+        print_url_and_example(self._settings, url)
 
 
 def _make_owner_slots(settings: Settings, folder: Path) -> list[ChildSlot]:

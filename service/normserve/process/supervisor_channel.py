@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 
 from normserve.logs.formatting import ThrottledLogger
-from normserve.socket_readers import add_reader
+from normserve.socket_readers import add_persistent_reader
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ class SupervisorChannel:
 
     def start(self) -> None:
         """Start to receive connections, and to report readiness every half second."""
-        add_reader(asyncio.get_running_loop(), self._channel, self._receive_from_supervisor)
-        self._send_heartbeat()
+        add_persistent_reader(asyncio.get_running_loop(), self._channel, self._receive_from_supervisor)
+        self._report_readiness_regularly()
 
     def report_readiness(self, *, ready: bool) -> None:
         """Set whether this process is ready, and report it to the supervisor now and every half second."""
@@ -237,13 +237,13 @@ class SupervisorChannel:
             self._report_writer.send_report(number)
             self._on_connection(connection, functools.partial(self._report_writer.send_report, number), beyond)
 
-    def _send_heartbeat(self) -> None:
+    def _report_readiness_regularly(self) -> None:
         """Report readiness every half second, which also shows that the event loop runs.  Skip a report while
         earlier ones are unsent.
         """
         if not self._report_writer.is_backlogged:
             self._send_readiness()
-        asyncio.get_running_loop().call_later(BEAT_S, self._send_heartbeat)
+        asyncio.get_running_loop().call_later(BEAT_S, self._report_readiness_regularly)
 
     def _send_readiness(self) -> None:
         """Report READY if this process is ready and finishes operations, else NOT_READY."""

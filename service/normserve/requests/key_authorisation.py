@@ -57,7 +57,7 @@ class KeyAuthorisation:
         if sufficient_scopes is None:
             grant.require_unexpired(now)
             raise ForbiddenError("no API key may use this path")
-        grant.require_scope(sufficient_scopes, now)
+        grant.require_any_scope(sufficient_scopes, now)
         return grant
 
     def authorise_request(

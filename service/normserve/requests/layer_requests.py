@@ -11,7 +11,7 @@ from normserve.layers.registry import LayerRegistry
 from normserve.requests.request_parameters import LAYER_PARAMETERS, make_spec, parse_query
 
 
-def require_layer_query(query: bytes) -> None:
+def require_valid_layer_query(query: bytes) -> None:
     """Raise an error if a query string does not describe a layer.
 
     Raises:
@@ -20,7 +20,7 @@ def require_layer_query(query: bytes) -> None:
     _parse_spec(query)
 
 
-async def load_layer(
+async def load_layer_onto_device(
     engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview
 ) -> RegisteredLayer:
     """Load a layer's weight and bias from a safetensors body onto the device, and return the layer.  The

@@ -52,7 +52,7 @@ class MemoryAdmission:
         if permit is not None:
             permit.grow(nbytes)
 
-    def charge_copy(self, permit: Permit | None, body_bytes: int) -> None:
+    def charge_body_copy(self, permit: Permit | None, body_bytes: int) -> None:
         """Add the bytes of a copy of the request's body to the request's permit.
 
         Raises:

@@ -37,7 +37,7 @@ class PreparedCallCache:
 
     Attributes:
         max_bytes: limit of the bytes of all entries.
-        nbytes: the bytes of the present entries, as estimated by the callers of `store`.
+        nbytes: the bytes of the present entries, as estimated by the callers of `try_store`.
     """
 
     def __init__(self, max_bytes: int, counters: PreparedCallCounters) -> None:
@@ -68,7 +68,7 @@ class PreparedCallCache:
         self._misses.value += 1
         return None
 
-    def store(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
+    def try_store(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
         """Store a prepared call under a key, unless it exceeds an eighth of the cache.  If the cache is full,
         entries of tenants with more than an equal share are evicted.
 
@@ -90,7 +90,7 @@ class PreparedCallCache:
         holder.nbytes += nbytes
         self.nbytes += nbytes
         while self.nbytes > self.max_bytes:
-            self._evict_oldest(holder if self._is_over_share(holder) else self._find_over_share())
+            self._evict_by_second_chance(holder if self._is_over_share(holder) else self._find_over_share())
 
     def clear(self) -> None:
         """Discard all entries."""
@@ -113,7 +113,7 @@ class PreparedCallCache:
             # The next search begins behind those that are within their shares.
             self._tenants.move_to_end(tenant)
 
-    def _evict_oldest(self, holder: "_TenantEntries") -> None:
+    def _evict_by_second_chance(self, holder: "_TenantEntries") -> None:
         """Evict a tenant's oldest entry that was not found recently, by the second-chance (clock) rule."""
         entries = holder.entries
         key, entry = entries.popitem(last=False)
@@ -191,5 +191,5 @@ def prepare_job(
     job, cost = make_validated_job(spec, tensors, layer, may_overwrite=may_overwrite)
     axes = sum([len(tensor.shape) for tensor in tensors.values()])
     nbytes = _CHECK_BYTES + _TENSOR_BYTES * len(tensors) + _AXIS_BYTES * axes
-    prepared.store(key, (job.spec, cost), nbytes, tenant, layer)
+    prepared.try_store(key, (job.spec, cost), nbytes, tenant, layer)
     return job, cost

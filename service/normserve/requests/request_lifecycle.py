@@ -158,15 +158,15 @@ class RequestLifecycle(ABC):
         record.stage_seconds["parse"] = time.perf_counter() - record.began_at - record.stage_seconds["recv"]
         record.current_stage = "queue"
 
-    def charge_copy(self, nbytes: int) -> None:
+    def charge_body_copy(self, nbytes: int) -> None:
         """Add the bytes of a copy of the body to the request's permit.
 
         Raises:
             TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
         """
-        self.services.memory_admission.charge_copy(self.permit, nbytes)
+        self.services.memory_admission.charge_body_copy(self.permit, nbytes)
 
-    def compute_deadline(self, timeout_ms: float | None) -> float:
+    def compute_start_deadline(self, timeout_ms: float | None) -> float:
         """Return the latest time, by `time.perf_counter`, at which the job may begin to run.
 
         Args: timeout_ms: None for the server's default.
@@ -184,7 +184,7 @@ class RequestLifecycle(ABC):
             DeadlineExceededError: the deadline has passed.
             NormserveError: the engine does not take the job.
         """
-        self.services.engine.submit(job, self.compute_deadline(timeout_ms), self._on_job_end)
+        self.services.engine.submit(job, self.compute_start_deadline(timeout_ms), self._on_job_end)
         self.mark_in_progress()
         self.job = job
 
@@ -216,7 +216,7 @@ class RequestLifecycle(ABC):
         if not is_delivered:
             record.status = CLIENT_LEFT
         if services.tracer is not None and self.is_traced:
-            services.tracer.end_span(record, self.headers, self.describe_span)
+            services.tracer.end_span_if_sampled(record, self.headers, self.describe_span)
         services.metrics.observe_request(record)
         if services.is_logged:
             log_request(*self.describe_log_target(), record, self.client_identity, self.log_fields)
@@ -233,7 +233,7 @@ class RequestLifecycle(ABC):
         that the line has its trace id.
         """
         if self.services.tracer is not None and self.is_traced:
-            self.services.tracer.begin_span(self.record, self.headers)
+            self.services.tracer.begin_span_if_sampled(self.record, self.headers)
         return {**self.log_fields, "key": self.client_identity.key}
 
 

@@ -26,14 +26,14 @@ def _parse_timeout_ms(text: str) -> float:
     return value
 
 
-def _parse_layer_name(text: str) -> str:
+def _validate_layer_name(text: str) -> str:
     """Return the text unchanged; raise ValueError if it is no valid name of a registered layer."""
     if not is_layer_name(text):
         raise ValueError(LAYER_NAMES)
     return text
 
 
-def _parse_layer_names(text: str) -> str:
+def _validate_layer_names(text: str) -> str:
     """Return the text unchanged, names of a chain's layers joined by commas; raise ValueError if one is
     invalid or they are too many.
     """
@@ -44,10 +44,12 @@ def _parse_layer_names(text: str) -> str:
 
 
 _OP = make_choice_parameter("The operation.", [op.value for op in LAYER_OPS])
-_LAYER = RequestParameter("A registered layer in place of the parameters.", _parse_layer_name, {"type": "string"})
+_LAYER = RequestParameter(
+    "A registered layer in place of the parameters.", _validate_layer_name, {"type": "string"}
+)
 _LAYERS = RequestParameter(
     "Registered layers of layer_norm in place of the parameters, in their order, joined by commas.",
-    _parse_layer_names,
+    _validate_layer_names,
     {"type": "string"},
 )
 _TIMEOUT = RequestParameter(

@@ -81,7 +81,7 @@ class RequestTracer:
             record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN
         return record.span is _NOT_TRACED
 
-    def begin_span(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
+    def begin_span_if_sampled(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
         """Decide whether a request is traced, unless that was decided before, and begin its span if it is.
 
         Args: headers: the request's, by their lower-case names.
@@ -106,7 +106,7 @@ class RequestTracer:
             format_trace_id(span.get_span_context().trace_id),
         )
 
-    def end_span(
+    def end_span_if_sampled(
         self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
     ) -> None:
         """End a traced request's span with its attributes, its stages, and a link to its launch.  Do nothing if
@@ -114,7 +114,7 @@ class RequestTracer:
 
         Args: describe: returns the span's name and the transport's attributes.
         """
-        self.begin_span(record, headers)
+        self.begin_span_if_sampled(record, headers)
         traced = record.span
         if not isinstance(traced, _RequestSpan):
             return

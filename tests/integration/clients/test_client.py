@@ -155,7 +155,7 @@ def test_the_load_test_asks_at_a_socket(at_a_socket):
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=20.0
     )
-    assert {(record.code, record.fault) for record in sender.send_each_once()} == {("ok", None)}
+    assert {(record.code, record.fault) for record in sender.send_and_check_each_once()} == {("ok", None)}
     start = time.perf_counter()
     sender.send_segment(
         ClosedLoopSchedule(phase, start, ArrivalGenerator((0,), [1.0] * 5)), 4, [start], lambda: None

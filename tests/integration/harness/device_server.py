@@ -70,7 +70,7 @@ class DeviceBackend(CpuBackend):
             return super().run(batch)
         prepared = None if job.replay_slot is None else job.replay_slot.prepared
         if prepared is None:
-            prepared = client_memory_launches.prepare_client_memory_launch(
+            prepared = client_memory_launches.try_prepare_client_memory_launch(
                 self._places.describe_job_buffers(job), Writing(), self._pipeline, self._replays, iter(())
             )
             if job.replay_slot is not None:

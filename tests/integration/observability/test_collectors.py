@@ -47,7 +47,7 @@ def test_spans_beyond_the_queue_and_of_refused_batches_are_counted(monkeypatch, 
 
         def trace(requests):
             for _ in range(requests):
-                traces.end_span(RequestRecord(status=404), {}, lambda: ("GET", {}))
+                traces.end_span_if_sampled(RequestRecord(status=404), {}, lambda: ("GET", {}))
 
         trace(1)
         until(lambda: collector.paths)

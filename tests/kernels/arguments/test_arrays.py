@@ -37,7 +37,7 @@ def test_strides_are_dense_where_tensors_are_contiguous():
     for view in VIEWS:
         assert has_dense_strides(tuple(view.shape), view.stride()) == view.is_contiguous()
         assert all(
-            has_layout(describe_as_array("x", view), last) == layouts.in_layout(view, last)
+            has_layout(describe_as_array("x", view), last) == layouts.is_in_layout(view, last)
             for last in (False, True)
         )
 

@@ -19,7 +19,7 @@ def threads(request):
 
 def computed(name, z, dy):
     """The activation and the gradient of z."""
-    return epilogue.activate_(z.clone(), name), epilogue.backpropagate_activation_(dy, z.clone(), name)
+    return epilogue.activate_(z.clone(), name), epilogue.backpropagate_activation_into_z_(dy, z.clone(), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

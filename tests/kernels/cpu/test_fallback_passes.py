@@ -124,11 +124,11 @@ def test_strides_of_rows_do_not_matter(op):
     x = x.movedim(1, 0)
     dy = dy.movedim(1, 0)
     options = {"eps": 1e-5, "weight_offset": 0.0, "activation": "silu", **DROPOUT, "weight": torch.randn(6)}
-    forward = fallback_passes.compute_forward(op, x=x, **options, stats=True)
+    forward = fallback_passes.compute_fallback_forward(op, x=x, **options, stats=True)
     wanted = getattr(reference, f"{op}_forward")(x, **options, stats=True)
     assert forward.y.is_contiguous()
     torch.testing.assert_close(forward.y, wanted.y, rtol=1e-5, atol=1e-5)
-    backward = fallback_passes.compute_backward(op, x=x, dy=dy, **options, parameter_gradients=False)
+    backward = fallback_passes.compute_fallback_backward(op, x=x, dy=dy, **options, parameter_gradients=False)
     torch.testing.assert_close(backward.dx, getattr(reference, f"{op}_backward")(dy, x, **options).dx)
     assert backward.dweight is None
 

@@ -6,7 +6,7 @@ from itertools import permutations
 import fusednorm
 import pytest
 import torch
-from fusednorm.tensors.layouts import in_layout
+from fusednorm.tensors.layouts import is_in_layout
 from torch import nn
 
 from tests.kernels.cpu.calls import of_rows
@@ -74,7 +74,7 @@ def test_one_image_of_height_width_and_channels_is_computed_as_two_are(batch):
     fusednorm.patch(own)
     for given in (x, x.to(torch.bfloat16)):
         found = results(own, own, given, given)
-        assert in_layout(found[0], True)
+        assert is_in_layout(found[0], True)
         wanted = results(lambda t: module(t.float().contiguous()).to(t.dtype), module, given, given)
         tolerance = 1e-4 if given is x else 0.02
         for got, want in zip(found, wanted, strict=True):
@@ -116,8 +116,8 @@ def test_functions_and_patched_modules_compute_all_strides(op, activation, count
         assert_close(results(lambda t, m=patched, a=act: a(m(t)), patched, x, dy), wanted)
         found = results(by_function, module, x, dy)
         assert_close(found, wanted)
-        if op == "group_norm" and (in_layout(x, False) or in_layout(x, True)):
-            assert in_layout(found[0], not in_layout(x, False))
+        if op == "group_norm" and (is_in_layout(x, False) or is_in_layout(x, True)):
+            assert is_in_layout(found[0], not is_in_layout(x, False))
         with torch.no_grad():
             torch.testing.assert_close(by_function(x), found[0].detach(), rtol=1e-5, atol=1e-5)
         assert_close(results(after_sum, module, x, dy), results(after_torchs_sum, module, x, dy))

@@ -24,7 +24,7 @@ def test_the_extension_is_found_in_tritons_cache(files, tmp_path):
     assert files.compiled.is_relative_to(tmp_path / "cache")
     files.compiled.unlink()
     assert files.find_compiled() is None
-    assert files.load_compiled_module() is None
+    assert files.try_load_compiled_module() is None
 
 
 def test_a_cache_that_is_moved_later_is_not_followed(files, tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_the_extension_of_an_installation_needs_no_cache(files, tmp_path, monkey
 def test_a_cache_that_may_not_be_read_has_no_extension(files, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert files.find_compiled() is None
-    assert files.load_compiled_module() is None
+    assert files.try_load_compiled_module() is None
 
 
 @pytest.mark.parametrize("what", ["compiled", "folder", "cache"])
@@ -60,7 +60,7 @@ def test_what_others_may_have_written_is_not_loaded(how, what, files, monkeypatc
     else:
         give_away(path, monkeypatch)
     with pytest.raises(PermissionError, match=f"expected {path} to be writable by its user alone"):
-        files.load_compiled_module()
+        files.try_load_compiled_module()
 
 
 def give_away(path, monkeypatch):
@@ -88,4 +88,4 @@ def test_a_folder_from_which_nobody_can_remove_others_files_may_be_written_by_ev
 
 def test_what_is_no_extension_is_refused(files):
     with pytest.raises(ImportError):
-        files.load_compiled_module()
+        files.try_load_compiled_module()

@@ -64,13 +64,13 @@ def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monke
     pass_, operands, others = "layer_norm_forward", of_rows(1, 40000), of_rows(5, 48)
     for each in (operands, others):
         each.call(pass_)
-    made = extension_calls.get_stream_workspace
+    made = extension_calls.get_or_allocate_stream_workspace
 
     def made_beside_a_call(*arguments):
         others.call(pass_)
         return made(*arguments)
 
-    monkeypatch.setattr(extension_calls, "get_stream_workspace", made_beside_a_call)
+    monkeypatch.setattr(extension_calls, "get_or_allocate_stream_workspace", made_beside_a_call)
     plans.clear()
     natively.launched.clear()
     result = operands.call(pass_)

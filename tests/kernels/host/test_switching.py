@@ -97,7 +97,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
     configure_extension(host_extension, autograd._compute_gradients, replay_cache.MAX_KINDS, launch)
     host_extension.clear_replays()
     note_workspaces(monkeypatch)
-    note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.get_stream_workspace", stream=0)
+    note_workspaces(monkeypatch, "fusednorm.launch.extension_calls.get_or_allocate_stream_workspace", stream=0)
     operands = Operands(5, 48)
     planned = operands.call(pass_)
     assert equal(operands.call(pass_), planned)
@@ -128,7 +128,7 @@ def files(monkeypatch):
     class Files:
         found, failure = None, None
 
-        def load_compiled_module(self):
+        def try_load_compiled_module(self):
             if self.failure:
                 raise self.failure
             return self.found

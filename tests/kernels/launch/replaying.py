@@ -156,7 +156,9 @@ def purpose_of(tensor):
     return _PURPOSES.get(tensor)
 
 
-def note_workspaces(monkeypatch, asked="fusednorm.launch.launch_template.get_stream_workspace", stream=69):
+def note_workspaces(
+    monkeypatch, asked="fusednorm.launch.launch_template.get_or_allocate_stream_workspace", stream=69
+):
     """The workspaces that are asked for again, with their purposes."""
     given = []
 

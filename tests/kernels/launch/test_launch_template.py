@@ -102,7 +102,7 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
             ((9, 2, 1), (16, programs, 7)),
             ((rows, 1, 1), (16, 7)),
         ]
-    assert not LaunchTemplate.from_launches([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).rules
+    assert not LaunchTemplate.from_launches([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).program_rules
 
 
 @pytest.mark.parametrize("purpose", ["exchange_buffer", "counters"])
@@ -116,7 +116,7 @@ def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, la
         asked.append(what)
         return given
 
-    monkeypatch.setattr("fusednorm.launch.launch_template.get_stream_workspace", workspace_of)
+    monkeypatch.setattr("fusednorm.launch.launch_template.get_or_allocate_stream_workspace", workspace_of)
     recipe.try_launch([16])
     assert asked == [(X.device, 69, planned.numel(), purpose)]
     assert launched[0][-1][:2] == (16, given.data_ptr())

@@ -35,11 +35,11 @@ def bind(array, device=DEVICES[0]):
 
 def test_a_stream_of_a_device_has_one_exchange_buffer_of_a_size(current):
     planned = bind(get_exchange_buffer(H200, 5))
-    assert memories.get_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
+    assert memories.get_or_allocate_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
     assert bind(get_exchange_buffer(H200, 5)) is planned
     others = [
-        memories.get_stream_workspace(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
-        memories.get_stream_workspace(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
+        memories.get_or_allocate_stream_workspace(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
+        memories.get_or_allocate_stream_workspace(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
         bind(get_exchange_buffer(H200, 500)),
         bind(get_counters(H200, 22)),
     ]
@@ -52,7 +52,7 @@ def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
     planned = bind(get_exchange_buffer(H200, 5))
     current.captures = True
     captured = [
-        memories.get_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
+        memories.get_or_allocate_stream_workspace(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
         bind(get_exchange_buffer(H200, 5)),
     ]
     assert len({box.data_ptr() for box in (planned, *captured)}) == 3

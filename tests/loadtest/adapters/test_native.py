@@ -29,7 +29,7 @@ def test_native_sends_what_the_client_sends(case):
     tensors = case.make_tensors()
     client = Client("http://127.0.0.1:8000", transport=httpx.MockTransport(answer))
     with pytest.raises(Exception, match="503"), client:
-        getattr(client, case.operation.replace("/", "_"))(**tensors, **case.make_client_options())
+        getattr(client, case.operation.replace("/", "_"))(**tensors, **case.make_nondefault_client_options())
     exchange = NativeAdapter().make_request(case, tensors)
     assert (exchange.method, exchange.target) == (sent[0].method, sent[0].url.raw_path.decode())
     assert b"".join(exchange.parts) == sent[0].content

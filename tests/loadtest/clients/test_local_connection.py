@@ -264,7 +264,7 @@ def test_one_thread_drives_many_and_checks_every_answer(server):
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=5.0
     )
-    assert [record.code for record in sender.send_each_once()] == ["ok"] * 4
+    assert [record.code for record in sender.send_and_check_each_once()] == ["ok"] * 4
     start = time.perf_counter()
     arrivals = ClosedLoopSchedule(
         LoadPhase("a", "closed", 0.2, connections=6), start, ArrivalGenerator((0, 1), [1.0] * 4)

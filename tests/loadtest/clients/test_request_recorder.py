@@ -24,7 +24,7 @@ def code_of(recorder, body):
     exchange = SentRequest(
         None, ScheduledRequest(0, 0.0, 0), 0.0, 0.0, False, None, response=ApiResponse(503, {}, memoryview(body))
     )
-    recorder.add_ended(exchange, 0.0)
+    recorder.defer_record(exchange, 0.0)
     recorder.record_oldest_ended()
     ((_, record),) = recorder.take_records()
     return record.code

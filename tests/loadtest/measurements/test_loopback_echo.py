@@ -1,5 +1,5 @@
 import pytest
-from normload.measurements.loopback_echo import LoopbackEcho, is_loopback, measure_echo
+from normload.measurements.loopback_echo import LoopbackEcho, measure_echo, resolves_to_loopback
 
 
 def test_the_echo_is_measured():
@@ -15,4 +15,4 @@ def test_bytes_go_there_and_back():
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("192.0.2.1", False)])
 def test_the_loopback_is_known(host, expected):
-    assert is_loopback(host) is expected
+    assert resolves_to_loopback(host) is expected

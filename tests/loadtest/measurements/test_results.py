@@ -113,7 +113,7 @@ def test_what_was_never_sent_was_not_sent():
         ]
     )
     result = made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=3), 0.0, 1.0, tally)])
-    assert result.count_by_status() == Counter({200: 4, 0: 1})
+    assert result.count_sent_by_status() == Counter({200: 4, 0: 1})
 
 
 def test_a_closed_loop_offers_nothing_and_is_no_sweep():

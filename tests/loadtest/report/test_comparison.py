@@ -59,8 +59,8 @@ def test_runs_of_different_scenarios_are_not_compared():
 
 def test_other_loads_are_said():
     before, after = made_result([0.01], rate=100.0), made_result([0.01], rate=150.0)
-    assert comparison.describe_load_differences([before], [before]) == []
-    assert comparison.describe_load_differences([before], [after]) == [
+    assert comparison.describe_offered_load_differences([before], [before]) == []
+    assert comparison.describe_offered_load_differences([before], [after]) == [
         "steady: offered 100.0/s before and 150.0/s after."
     ]
 

@@ -34,9 +34,9 @@ def of_several():
 
 
 def test_only_changes_are_shown(same, worse, capsys):
-    comparison_report.print_changes(make_console(), same)
+    comparison_report.print_significant_changes(make_console(), same)
     assert capsys.readouterr().out == "No change beyond noise: 8 values compared.\n"
-    comparison_report.print_changes(make_console(), worse, ["Another load."])
+    comparison_report.print_significant_changes(make_console(), worse, ["Another load."])
     *lines, last = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines]
     assert [row[1] for row in rows if row[:1] == ["steady"]] == ["p50", "p90", "p99", "p99.9"]
@@ -58,7 +58,7 @@ def test_a_summary_has_the_changes_as_a_table(same, worse):
 @pytest.mark.parametrize(("found", "has"), [("worse", False), ("of_several", True)])
 def test_the_spread_is_shown_of_several_runs(found, has, capsys, request):
     found = request.getfixturevalue(found)
-    comparison_report.print_changes(make_console(), found)
+    comparison_report.print_significant_changes(make_console(), found)
     assert ("spread before" in capsys.readouterr().out) == has
     header, _, *rows = comparison_report.render_markdown("steady", found).splitlines()[2:]
     assert ("spread after" in header) == has

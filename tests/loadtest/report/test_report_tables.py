@@ -45,7 +45,7 @@ def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
 
 
 def test_statuses_hold_the_warm_up_and_errors_do_not(result):
-    by_status = result.count_by_status()
+    by_status = result.count_sent_by_status()
     assert report_tables.format_statuses(result) == ", ".join(
         f"{status}: {by_status[status]}" for status in sorted(by_status)
     )

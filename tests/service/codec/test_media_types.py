@@ -19,15 +19,15 @@ def npz():
 def test_each_format_is_known_by_its_first_bytes():
     file = io.BytesIO()
     np.save(file, X)
-    assert media_types.detect_media_type(file.getvalue()) == media_types.NPY
-    assert media_types.detect_media_type(safetensors.numpy.save({"x": X})) == media_types.SAFETENSORS
-    assert media_types.detect_media_type(memoryview(safetensors.numpy.save({}))) == media_types.SAFETENSORS
-    assert media_types.detect_media_type(b"\x04\0\0\0\0\0\0\0 \n{}") == media_types.SAFETENSORS
+    assert media_types.detect_binary_media_type(file.getvalue()) == media_types.NPY
+    assert media_types.detect_binary_media_type(safetensors.numpy.save({"x": X})) == media_types.SAFETENSORS
+    assert media_types.detect_binary_media_type(memoryview(safetensors.numpy.save({}))) == media_types.SAFETENSORS
+    assert media_types.detect_binary_media_type(b"\x04\0\0\0\0\0\0\0 \n{}") == media_types.SAFETENSORS
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"a=1&b=2&c=3", b"\x80\x04\x95pickle", npz()])
 def test_anything_else_is_unknown(body):
-    assert media_types.detect_media_type(body) is None
+    assert media_types.detect_binary_media_type(body) is None
 
 
 def test_both_names_of_safetensors_are_answered_alike():
@@ -59,8 +59,8 @@ def mangled(encoding):
     ],
 )
 def test_what_is_often_sent_by_mistake_is_named(content, said):
-    assert media_types.detect_media_type(content) is None
-    found = media_types.describe_unsupported_format(content)
+    assert media_types.detect_binary_media_type(content) is None
+    found = media_types.suggest_supported_format(content)
     assert said in found
     assert bool(found) is bool(said)
 
@@ -89,4 +89,4 @@ def saved(save, *values):
     ],
 )
 def test_archives_are_told_apart(content, said):
-    assert media_types.describe_unsupported_format(memoryview(content)).startswith(said)
+    assert media_types.suggest_supported_format(memoryview(content)).startswith(said)

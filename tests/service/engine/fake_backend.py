@@ -37,7 +37,7 @@ class FakeBackend:
     def run(self, batch):
         return self._noted(self.results.popleft() if self.results else EXECUTION)
 
-    def compile_kernels(self, job):
+    def compile_and_load_kernels(self, job):
         return self._noted(None)
 
     def translate_error(self, error):

@@ -85,7 +85,7 @@ class FakeExecutor:
         self.here.append(batch)
         return WorkOutcome(time.perf_counter(), value=Flying(batch))
 
-    def run_inline(self, batch):
+    def run_and_poll_inline(self, batch):
         self.here.append(batch)
         return WorkOutcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
 

@@ -29,48 +29,48 @@ def compilation(clock):
 
 def test_first_of_a_class_asks_for_it_and_the_rest_wait(compilation):
     jobs = [job(1, 4), job(2, 4)]
-    assert compilation.add_job("a", jobs[0])
-    assert not compilation.add_job("a", jobs[1])
+    assert compilation.add_waiting_job("a", jobs[0])
+    assert not compilation.add_waiting_job("a", jobs[1])
     assert "a" not in compilation
-    assert list(compilation.end_compilation("a", has_succeeded=True)) == jobs
+    assert list(compilation.end_compilation_and_take_jobs("a", has_succeeded=True)) == jobs
     assert "a" in compilation
     assert len(compilation) == 0
 
 
 def test_class_that_failed_is_asked_for_again(compilation):
-    compilation.add_job("a", job(1, 4))
-    compilation.end_compilation("a", has_succeeded=False)
-    assert compilation.add_job("a", job(1, 4))
+    compilation.add_waiting_job("a", job(1, 4))
+    compilation.end_compilation_and_take_jobs("a", has_succeeded=False)
+    assert compilation.add_waiting_job("a", job(1, 4))
 
 
 def test_discarded_job_waits_no_more(compilation):
     stays, goes = job(1, 4), job(1, 4)
     for each in (stays, goes):
-        compilation.add_job("a", each)
+        compilation.add_waiting_job("a", each)
     compilation.discard_job(goes)
     compilation.discard_job(goes)
     assert list(compilation.list_jobs()) == [stays]
-    assert list(compilation.end_compilation("a", has_succeeded=True)) == [stays]
+    assert list(compilation.end_compilation_and_take_jobs("a", has_succeeded=True)) == [stays]
 
 
 def test_rate_is_bounded_and_says_when_to_come_back(compilation, clock):
-    compilation.add_job("a", job(1, 4))
-    compilation.add_job("b", job(1, 4))
+    compilation.add_waiting_job("a", job(1, 4))
+    compilation.add_waiting_job("b", job(1, 4))
     with pytest.raises(OverloadedError) as refused:
-        compilation.add_job("c", job(1, 4))
+        compilation.add_waiting_job("c", job(1, 4))
     assert refused.value.retry_after_s == pytest.approx(30)
     # Those who wait for a class that is under way cost nothing.
-    compilation.add_job("a", job(1, 4))
+    compilation.add_waiting_job("a", job(1, 4))
     clock.now += refused.value.retry_after_s
-    assert compilation.add_job("c", job(1, 4))
+    assert compilation.add_waiting_job("c", job(1, 4))
 
 
 def test_number_is_bounded(clock):
     compilation = CompilationQueue(max_classes=3, max_per_minute=1000, clock=clock)
     compilation.add_compiled(["a", "b"])
-    compilation.add_job("c", job(1, 4))
+    compilation.add_waiting_job("c", job(1, 4))
     with pytest.raises(OverloadedError):
-        compilation.add_job("d", job(1, 4))
+        compilation.add_waiting_job("d", job(1, 4))
 
 
 SAME = {

@@ -116,7 +116,7 @@ def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backe
     landing = Landing()
     landing.may_end.set()
     backend.results.append(landing)
-    assert executor.run_inline(Batch((job(1, 4),))).value is EXECUTION
+    assert executor.run_and_poll_inline(Batch((job(1, 4),))).value is EXECUTION
     assert landing.thread == threading.get_ident()
     assert len(replies.all) == 1
 
@@ -124,7 +124,7 @@ def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backe
 def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies):
     landing = Landing()
     backend.results.append(landing)
-    outcome = executor.run_inline(Batch((job(1, 4),)))
+    outcome = executor.run_and_poll_inline(Batch((job(1, 4),)))
     executor.submit_wait(outcome, QueueLane.SMALL, replies)
     took_off = time.perf_counter()
     landing.may_end.set()
@@ -188,14 +188,14 @@ def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
     landing.may_end.set()
     landing.error = MemoryError()
     backend.results.append(landing)
-    assert isinstance(executor.run_inline(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
+    assert isinstance(executor.run_and_poll_inline(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
 
 
 def test_device_that_fails_while_it_is_watched_says_what_it_means(executor, backend, replies):
     landing = Landing()
     landing.fault = DeviceFailureError("gone")
     backend.results.append(landing)
-    assert executor.run_inline(Batch((job(1, 4),))).error.detail == "gone"
+    assert executor.run_and_poll_inline(Batch((job(1, 4),))).error.detail == "gone"
     assert len(replies.all) == 1
 
 

@@ -75,7 +75,7 @@ async def test_who_is_told_may_forget_its_job_and_ask_again():
     replies.record_start(Batch(jobs))
     replies.resolve(Batch(jobs), execution_of(*jobs), time.perf_counter())
     # It has run: there is no deadline to keep.
-    replies.enforce_deadline(jobs[0])
+    replies.begin_deadline_timer(jobs[0])
     assert len(told) == 2
     assert replies.is_pending(next_job)
 
@@ -90,7 +90,7 @@ async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
         told.set()
 
     replies.add(work, time.perf_counter() + 0.001, hear)
-    replies.enforce_deadline(work)
+    replies.begin_deadline_timer(work)
     await told.wait()
     assert late == [work, DeadlineExceededError]
 
@@ -109,7 +109,7 @@ async def test_each_is_late_at_its_own_time_in_whatever_order_they_came():
     for number, seconds in enumerate((60.0, 0.01, 0.05, 60.0)):
         deadlines.append(time.perf_counter() + seconds)
         replies.add(jobs[number], deadlines[number], functools.partial(hear, number))
-        replies.enforce_deadline(jobs[number])
+        replies.begin_deadline_timer(jobs[number])
     await all_told.wait()
     assert late == [jobs[1], jobs[2]]
     assert {error for error, _ in told.values()} == {DeadlineExceededError}
@@ -124,7 +124,7 @@ async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
     replies, runs, gone, waits = PendingJobs(late.append), job(1, 4), job(1, 4), job(1, 4)
     for number, each in enumerate((runs, gone, waits)):
         replies.add(each, time.perf_counter() + 0.01 * (number + 1), lambda _: told.set())
-        replies.enforce_deadline(each)
+        replies.begin_deadline_timer(each)
     replies.record_start(Batch((runs,)))
     replies.remove(gone)
     await told.wait()
@@ -135,9 +135,9 @@ async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
 async def test_what_runs_is_late_no_more():
     replies, work = PendingJobs(pytest.fail), job(1, 4)
     replies.add(work, time.perf_counter() + 0.1, pytest.fail)
-    replies.enforce_deadline(work)
+    replies.begin_deadline_timer(work)
     replies.record_start(Batch((work,)))
-    replies.enforce_deadline(work)
+    replies.begin_deadline_timer(work)
     await asyncio.sleep(0.11)
 
 

@@ -49,7 +49,7 @@ class Client:
     async def read(self, reader: BodyReader) -> memoryview:
         """The body, or nothing is held any more: an answer may take its time."""
         try:
-            return await reader.receive_body(self.exchange)
+            return await reader.admit_and_receive_body(self.exchange)
         except NormserveError:
             assert self.exchange.permit is None or self.exchange.permit._budget is None
             assert not self.reception.is_receiving

@@ -79,7 +79,7 @@ class Chunked:
 def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
     exchange = make_exchange(AdmissionBudget(max_requests=4, max_bytes=64 * MIB), reception(nbytes))
-    return asyncio.run(reader.receive_body(exchange))
+    return asyncio.run(reader.admit_and_receive_body(exchange))
 
 
 def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
@@ -114,7 +114,7 @@ def test_a_body_that_was_cut_off_before_needs_no_permit(slabs):
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
     exchange = make_exchange(AdmissionBudget(max_requests=0, max_bytes=0), CutOff(8 * MIB))
     with pytest.raises(RequestTimeoutError):
-        asyncio.run(reader.receive_body(exchange))
+        asyncio.run(reader.admit_and_receive_body(exchange))
     assert exchange.permit is None
 
 
@@ -151,7 +151,7 @@ def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(s
     async def stall() -> None:
         stalls = RealReception(announced, lambda: bytearray(b"first"))
         exchange = make_exchange(limits, stalls)
-        reading = asyncio.ensure_future(reader.receive_body(exchange))
+        reading = asyncio.ensure_future(reader.admit_and_receive_body(exchange))
         await asyncio.sleep(0)
         assert slabs.used_bytes > 0
         now[0] += 2
@@ -171,7 +171,7 @@ def test_no_body_is_received_before_the_server_is_ready(slabs):
     async def run():
         asked = ExchangeScene()
         with pytest.raises(NotReadyError):
-            await reader(slabs).receive_operation_body(asked.exchange)
+            await reader(slabs).receive_body_and_mark_in_progress(asked.exchange)
         assert asked.limits.request_count == 0
         assert asked.exchange.permit is None
         assert asked.progress.is_idle
@@ -183,7 +183,7 @@ def test_work_begins_once_the_body_is_whole(slabs):
     async def run():
         asked = ExchangeScene()
         await asked.start()
-        assert bytes(await reader(slabs).receive_operation_body(asked.exchange)) == b""
+        assert bytes(await reader(slabs).receive_body_and_mark_in_progress(asked.exchange)) == b""
         record = asked.exchange.record
         assert (record.stage_seconds["recv"], record.current_stage) == (
             asked.exchange.incoming_body.receive_s,

@@ -3,7 +3,7 @@
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
 from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
-from normserve.jobs.validation import check_layer_parameters, list_tensor_names, make_validated_job
+from normserve.jobs.validation import check_layer_parameters, list_accepted_tensor_names, make_validated_job
 from normserve.memory.tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
@@ -106,9 +106,9 @@ def test_weight_offset_needs_a_weight(tensors):
 @pytest.mark.parametrize("direction", PassDirection)
 def test_scale_and_shift_are_groups_alone(direction):
     for op in LAYER_OPS:
-        names = list_tensor_names(op, direction)
+        names = list_accepted_tensor_names(op, direction)
         assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
-        beside_a_layer = list_tensor_names(op, direction, parameters_in_layer=True)
+        beside_a_layer = list_accepted_tensor_names(op, direction, parameters_in_layer=True)
         assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
 
 

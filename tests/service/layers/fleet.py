@@ -43,7 +43,7 @@ class Process:
     async def start(self, *of_checkpoint: str) -> "Process":
         self.server = await self.siblings.start_listening()
         for name in of_checkpoint:
-            self.registry.put(layer(name, b"checkpoint"))
+            self.registry.put_or_replace(layer(name, b"checkpoint"))
         await self.changes.synchronise()
         return self
 
@@ -52,7 +52,7 @@ class Process:
         return {each.name: each.backend_parameters for each in self.registry.list_layers()}
 
     async def put(self, name: str, query: bytes = b"first") -> bool:
-        return (await self.changes.register(name, query, BODY))[1]
+        return (await self.changes.register_or_replace(name, query, BODY))[1]
 
     async def _make(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         if self.at_making is not None:

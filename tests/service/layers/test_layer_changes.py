@@ -154,7 +154,7 @@ async def test_whoever_ends_in_the_middle_of_a_change_leaves_it_done_or_undone(f
     """Everything that a killed process does for others is that its sockets and its locks go."""
     for committed in (False, True):
         name = f"committed {committed}"
-        async with fleet.a.changes._hold_fleet_lock(), fleet.a.siblings.connect_all() as links:
+        async with fleet.a.changes._hold_fleet_lock(), fleet.a.siblings.connect_all_listening() as links:
             await fleet.a.journal.stage(name, "change", b"first", [BODY])
             await links[0].send_request({"do": "prepare", "name": name, "change": "change"}, 1)
             if committed:
@@ -234,7 +234,7 @@ async def test_without_descriptors_nothing_is_changed(fleet):
         raise OSError(24, "Too many open files")
         yield
 
-    fleet.a.siblings.connect_all = exhausted
+    fleet.a.siblings.connect_all_listening = exhausted
     with pytest.raises(ChangeFailedError, match="Too many open files"):
         await fleet.a.put("a")
     fleet.a.changes._lock.hold = lambda timeout_s: exhausted()
@@ -310,9 +310,9 @@ def test_a_process_alone_needs_no_journal():
     async def play() -> None:
         changes = LayerChanges(registry, SiblingProcesses(None), make)
         await changes.synchronise()
-        assert [(await changes.register("a", b"", BODY))[1] for _ in range(2)] == [False, True]
+        assert [(await changes.register_or_replace("a", b"", BODY))[1] for _ in range(2)] == [False, True]
         with pytest.raises(TooLargeError):
-            await changes.register("b", b"", BODY)
+            await changes.register_or_replace("b", b"", BODY)
         await changes.remove("a")
         with pytest.raises(UnknownLayerError):
             await changes.remove("a")

@@ -22,7 +22,7 @@ from normserve.local.server_connection import LocalServerConnection
 from normserve.memory.device_segments import ShareableDevice
 from normserve.peers.sibling_processes import SiblingProcesses
 from normserve.requests.key_authorisation import KeyAuthorisation
-from normserve.requests.layer_requests import load_layer
+from normserve.requests.layer_requests import load_layer_onto_device
 from normserve.requests.memory_admission import MemoryAdmission
 from normserve.requests.request_lifecycle import RequestServices
 
@@ -84,7 +84,7 @@ class Client:
         self.progress = self.engine.launch_progress
         admission, metrics = MemoryAdmission(self.engine, 2**40), self.scene.metrics
         requests = RequestServices(self.engine, self.limits, admission, self.progress, metrics, timeout_ms=20_000)
-        make = functools.partial(load_layer, self.engine, self.layer_messages)
+        make = functools.partial(load_layer_onto_device, self.engine, self.layer_messages)
         self.host_allocator = HostSegmentAllocator(64 * MIB)
         self.orphaned_segments = OrphanedSegments()
         self.driver = FakeDriver()
@@ -117,7 +117,7 @@ class Client:
         connection.start(FakeWire(connection))
         return connection
 
-    async def start(self, *, greet: bool = True) -> None:
+    async def start_and_capture_when_due(self, *, greet: bool = True) -> None:
         """Start the engine, and say hello."""
         await self.engine.start()
         self.engine.accept_jobs()
@@ -175,7 +175,7 @@ def played(body: Callable, **options) -> None:
 
     async def run() -> None:
         client = Client(**options)
-        await client.start()
+        await client.start_and_capture_when_due()
         assert (await client.request(frames.GrowArenaMessage(1))).segment == 0
         client.wire.sent.clear()
         await turn()

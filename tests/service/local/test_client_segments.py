@@ -101,7 +101,7 @@ def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
         theirs[3] = 9
         segments = [segment]
         del segment
-        OrphanedSegments().free_segments(segments)
+        OrphanedSegments().submit_segments_for_freeing(segments)
         while memory.nbytes:
             await asyncio.sleep(0.01)
         assert theirs[3] == 0

@@ -33,7 +33,7 @@ class Lender:
     async def end_of_process(self) -> None:
         """What `OrphanedSegments` does when a process has ended."""
         segments = [weakref.ref(each) for each in self.spent]
-        self.leftovers.free_segments([*self.spent])
+        self.leftovers.submit_segments_for_freeing([*self.spent])
         self.spent.clear()
         while any(segment() for segment in segments):
             await asyncio.sleep(0.001)

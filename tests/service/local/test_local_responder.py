@@ -95,7 +95,7 @@ def test_only_errors_of_the_server_itself_are_logged_with_whose_request_it_was(c
 
     async def run():
         client = Client(keys=Keyring([key], clock=lambda: 0.0))
-        await client.start(greet=False)
+        await client.start_and_capture_when_due(greet=False)
         await client.request(frames.HelloMessage(frames.VERSION, "secret"))
         await client.request(frames.GrowArenaMessage(1))
         client.send(client.compute(query="layer=none"), 1)

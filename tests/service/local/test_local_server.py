@@ -8,7 +8,7 @@ import pytest
 import uvloop
 from normserve.local import local_server
 from normserve.local.local_server import LocalServer
-from normserve.local.local_session import LocalUsers
+from normserve.local.local_session import AllowedLocalUsers
 
 from tests.service.local.fake_wire import Client
 
@@ -23,7 +23,7 @@ def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch
     monkeypatch.setattr(local_server, "_SWEEP_S", 0.01)
 
     async def run():
-        serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
+        serving = LocalServer(Client().service, AllowedLocalUsers(""), frame_s=5, send_s=5)
         ended = []
         pairs = [socket.socketpair() for _ in range(2)]
         for number, (_, ours) in enumerate(pairs):
@@ -52,7 +52,7 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
             monkeypatch.setattr(local_server.PeerProcess, "from_socket", gone)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 4242)
-        serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
+        serving = LocalServer(Client().service, AllowedLocalUsers(""), frame_s=5, send_s=5)
         ended = []
         theirs, ours = socket.socketpair()
         with theirs:

@@ -41,7 +41,7 @@ def keyring(*keys):
 def session(keys=None, key_name=None, *, hello=GREETING):
     made = LocalSession(7, key_name, None if keys is None else KeyAuthorisation(keys, "in hello"))
     if hello is not None:
-        made.accept_hello(hello, {})
+        made.store_hello_and_make_response(hello, {})
     return made
 
 
@@ -54,7 +54,7 @@ def authorise(of, needed=INFER):
 
 
 def test_the_greeting_says_what_clients_must_know():
-    greeting = session(hello=None).accept_hello(HelloMessage(VERSION), {"device": None})
+    greeting = session(hello=None).store_hello_and_make_response(HelloMessage(VERSION), {"device": None})
     assert greeting == {
         "version": VERSION,
         "alignment": ALIGNMENT,
@@ -72,7 +72,7 @@ def test_nothing_comes_before_hello():
 def test_a_hello_of_another_version_is_none(version):
     of = session(hello=None)
     with pytest.raises(InvalidParameterError, match="version"):
-        of.accept_hello(HelloMessage(version), {})
+        of.store_hello_and_make_response(HelloMessage(version), {})
     with pytest.raises(MalformedPayloadError):
         authorise(of)
 
@@ -80,7 +80,7 @@ def test_a_hello_of_another_version_is_none(version):
 def test_a_hello_of_another_version_leaves_what_was_said_before():
     of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     with pytest.raises(InvalidParameterError):
-        of.accept_hello(HelloMessage(VERSION + 1, "other"), {})
+        of.store_hello_and_make_response(HelloMessage(VERSION + 1, "other"), {})
     assert authorise(of)[0].key == "batch"
 
 
@@ -149,7 +149,7 @@ def test_a_key_is_asked_for_at_each_message():
     keys.replace_keys([key("batch", b"new")])
     with pytest.raises(UnauthorizedError):
         authorise(of)
-    of.accept_hello(HelloMessage(VERSION, "new"), {})
+    of.store_hello_and_make_response(HelloMessage(VERSION, "new"), {})
     assert authorise(of)[0].key == "batch"
 
 
@@ -167,7 +167,7 @@ def test_requests_of_a_key_are_counted_and_refused_ones_are_not():
 def test_who_greets_anew_is_nobody_until_the_key_is_known():
     of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     authorise(of)
-    of.accept_hello(HelloMessage(VERSION, "wrong"), {})
+    of.store_hello_and_make_response(HelloMessage(VERSION, "wrong"), {})
     with pytest.raises(UnauthorizedError):
         authorise(of)
     # Otherwise the access log would say that this key sent it.

@@ -10,7 +10,7 @@ import sys
 import pytest
 from normserve.errors import ForbiddenError
 from normserve.local import local_session as peer_module
-from normserve.local.local_session import LocalUsers, PeerProcess
+from normserve.local.local_session import AllowedLocalUsers, PeerProcess
 
 OWN = os.geteuid()
 # Of sockets, that no kernel has.
@@ -18,7 +18,7 @@ NO_OPTION = 2**15
 
 
 def test_the_servers_own_user_is_always_admitted():
-    users = LocalUsers("")
+    users = AllowedLocalUsers("")
     assert users.find_key_name(OWN) is None
     assert not users.has_other_users
     with pytest.raises(ForbiddenError):
@@ -26,7 +26,7 @@ def test_the_servers_own_user_is_always_admitted():
 
 
 def test_listed_users_have_their_keys():
-    users = LocalUsers(f"{OWN + 1},{OWN + 2}=batch")
+    users = AllowedLocalUsers(f"{OWN + 1},{OWN + 2}=batch")
     assert users.has_other_users
     assert [users.find_key_name(OWN + number) for number in range(3)] == [None, None, "batch"]
     with pytest.raises(ForbiddenError, match="local-users"):
@@ -35,7 +35,7 @@ def test_listed_users_have_their_keys():
 
 def test_users_without_a_number_here_are_never_admitted():
     with pytest.raises(ForbiddenError):
-        LocalUsers("65534").find_key_name(65534)
+        AllowedLocalUsers("65534").find_key_name(65534)
 
 
 def test_a_peer_is_the_process_that_connected():
@@ -51,7 +51,7 @@ def test_what_is_no_unix_socket_has_no_peer():
         # All ones is no user: neither the server's own, nor one that may be listed.
         assert told.uid == 2**32 - 1
         with pytest.raises(ForbiddenError):
-            LocalUsers("").find_key_name(told.uid)
+            AllowedLocalUsers("").find_key_name(told.uid)
 
 
 def test_a_closed_connection_has_no_peer():

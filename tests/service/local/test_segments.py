@@ -46,7 +46,7 @@ def test_a_segment_that_a_request_uses_stays_until_it_is_answered():
 def test_nothing_of_a_connection_that_has_ended_is_kept():
     async def run():
         client = Client()
-        await client.start()
+        await client.start_and_capture_when_due()
         await client.request(frames.GrowArenaMessage(1))
         client.send(client.compute(), 1)
         await client.finish()

@@ -73,7 +73,7 @@ def test_what_is_no_message_is_refused_and_the_connection_goes_on(content):
 def test_before_hello_nothing_is_done():
     async def run():
         client = Client()
-        await client.start(greet=False)
+        await client.start_and_capture_when_due(greet=False)
         for message in (
             frames.GrowArenaMessage(1),
             frames.GetInfoMessage(),
@@ -285,7 +285,7 @@ def test_key_and_rate_are_checked_for_each_frame_that_comes_again(parsed):
             await client.finish()
             return client.statuses()[1]
 
-        await client.start(greet=False)
+        await client.start_and_capture_when_due(greet=False)
         assert (await client.request(frames.HelloMessage(frames.VERSION, "secret"))).status == 200
         assert (await client.request(frames.GrowArenaMessage(1))).status == 200
         parsed.clear()
@@ -385,7 +385,7 @@ def test_an_unknown_error_is_not_told(caplog, monkeypatch):
     def fail(*_):
         raise RuntimeError("the secret of another client")
 
-    monkeypatch.setattr(server_connection, "make_response", fail)
+    monkeypatch.setattr(server_connection, "make_response_and_complete_record", fail)
 
     async def body(client):
         client.send(client.compute(), 1)

@@ -100,7 +100,7 @@ def test_a_key_has_no_more_inside_than_its_quota(limit, status):
 
     async def run():
         client = Client(keys=Keyring([key], clock=lambda: 0.0))
-        await client.start(greet=False)
+        await client.start_and_capture_when_due(greet=False)
         await client.request(frames.HelloMessage(frames.VERSION, "secret"))
         await client.request(frames.GrowArenaMessage(1))
         client.wire.sent.clear()

@@ -6,7 +6,7 @@ import weakref
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import pytest
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 
 
 class LingeringExecutor(ThreadPoolExecutor):
@@ -48,7 +48,7 @@ def test_what_is_made_ends_with_the_callers_last_reference():
     executor = LingeringExecutor()
 
     async def body() -> None:
-        made = await make_on_thread(Memory)
+        made = await make_unretained_on_thread(Memory)
         ended = weakref.ref(made)
         del made
         # The future of the thread goes with the loop's next turns.
@@ -65,8 +65,8 @@ def test_what_is_made_ends_with_the_callers_last_reference():
 
 def test_arguments_are_passed_on_and_errors_raised():
     async def body() -> None:
-        assert await make_on_thread(int, "11", base=2) == 3
+        assert await make_unretained_on_thread(int, "11", base=2) == 3
         with pytest.raises(ValueError, match="invalid literal"):
-            await make_on_thread(int, "x")
+            await make_unretained_on_thread(int, "x")
 
     asyncio.run(asyncio.wait_for(body(), 20))

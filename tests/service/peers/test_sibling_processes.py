@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from normserve.codec.framing import PREFIX
 from normserve.errors import NormserveError
 from normserve.peers import sibling_processes
-from normserve.peers.sibling_processes import FleetPosition, FrameStream, SiblingProcesses, SiblingRefusedError
+from normserve.peers.sibling_processes import FleetPosition, FrameStream, SiblingProcesses, SiblingResponseError
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
 def test_one_that_is_not_there_holds_nothing_up(place):
     async def play() -> None:
         assert await SiblingProcesses(place).request_all("metrics") == {}
-        async with SiblingProcesses(place).connect_all() as links:
+        async with SiblingProcesses(place).connect_all_listening() as links:
             assert links == []
 
     asyncio.run(play())
@@ -72,7 +72,7 @@ def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(plac
     async def play():
         connected = []
         server = await asyncio.start_unix_server(lambda *ends: connected.append(ends), place.get_socket_path(1))
-        async with SiblingProcesses(place).connect_all() as links, server:
+        async with SiblingProcesses(place).connect_all_listening() as links, server:
             (link,) = links
             while not connected:
                 await asyncio.sleep(0.001)
@@ -102,11 +102,11 @@ def test_a_sibling_says_why_it_cannot(place):
 
     async def play() -> None:
         there = listening(other(place), refuse=refuse, break_down=break_down)
-        async with there, SiblingProcesses(place).connect_all() as links:
+        async with there, SiblingProcesses(place).connect_all_listening() as links:
             for question in ({"do": "break_down"}, {"do": "unheard of"}):
-                with pytest.raises(SiblingRefusedError, match="an error of its own"):
+                with pytest.raises(SiblingResponseError, match="an error of its own"):
                     await links[0].send_request(question, 1)
-            with pytest.raises(SiblingRefusedError, match="not this"):
+            with pytest.raises(SiblingResponseError, match="not this"):
                 await links[0].send_request({"do": "refuse", "what": "this"}, 1)
 
     asyncio.run(play())
@@ -121,10 +121,10 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
 
     async def play() -> None:
         async with listening(other(place), begin=begin):
-            async with SiblingProcesses(place).connect_all() as links:
+            async with SiblingProcesses(place).connect_all_listening() as links:
                 await links[0].send_request({"do": "begin", "name": "closed"}, 1)
                 assert ended == []
-            async with SiblingProcesses(place).connect_all() as links:
+            async with SiblingProcesses(place).connect_all_listening() as links:
                 await links[0].send_request({"do": "begin", "name": "aborted"}, 1)
                 links[0]._stream._writer.transport.abort()
             while len(ended) < 2:
@@ -227,8 +227,8 @@ def test_what_is_no_answer_is_no_success(place, said, reason):
 
     async def play() -> None:
         there = await asyncio.start_unix_server(say, place.get_socket_path(1))
-        async with there, SiblingProcesses(place).connect_all() as links:
-            with pytest.raises(SiblingRefusedError, match=reason):
+        async with there, SiblingProcesses(place).connect_all_listening() as links:
+            with pytest.raises(SiblingResponseError, match=reason):
                 await links[0].send_request({"do": "metrics"}, 1)
             assert await SiblingProcesses(place).request_all("metrics") == {}
 

@@ -56,7 +56,7 @@ def say(process: ChildSlot, *numbers: int) -> None:
 
 def wait(process: ChildSlot, seconds: float) -> None:
     for _ in range(round(seconds / BEAT_S)):
-        process.handle_silence(BEAT_S)
+        process.add_silence(BEAT_S)
 
 
 def test_what_it_said_last_is_what_it_is(process):

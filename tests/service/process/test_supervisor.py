@@ -27,7 +27,7 @@ def end_with(fleet: FleetSupervisor, code: int, *, was_told: bool, was_ready: bo
 
     async def run() -> int:
         if was_told:
-            fleet._stop_processes()
+            fleet._drain_owners_or_stop_all()
         if was_ready:
             process.ready_event.set()
         return code
@@ -112,7 +112,7 @@ def test_a_process_that_ends_soon_is_started_after_longer_and_longer_pauses(
         starts.append(time.monotonic())
         process.ready_event.set()
         if len(starts) == 3:
-            fleet._stop_processes()
+            fleet._drain_owners_or_stop_all()
         return 9
 
     process.run_process = run

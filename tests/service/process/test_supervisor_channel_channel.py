@@ -63,10 +63,10 @@ def test_signs_do_not_pile_up_while_nobody_hears_them(sockets):
     async def play() -> None:
         channel = Process(sockets[0]).channel
         while not channel._report_writer.is_backlogged:
-            channel._send_heartbeat()
+            channel._report_readiness_regularly()
         before = len(channel._report_writer._unsent)
         for _ in range(100):
-            channel._send_heartbeat()
+            channel._report_readiness_regularly()
         assert len(channel._report_writer._unsent) == before
         asyncio.get_running_loop().remove_writer(sockets[0])
 

@@ -62,7 +62,7 @@ def saved(array: np.ndarray) -> bytes:
 
 def http(prepared: PreparedCallCache) -> dict[str, Call]:
     operation = OperationEndpoint(None, None, prepared, Op.LAYER_NORM, PassDirection.FORWARD)
-    sender = SimpleNamespace(client_identity=ClientIdentity("here"), charge_copy=lambda nbytes: None)
+    sender = SimpleNamespace(client_identity=ClientIdentity("here"), charge_body_copy=lambda nbytes: None)
     ranges = ",".join(chr(97 + number % 26) + chr(97 + number // 26) for number in range(400)).encode()
     head = operation.prepare_head(b"", {}, "here")
 

@@ -72,7 +72,7 @@ def test_what_never_fits_is_told_apart_from_what_does_not_fit_now():
 def test_a_body_and_its_copy():
     admission = MemoryAdmission(SimpleNamespace(device_description=None), 100)
     permit = FakePermit(100)
-    admission.charge_copy(permit, 50)
+    admission.charge_body_copy(permit, 50)
     assert permit.taken == 50
     with pytest.raises(TooLargeError, match="takes 102 bytes"):
-        admission.charge_copy(permit, 51)
+        admission.charge_body_copy(permit, 51)

@@ -201,7 +201,7 @@ def test_a_body_is_not_held_by_the_problem_that_was_sent():
 def test_the_deadline_counts_from_the_arrival(default, given):
     async def body(server):
         request = Sent(replace(server.services, timeout_ms=default))
-        assert request.compute_deadline(given) == pytest.approx(request.record.began_at + 0.02)
+        assert request.compute_start_deadline(given) == pytest.approx(request.record.began_at + 0.02)
         request.record.began_at = time.perf_counter() - 1
         with pytest.raises(DeadlineExceededError):
             server.begin(request, timeout_ms=given)
@@ -216,7 +216,7 @@ def test_memory_and_permits_have_limits():
         with pytest.raises(TooLargeError):
             server.begin(Sent(server.services), rows=2**14)
         with pytest.raises(TooLargeError):
-            Sent(server.services).charge_copy(2**18)
+            Sent(server.services).charge_body_copy(2**18)
         with pytest.raises(OverloadedError):
             Sent(server.services).acquire_permit(1)
         assert not server.scene.executor.running

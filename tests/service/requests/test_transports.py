@@ -129,7 +129,7 @@ async def over_front_ends_that_receive(error: Exception) -> Refused:
 
 async def over_shared_memory(error: Exception) -> Refused:
     client = Client()
-    await client.start()
+    await client.start_and_capture_when_due()
     await client.request(frames.GrowArenaMessage(1))
     client.wire.sent.clear()
     held = fail_to_begin(client.engine, client.limits, error)

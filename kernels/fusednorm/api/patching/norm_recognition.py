@@ -117,14 +117,14 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
         raise UnpatchableModuleError("timm's fast norm is switched on, which autocast treats otherwise")
     of_timm = _TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
     if of_timm is not None and isinstance(module, of_timm):
-        return _recognise_timm_norm(module, of_timm)
+        return _recognise_timm_norm_by_results(module, of_timm)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
         raise UnpatchableModuleError(f"{kind.__name__} has a forward of its own")
     if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
         raise UnpatchableModuleError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
     if kind.__module__.startswith("torch."):
         raise UnpatchableModuleError(f"no kernel for {kind.__name__}")
-    return _recognise_by_results(module)
+    return _recognise_rms_norm_by_results(module)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
@@ -199,7 +199,7 @@ _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
 }
 
 
-def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
+def _recognise_timm_norm_by_results(module: Any, base: type[nn.Module]) -> RecognisedNorm:
     """Recognise a norm of timm, whose results on random data must be those of torch's class `base`.
 
     Raises:
@@ -217,7 +217,7 @@ def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
     return found
 
 
-def _recognise_by_results(module: Any) -> RecognisedNorm:
+def _recognise_rms_norm_by_results(module: Any) -> RecognisedNorm:
     """Recognise an RMSNorm of any class by its results on random data.
 
     Raises:

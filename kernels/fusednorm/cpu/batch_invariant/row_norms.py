@@ -282,7 +282,7 @@ class RowResults:
         For a y in float8, y is divided by the scale of each row first, in its memory.
         """
         if self._scale is not None:
-            self._scale.view(-1)[piece] = scale_rows_(y)
+            self._scale.view(-1)[piece] = scale_rows_for_float8_(y)
         self._y_rows[piece] = y
         if self._rstd is not None and rstd is not None:
             self._rstd.view(-1)[piece] = rstd[:, 0]
@@ -294,7 +294,7 @@ class RowResults:
         return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 
 
-def scale_rows_(y: Tensor) -> Tensor:
+def scale_rows_for_float8_(y: Tensor) -> Tensor:
     """Divide each row of y, in place, by the scale that fits it to float8_e4m3fn; return the scales [rows].
 
     Later, a copy of y in float8_e4m3fn rounds the values.  The bits are those of

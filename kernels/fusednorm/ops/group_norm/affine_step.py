@@ -33,7 +33,7 @@ class AffineParameters(NamedTuple):
 
 
 @triton.jit
-def _load_optional(ptr, at):
+def _load_as_tuple(ptr, at):
     """Load a tile or a scalar at ptr + at as a tuple of one item.  If ptr is None, return an empty tuple."""
     loaded = ()
     if ptr is not None:
@@ -42,7 +42,7 @@ def _load_optional(ptr, at):
 
 
 @triton.jit
-def load_affine(parameters, channel, sample_channel):
+def load_affine_as_tuples(parameters, channel, sample_channel):
     """Load weight, bias, scale and shift, each as a tuple of one item.  The tuple of an absent one is empty.
 
     Args:
@@ -51,10 +51,10 @@ def load_affine(parameters, channel, sample_channel):
         sample_channel: sample * C + channel.
     """
     return (
-        _load_optional(parameters[0], channel),
-        _load_optional(parameters[1], channel),
-        _load_optional(parameters[2], sample_channel),
-        _load_optional(parameters[3], sample_channel),
+        _load_as_tuple(parameters[0], channel),
+        _load_as_tuple(parameters[1], channel),
+        _load_as_tuple(parameters[2], sample_channel),
+        _load_as_tuple(parameters[3], sample_channel),
     )
 
 
@@ -105,7 +105,7 @@ def compute_slope_and_offset(affine, rstd, mean_rest):
     """Compute a and b so that normalisation and affine step together are (h - mean) * a + b.
 
     The group's mean is mean + rest, because one float32 would be too inexact.  `affine` is the result of
-    `load_affine`.
+    `load_affine_as_tuples`.
     """
     a = rstd
     if len(affine[0]) > 0:

@@ -46,7 +46,7 @@ MAX_WASTE = 1.15
 """The most lanes per element that an entry of the tables may use."""
 
 
-def compute_idle_fraction(
+def compute_idle_program_fraction(
     config: GroupNormBackwardCooperative | BackwardCooperativeBlock,
     sample: SampleShape,
     itemsize: int,
@@ -135,7 +135,7 @@ def find_cooperative_backward(
         fitting,
         key=lambda config: (
             config.compute_padded_length(sample, itemsize)
-            / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors))
+            / (1.0 - compute_idle_program_fraction(config, sample, itemsize, multiprocessors))
         ),
         default=None,
     )
@@ -205,7 +205,7 @@ def find_cooperative_blocks(
         fitting,
         key=lambda config: (
             config.compute_padded_width(sample, itemsize)
-            / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors)),
+            / (1.0 - compute_idle_program_fraction(config, sample, itemsize, multiprocessors)),
             abs(config.columns * itemsize - 128),
             config.fragments,
         ),
@@ -221,7 +221,8 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
         vec = compute_access_width(itemsize, sample.c)
         columns = BackwardColumnSplit(choose_block_columns(sample, itemsize), 4, 1, 4)
         return replace(
-            columns, fragments=_count_fragments(sample.hw, columns.chunks * columns.count_tile_rows(vec), most)
+            columns,
+            fragments=_count_fragments_per_program(sample.hw, columns.chunks * columns.count_tile_rows(vec), most),
         )
     shapes = [
         GroupNormBackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)
@@ -233,10 +234,12 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
             * -(-sample.group_channels // shape.channels) * shape.channels
         ),
     )  # fmt: skip
-    return replace(shape, fragments=_count_fragments(sample.hw, shape.count_range_positions(itemsize), most))
+    return replace(
+        shape, fragments=_count_fragments_per_program(sample.hw, shape.count_range_positions(itemsize), most)
+    )
 
 
-def _count_fragments(positions: int, fragment_positions: int, max_splits: int) -> int:
+def _count_fragments_per_program(positions: int, fragment_positions: int, max_splits: int) -> int:
     """Return how many fragments each program processes.
 
     `positions` positions are divided among at most `max_splits` programs; a fragment has `fragment_positions`

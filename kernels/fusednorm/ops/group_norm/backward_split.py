@@ -9,12 +9,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.reductions import multiply_for_uniform_sum
 from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall
 from fusednorm.ops.group_norm.gradient_reductions import plan_group_reduction, plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
-    compute_tile_gradient,
+    compute_tile_centred_and_dz,
     load_tiles,
     make_tile_mask,
     store_tile_gradient,
@@ -22,7 +22,7 @@ from fusednorm.ops.group_norm.gradient_tiles import (
 from fusednorm.ops.group_norm.sample_shape import allocate_statistics
 
 
-def plan_sums_and_apply(
+def plan_split_backward_launches(
     call: GroupNormBackwardCall,
     kernels: tuple[Any, Any],
     grid: tuple[int, ...],
@@ -58,7 +58,7 @@ def plan_sums_and_apply(
 
 
 @triton.jit
-def _compute_tile_offsets(
+def _locate_tile(
     sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
 ):
     """Compute a tile's start, its elements' 32-bit offsets from there, and the step to the next tile.
@@ -87,7 +87,7 @@ def _load_fragment(
 ):
     """Load a fragment, CHUNKS consecutive tiles, by `load_tiles`.  The result is () if ptr is None.
 
-    `tile_location` is the result of `_compute_tile_offsets`; `lane_coordinates` is (channel, position, exists) of
+    `tile_location` is the result of `_locate_tile`; `lane_coordinates` is (channel, position, exists) of
     each element of a tile, or of each lane, counted from the tile's start.
     """
     return load_tiles(
@@ -144,7 +144,7 @@ def sum_fragment_gradients(
     for fragment in range(0, fragments):
         position = first + fragment * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _compute_tile_offsets(
+        start, at, step = _locate_tile(
             sample, channel, position, hw, c, lane_coordinates[0], lane_coordinates[1], STEP, LAST
         )
         tiles = (
@@ -155,14 +155,15 @@ def sum_fragment_gradients(
             ),
         )
         for i in tl.static_range(CHUNKS):
-            centred, dz = compute_tile_gradient(
-                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2], mean, slope * rstd, offset, sample.to(tl.int64),
+            centred, dz = compute_tile_centred_and_dz(
+                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2],
+                mean, slope * rstd, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
                 dropout[0], dropout[1], dropout[2], EVEN, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             if WIDTH == 1:
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_sum_terms(dz, centred), 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_for_uniform_sum(dz, centred), 1, keep_dims=True)
             else:
                 sum_dz += dz
                 sum_dz_centred += dz * centred
@@ -171,8 +172,8 @@ def sum_fragment_gradients(
 
 @triton.jit
 def store_fragment_gradients(
-    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c, lane_coordinates,
-    mean, scale, offset, constant, factor, dropout,
+    dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c,
+    lane_coordinates, mean, scale, offset, constant, factor, dropout,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +186,7 @@ def store_fragment_gradients(
     for back in range(0, fragments):
         position = first + (fragments - 1 - back) * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _compute_tile_offsets(
+        start, at, step = _locate_tile(
             sample, channel, position, hw, c, lane_coordinates[0], lane_coordinates[1], STEP, LAST
         )
         tiles = (
@@ -199,8 +200,9 @@ def store_fragment_gradients(
             dresidual_out_ptr, (start, at, step), lane_coordinates, left, STEP, CHUNKS, EVEN, "evict_first"
         )
         for i in tl.static_range(CHUNKS):
-            centred, dz = compute_tile_gradient(
-                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2], mean, scale, offset, sample.to(tl.int64),
+            centred, dz = compute_tile_centred_and_dz(
+                tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2],
+                mean, scale, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
                 dropout[0], dropout[1], dropout[2], True, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip

@@ -293,7 +293,7 @@ def fit_resident_programs(
     return None
 
 
-def count_writers(groups: int, max_writers: int, multiprocessors: int) -> int:
+def count_writers_per_group(groups: int, max_writers: int, multiprocessors: int) -> int:
     """Return how many programs write one group or block together, a power of two up to `max_writers`.
 
     The number is doubled while every program of all groups or blocks, of which there are `groups`, has a

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import approximate_tanh, compute_keep_mask, differentiate_activation
 from fusednorm.jit.loads import add_residual_chunk, widen
-from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.reductions import multiply_for_uniform_sum
 from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 
 _TANH_SLOPE = tl.constexpr(2.0 * 0.7978845608028654)
@@ -56,7 +56,7 @@ def backpropagate_scaled_epilogue(
     if ACTIVATION == "none":
         return dy
     elif GAIN == 1.0:
-        return multiply_sum_terms(dy, differentiate_activation(argument * slope + offset, ACTIVATION))
+        return multiply_for_uniform_sum(dy, differentiate_activation(argument * slope + offset, ACTIVATION))
     else:
         half = argument * slope + offset
         if ACTIVATION == "silu":
@@ -125,7 +125,7 @@ def load_backward_tiles(
 
 
 @triton.jit
-def compute_tile_gradient(
+def compute_tile_centred_and_dz(
     fragment, i: tl.constexpr, position, left, channel_mask,
     mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,

@@ -64,7 +64,7 @@ def choose_reduction_tile(splits: int, columns: int) -> dict[str, int]:
 
 
 @triton.jit
-def reduce_moments(
+def reduce_to_mean_and_variance(
     mean_part_ptr,
     rest_part_ptr,
     square_part_ptr,
@@ -149,7 +149,7 @@ def group_norm_reduce_moments_kernel(
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
-    mean, rest, variance = reduce_moments(
+    mean, rest, variance = reduce_to_mean_and_variance(
         mean_part_ptr + sample * splits * columns,
         rest_part_ptr + sample * splits * columns,
         square_part_ptr + sample * splits * columns,

@@ -60,7 +60,7 @@ class LayerNormCall:
     options: NormOptions
 
     @property
-    def has_own_parameters(self) -> bool:
+    def heads_have_own_parameters(self) -> bool:
         """Whether each head of x has separate parameters."""
         return has_heads(self.weight, self.bias)
 
@@ -145,7 +145,7 @@ class LayerNormCall:
             return RowLayout.from_strides("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
         present = [tensor for tensor in tensors if tensor is not None]
         tokens, heads, _ = self.x.shape
-        own_parameters = self.has_own_parameters
+        own_parameters = self.heads_have_own_parameters
         if heads > MAX_HEADS:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
         if heads == 1 or all(tensor.stride(1) == cols for tensor in present):

@@ -14,9 +14,9 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
-from fusednorm.jit.moments import compute_moments_from_lane_sums, compute_tile_moments
+from fusednorm.jit.moments import compute_mean_and_variance_from_lane_sums, compute_tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
-from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.reductions import multiply_for_uniform_sum
 from fusednorm.jit.tiles import load_tile, normalise
 from fusednorm.launch.launches import MAX_VEC, Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.call import RowLayout, list_row_strides
@@ -169,7 +169,7 @@ def _compute_lane_sums(h, pivot, mask, EVEN: tl.constexpr):
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
-    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
+    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_for_uniform_sum(d, d), 1, keep_dims=True)
 
 
 @triton.jit
@@ -214,7 +214,7 @@ def _compute_row_mean_and_variance_after_norms(
         sum_1 += more_1
         sum_2 += more_2
         count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
-    return compute_moments_from_lane_sums(pivot, sum_1, sum_2, count, cols.to(tl.float32))
+    return compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, cols.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units"])

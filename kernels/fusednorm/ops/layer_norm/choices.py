@@ -97,7 +97,9 @@ def _choose_forward(
         choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
     choice = next(choices)
     if isinstance(choice, LayerNormForwardResident) and has_residual:
-        held = _fit_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
+        held = (
+            _fit_programs_with_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
+        )
         choice = held or next(c for c in choices if isinstance(c, LayerNormForwardCooperative))
     if isinstance(choice, LayerNormForwardCooperative):
         if has_heads:
@@ -114,7 +116,7 @@ def _choose_forward(
     return choice
 
 
-def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormForwardResident | None:
+def _fit_programs_with_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormForwardResident | None:
     """Reduce the programs of `choice` until registers suffice for a residual.
 
     The result is None if they do not suffice for one program.
@@ -170,7 +172,7 @@ def _choose_backward(
     return choice
 
 
-def choose_tile(cols: int) -> LayerNormForwardTile | None:
+def find_float8_or_chain_tile(cols: int) -> LayerNormForwardTile | None:
     """Choose the tile of complete rows for a float8 pass or a chain of LayerNorms.
 
     The result is None if registers cannot hold a row of `cols` columns.
@@ -181,7 +183,7 @@ def choose_tile(cols: int) -> LayerNormForwardTile | None:
 def choose_float8(cols: int, itemsize: int) -> LayerNormForwardTile | LayerNormForwardSweep:
     """Choose the forward configuration for a float8 y and rows of `cols` elements of `itemsize` bytes."""
     sweeps = (sweep for limit, sweep in tables.FLOAT8_SWEEP[itemsize] if cols <= limit)
-    return choose_tile(cols) or next(sweeps)
+    return find_float8_or_chain_tile(cols) or next(sweeps)
 
 
 def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
@@ -232,7 +234,7 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
 
 def plan_chain(call: ChainCall) -> list[Launch]:
     """Plan the launch of a chain of LayerNorms: on tiles if registers can hold a row, else in sweeps."""
-    tile = choose_tile(call.x.shape[1])
+    tile = find_float8_or_chain_tile(call.x.shape[1])
     if tile is not None:
         return plan_tile_chain(call, tile)
     return plan_sweep_chain(call, tables.CHAIN_SWEEP[call.x.element_size()])

@@ -76,7 +76,7 @@ class KeyringEntry:
         if expires is not None and now >= expires:
             raise UnauthorizedError("the API key has expired")
 
-    def require_scope(self, sufficient_scopes: Set[KeyScope], now: float) -> None:
+    def require_any_scope(self, sufficient_scopes: Set[KeyScope], now: float) -> None:
         """Refuse the key if it has expired by `now`, in seconds since 1970, or has none of the scopes
         `sufficient_scopes`.
 

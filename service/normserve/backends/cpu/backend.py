@@ -94,15 +94,15 @@ class CpuBackend:
     def run(self, batch: Batch) -> BatchResult:
         if len(batch.jobs) == 1 and (prepared_job := get_or_prepare_job(batch.jobs[0])) is not None:
             return prepared_job.run()
-        return self._run_batch(batch)
+        return self._run_unprepared_batch(batch)
 
     @torch.inference_mode()
-    def _run_batch(self, batch: Batch) -> BatchResult:
+    def _run_unprepared_batch(self, batch: Batch) -> BatchResult:
         """Compute a batch that has no prepared form: gather its rows, call the library, and split the results."""
         job = batch.jobs[0]
         began = time.perf_counter()
         tensors = {
-            name: move_channels_first(job.spec, name, self._concatenate_rows(batch, name)) for name in job.tensors
+            name: move_channels_first(job.spec, name, self._gather_tensor(batch, name)) for name in job.tensors
         }
         if job.layer is not None:
             tensors |= collect_parameters(job.layer.backend_parameters)
@@ -124,7 +124,7 @@ class CpuBackend:
     def can_launch_without_waiting(self, batch: Batch) -> bool:
         return False
 
-    def compile_kernels(self, job: NormJob) -> None:
+    def compile_and_load_kernels(self, job: NormJob) -> None:
         """Do nothing: the CPU's kernels need no compilation."""
 
     def register_host_memory(self, memory: memoryview) -> object:
@@ -186,7 +186,7 @@ class CpuBackend:
         nbytes = prod(shape) * dtype.itemsize
         return torch.frombuffer(self._slabs.borrow(nbytes)[:nbytes], dtype=dtype).view(shape)
 
-    def _concatenate_rows(self, batch: Batch, name: str) -> Tensor:
+    def _gather_tensor(self, batch: Batch, name: str) -> Tensor:
         """Return the batch's tensor of that name: the rows of all jobs one after another, but a parameter only
         once.
 

@@ -22,19 +22,19 @@ from normserve.backends.cuda.client_memory_launches import (
     ChunkExecutionContext,
     ClientMemoryLaunch,
     is_computed_in_client_memory,
-    prepare_client_memory_launch,
+    try_prepare_client_memory_launch,
 )
 from normserve.backends.cuda.copied_launches import (
     LAUNCHED,
     CopiedLaunch,
-    divide_rows,
-    make_chunk_launches,
     make_whole_launch,
+    try_divide_rows,
+    try_make_chunk_launches,
 )
 from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.graph_cache import CudaGraphCapturer, GraphCache
 from normserve.backends.cuda.in_place import get_in_place_call
-from normserve.backends.cuda.pinned import allocate_pinned, make_pinned_allocator, register_memory
+from normserve.backends.cuda.pinned import allocate_pinned, make_pinned_allocator, try_register_memory
 from normserve.backends.cuda.pipeline import PendingCudaLaunch, StreamPipeline
 from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.interface import LaunchDepth
@@ -202,8 +202,8 @@ class TritonBackend:
         chunks.
         """
         job, is_alone = batch.jobs[0], len(batch.jobs) == 1
-        if is_alone and (prepared := self._get_client_memory_launch(job)) is not None:
-            return prepared.start()
+        if is_alone and (prepared := self._get_or_prepare_client_memory_launch(job)) is not None:
+            return prepared.start_and_capture_when_due()
         began = time.perf_counter()
         places = self._buffer_allocator.prepare_buffers(batch)
         pipeline = self._pipelines[batch.lane]
@@ -212,7 +212,7 @@ class TritonBackend:
             packed_s = time.perf_counter() - began
             pending = pipeline.start_single_step(functools.partial(call, **parameters), places)
         else:
-            chunks = divide_rows(job, LAUNCHED) if is_alone else ()
+            chunks = try_divide_rows(job, LAUNCHED) if is_alone else ()
             packed_s = time.perf_counter() - began
             pending = self._start_copied_launch(places, chunks, pipeline)
         # While the device computes it.
@@ -221,10 +221,10 @@ class TritonBackend:
             shares, places.count_kernel_bytes(shares), packed_s=packed_s, are_placed=places.slab is None
         )
         if not places.is_packed:
-            self._record_launch(places)
+            self._record_loaded_kernels(places)
         return pending
 
-    def _get_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
+    def _get_or_prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         """Return the launch of a job that is computed in its client's memory; None for a job that must be
         copied.
 
@@ -232,23 +232,23 @@ class TritonBackend:
         """
         recurrence = job.replay_slot
         if recurrence is None:
-            return self._prepare_client_memory_launch(job) if job.is_on_device else None
+            return self._try_prepare_client_memory_launch(job) if job.is_on_device else None
         if not job.is_on_device and not recurrence.is_unbatched:
             return None
         if recurrence.prepared is None:
-            recurrence.prepared = self._prepare_client_memory_launch(job)
+            recurrence.prepared = self._try_prepare_client_memory_launch(job)
         prepared = recurrence.prepared
         assert prepared is None or isinstance(prepared, ClientMemoryLaunch)
         return prepared
 
-    def _prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
+    def _try_prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         """Prepare the launch of a job in its client's memory, always on the stream of small batches.
 
         None if the job cannot be computed there.
         """
         # On one stream whatever its size: graphs share memory, so that all of them follow one another.
         pipeline = self._pipelines[QueueLane.SMALL]
-        return prepare_client_memory_launch(
+        return try_prepare_client_memory_launch(
             self._buffer_allocator.describe_job_buffers(job),
             fusednorm,
             pipeline,
@@ -268,13 +268,13 @@ class TritonBackend:
         def make_launches() -> Sequence[CopiedLaunch]:
             if not chunks:
                 return [make_whole_launch(places, fusednorm, _DEVICE)]
-            return make_chunk_launches(
+            return try_make_chunk_launches(
                 places.batch.jobs[0], chunks, places.view_results(), fusednorm, _make_device_tensors_like
             )
 
         return pipeline.start_launches(make_launches, places)
 
-    def _record_launch(self, places: BatchBuffers) -> None:
+    def _record_loaded_kernels(self, places: BatchBuffers) -> None:
         """Record that a launch has run, after which equal launches need neither compilation nor loading of
         kernels.
 
@@ -290,7 +290,7 @@ class TritonBackend:
         return is_computed_in_client_memory(job)
 
     @torch.inference_mode()
-    def compile_kernels(self, job: NormJob) -> None:
+    def compile_and_load_kernels(self, job: NormJob) -> None:
         """Compile the kernels of the job's class in several processes, then load them by running them on
         zeros.
         """
@@ -309,7 +309,7 @@ class TritonBackend:
         torch.cuda.current_stream().synchronize()
 
     def register_host_memory(self, memory: memoryview) -> object:
-        return register_memory(memory)
+        return try_register_memory(memory)
 
     def get_captured_launch(self, replay_slot: ReplaySlot) -> CapturedLaunch | None:
         """Return the graph that was captured for the jobs of a replay slot; None before the capture."""

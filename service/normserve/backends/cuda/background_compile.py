@@ -69,7 +69,9 @@ class BackgroundCompiler:
         if load_cuda_driver() is None or find_spec("triton") is None:
             return
         imported = threading.Event()
-        self._preparing = threading.Thread(target=self._prepare, args=(imported,), daemon=True)
+        self._preparing = threading.Thread(
+            target=self._start_compiler_and_preload_triton, args=(imported,), daemon=True
+        )
         self._preparing.start()
         try:
             # Imported by this thread, which imports torch next: two threads that import may wait for one another.
@@ -78,7 +80,7 @@ class BackgroundCompiler:
         finally:
             imported.set()
 
-    def _prepare(self, imported: threading.Event) -> None:
+    def _start_compiler_and_preload_triton(self, imported: threading.Event) -> None:
         """Find the lengths to compile, start a process that compiles them, and load the parts of Triton that
         are needed later.
 
@@ -93,7 +95,7 @@ class BackgroundCompiler:
         # A note of another version is taken for one of this: which it is `wait` sees.
         missing = [each for each in self._lengths if not any((cache / _NOTES).glob(f"{about}-{each}-*"))]
         if missing:
-            self._start_compiler(model, missing, cache)
+            self._try_start_compiler(model, missing, cache)
         imported.wait()
         with contextlib.suppress(Exception):  # The next use of these reports why they fail.
             from triton.backends.nvidia.driver import CudaUtils
@@ -117,7 +119,7 @@ class BackgroundCompiler:
             self.stop()
             return
         if self._compiler is None:
-            self._start_compiler(target, missing, Path(knobs.cache.dir))
+            self._try_start_compiler(target, missing, Path(knobs.cache.dir))
         if self._compiler is None:
             return
         began = time.perf_counter()
@@ -143,7 +145,7 @@ class BackgroundCompiler:
         if self._preparing is not None:
             self._preparing.join()
 
-    def _start_compiler(self, target: CompileTarget, lengths: Collection[int], cache: Path) -> None:
+    def _try_start_compiler(self, target: CompileTarget, lengths: Collection[int], cache: Path) -> None:
         """Start a process that compiles the kernels for rows of `lengths`; do nothing if Triton's cache is not
         writable.
         """

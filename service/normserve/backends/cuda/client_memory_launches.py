@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normserve.backends.cuda.batch_buffers import BatchBuffers, make_tensors_in_buffers
-from normserve.backends.cuda.copied_launches import REPLAYED, divide_rows, make_chunk_launches
+from normserve.backends.cuda.copied_launches import REPLAYED, try_divide_rows, try_make_chunk_launches
 from normserve.backends.cuda.graph_cache import GraphCache, GraphCapturer, RepeatedCall
 from normserve.backends.cuda.pinned import is_registered, view_on_device
 from normserve.backends.cuda.pipeline import PartEvents, PendingCudaLaunch, StreamFactory, StreamPipeline
@@ -75,7 +75,7 @@ class ClientMemoryLaunch:
         """The graph that is replayed; None before the capture."""
         return self._repeated_call.graph
 
-    def start(self) -> PendingCudaLaunch:
+    def start_and_capture_when_due(self) -> PendingCudaLaunch:
         """Launch the job on the current content of its tensors; after a number of launches, also capture it as
         a graph.
         """
@@ -105,13 +105,13 @@ class ChunkExecutionContext:
         self._memory: Tensor | None = None
         self._is_refused = False
 
-    def make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def try_make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Make tensors of the same dtypes and shapes in the context's block of device memory.
 
         Other jobs use the same block.  None if it could not be allocated.
         """
         if self._memory is None and not self._is_refused:
-            self.pipeline.run_on_compute_stream(self._allocate)
+            self.pipeline.run_on_compute_stream(self._try_allocate_once)
         if self._memory is None:
             return None
         found, start = {}, 0
@@ -120,7 +120,7 @@ class ChunkExecutionContext:
             start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return found
 
-    def _allocate(self) -> None:
+    def _try_allocate_once(self) -> None:
         """Allocate the context's block of device memory; if that fails, log a warning and do not try again."""
         try:
             self._memory = torch.empty(_MOST_CHUNKED_BYTES, dtype=torch.uint8, device=self._device)
@@ -129,7 +129,7 @@ class ChunkExecutionContext:
             log.warning("large requests in shared host memory are not captured: %s", error)
 
 
-def prepare_client_memory_launch(
+def try_prepare_client_memory_launch(
     places: BatchBuffers,
     library: ModuleType,
     pipeline: StreamPipeline,
@@ -148,7 +148,7 @@ def prepare_client_memory_launch(
     """
     job = places.batch.jobs[0]
     is_near = is_computed_in_place(job)
-    chunks = () if is_near else _divide_rows(job)
+    chunks = () if is_near else _try_divide_registered_rows(job)
     workspace = next(chunk_contexts, None) if chunks else None
     if not is_near and workspace is None:
         return None
@@ -158,9 +158,14 @@ def prepare_client_memory_launch(
     with torch.inference_mode(False):
         if workspace is None:
             return ClientMemoryLaunch(
-                share, nbytes, pipeline, RepeatedCall(_make_call(places, library), job.spec, graph_cache)
+                share,
+                nbytes,
+                pipeline,
+                RepeatedCall(_make_client_memory_call(places, library), job.spec, graph_cache),
             )
-        parts = make_chunk_launches(job, chunks, places.view_results(), library, workspace.make_tensors_like)
+        parts = try_make_chunk_launches(
+            job, chunks, places.view_results(), library, workspace.try_make_tensors_like
+        )
         if not parts:
             return None
         marks = workspace.pipeline.make_part_events(len(parts))
@@ -171,7 +176,7 @@ def prepare_client_memory_launch(
 
 def is_computed_in_client_memory(job: NormJob) -> bool:
     """Return whether recurring jobs like this one are computed in their client's memory."""
-    return is_computed_in_place(job) or bool(_divide_rows(job))
+    return is_computed_in_place(job) or bool(_try_divide_registered_rows(job))
 
 
 def is_computed_in_place(job: NormJob) -> bool:
@@ -187,7 +192,7 @@ def is_computed_in_place(job: NormJob) -> bool:
         job.replay_slot is None
         or job.may_overwrite
         or not len(job.x.data)
-        or (memory := _list_host_memory(job)) is None
+        or (memory := _list_input_and_result_memory(job)) is None
     ):
         return False
     nbytes = sum(map(len, memory))
@@ -197,20 +202,20 @@ def is_computed_in_place(job: NormJob) -> bool:
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 
-def _divide_rows(job: NormJob) -> Sequence[range]:
+def _try_divide_registered_rows(job: NormJob) -> Sequence[range]:
     """Divide the rows of a large recurring job in registered host memory into chunks; empty for any other
     job.
     """
     if job.is_on_device or job.replay_slot is None or job.may_overwrite:
         return ()
-    chunks = divide_rows(job, REPLAYED)
-    memory = _list_host_memory(job) if chunks else None
+    chunks = try_divide_rows(job, REPLAYED)
+    memory = _list_input_and_result_memory(job) if chunks else None
     if memory is None or sum(map(len, memory)) + _ALIGNMENT * len(memory) > _MOST_CHUNKED_BYTES:
         return ()
     return chunks if all(map(is_registered, memory)) else ()
 
 
-def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
+def _list_input_and_result_memory(job: NormJob) -> Sequence[memoryview] | None:
     """List the host memory of a job's tensors and result buffers; None if the job has no result buffers."""
     if job.result_buffers is None:
         return None
@@ -218,7 +223,7 @@ def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
     return [tensor.data for tensor in (*job.tensors.values(), *of_results.values())]
 
 
-def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
+def _make_client_memory_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
     """Make a function that launches the job's kernels on its own memory, which is viewed as device
     tensors.
     """

@@ -125,7 +125,7 @@ def make_whole_launch(buffers: BatchBuffers, library: ModuleType, device: str) -
     return CopiedLaunch(arriving, compute)
 
 
-def make_chunk_launches(
+def try_make_chunk_launches(
     job: NormJob,
     chunks: Sequence[range],
     results: Mapping[str, HostTensor],
@@ -173,12 +173,12 @@ def make_chunk_launches(
         if not parts:
             arriving += [(tensor, host_inputs[name]) for name, tensor in own.items()]
         leaving = [(home, outputs[name]) for name, home in homes.items()]
-        compute = functools.partial(_compute_chunk, library, job.spec, {**inputs, **parameters}, outputs, leaving)
+        compute = functools.partial(_launch_chunk, library, job.spec, {**inputs, **parameters}, outputs, leaving)
         parts.append(CopiedLaunch(arriving, compute))
     return parts
 
 
-def _compute_chunk(
+def _launch_chunk(
     library: ModuleType,
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
@@ -191,7 +191,7 @@ def _compute_chunk(
     return result_copies
 
 
-def divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
+def try_divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
     """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed apart; empty
     if not divided.
 

@@ -26,11 +26,11 @@ class CudaStreams:
     def make_graph_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, external=True)
 
-    def use(self, stream: torch.cuda.Stream) -> "_CurrentStream":
-        return _CurrentStream(stream)
+    def use(self, stream: torch.cuda.Stream) -> "_CurrentStreamSetter":
+        return _CurrentStreamSetter(stream)
 
 
-class _CurrentStream:
+class _CurrentStreamSetter:
     """A context manager that makes a stream the thread's current one, and does not restore the one before.
 
     The next batch sets its own stream, which is often the same one.

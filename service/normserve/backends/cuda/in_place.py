@@ -46,11 +46,11 @@ def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
     if call is None:
         if len(memory.calls) >= _MOST_CALLS:
             memory.calls.clear()
-        call = memory.calls[layout] = _make_call(layout, memory, library)
+        call = memory.calls[layout] = _bind_call_to_slab(layout, memory, library)
     return call
 
 
-def _make_call(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
+def _bind_call_to_slab(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
     """Bind the library's function to tensors at the layout's offsets in a slab's memory."""
     spec = layout.spec
     inputs = view_slices(memory.device_tensor, layout, layout.input_specs, 0)

@@ -75,7 +75,7 @@ def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[in
     return allocate
 
 
-def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
+def try_register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
     """Pin host memory by registering it with the driver, so that its copies are asynchronous and as fast
     as the bus.
 

@@ -20,7 +20,7 @@ from normserve.client.responses.api_response import ApiResponse
 from normserve.codec.framing import SendQueue
 from normserve.codec.local_messages import LazyLocalResponse
 from normserve.memory.tensors import DType
-from normserve.socket_readers import add_reader
+from normserve.socket_readers import add_persistent_reader
 
 _R = TypeVar("_R")
 
@@ -71,7 +71,7 @@ class AsyncLocalClientConnection:
         except BaseException:
             self._socket.close()
             raise
-        add_reader(self._loop, self._socket, self._receive)
+        add_persistent_reader(self._loop, self._socket, self._receive)
         try:
             await self.run_exchanges(self.protocol.exchange_hello())
         except BaseException as error:
@@ -249,7 +249,7 @@ class AsyncLocalTransport:
         another shape or dtype than those of the earlier call.
 
         Args:
-            link, recurring: the connection, and its cache of calls.
+            link, cache: the connection, and its cache of calls.
             signature: the key of the call, and the tensors to copy.
 
         Raises:

@@ -433,7 +433,7 @@ class LocalTransport:
         another shape or dtype than those of the earlier call.
 
         Args:
-            link, recurring: the connection, and its cache of calls.
+            link, cache: the connection, and its cache of calls.
             signature: the key of the call, and the tensors to copy.
 
         Raises:

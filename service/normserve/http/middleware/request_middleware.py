@@ -117,7 +117,7 @@ class RequestMiddleware:
         if self._key_authorisation is None:
             return
         scope = exchange.scope
-        needed = self._scopes.find_required_scopes(scope)
+        needed = self._scopes.find_accepted_scopes(scope)
         if needed != PUBLIC:
             token = parse_bearer_token(exchange.headers)
             self._key_authorisation.authorise_request(exchange, token, needed, scope["method"], scope["path"])

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from normserve.codec.api_names import PARAMETERS, STATISTICS
-from normserve.codec.shapes import count_bits
+from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import (
     InvalidParameterError,
     InvalidShapeError,
@@ -23,7 +23,7 @@ from normserve.errors import (
 from normserve.http.oip.datatypes import parse_datatype
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, PassDirection
-from normserve.jobs.validation import list_tensor_names
+from normserve.jobs.validation import list_accepted_tensor_names
 from normserve.memory.tensors import DType
 from normserve.requests.request_parameters import (
     Parameters,
@@ -311,7 +311,7 @@ def make_checked_request(
         raise MalformedPayloadError("model_name and model_version must be those of the path, or absent")
     given = dict(header.parameters or {})
     all_binary = _pop_flag(given, "binary_data_output")
-    timeout_ms = _pop_timeout_ms(given)
+    timeout_ms = _pop_timeout_us_as_ms(given)
     values = _parse_parameters(model, given)
     outputs = (
         None if not header.outputs else tuple([_check_output(model, each, all_binary) for each in header.outputs])
@@ -361,7 +361,7 @@ def make_raw_request(model: InferenceModel, row_shape: tuple[int, ...] | None, b
 
 def list_input_names(model: InferenceModel) -> tuple[str, ...]:
     """List the input names of a model."""
-    return list_tensor_names(model.op, model.direction, parameters_in_layer=model.is_layer)
+    return list_accepted_tensor_names(model.op, model.direction, parameters_in_layer=model.is_layer)
 
 
 def list_output_names(model: InferenceModel) -> tuple[str, ...]:
@@ -396,7 +396,7 @@ def _pop_flag(given: dict[str, Value], name: str) -> bool:
     return value
 
 
-def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
+def _pop_timeout_us_as_ms(given: dict[str, Value]) -> float | None:
     """Remove `timeout`, in microseconds, from `given`; return it in milliseconds.
 
     Return None for the server's default, if the timeout is absent or 0.
@@ -491,7 +491,7 @@ def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: i
     position = json_bytes
     for header in headers:
         dtype = parse_datatype(header.name, header.datatype)
-        nbytes = count_bits(header.shape, dtype.itemsize * 8) // 8
+        nbytes = count_bits_within_limits(header.shape, dtype.itemsize * 8) // 8
         parameters = header.parameters or InputParameters()
         region = _parse_region_reference(header.name, parameters)
         data = None if bytes(header.data) in _ABSENT else header.data

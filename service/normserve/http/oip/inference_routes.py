@@ -29,7 +29,7 @@ from normserve.http.oip.inference_response import build_response, require_expres
 from normserve.http.oip.inference_statistics import InferenceStatistics
 from normserve.http.oip.metric_labels import TRANSPORT
 from normserve.http.oip.models import InferenceModel, ModelCatalogue
-from normserve.http.oip.region_tensors import NONE, RegionTensorAccess, assign_result_buffers
+from normserve.http.oip.region_tensors import NONE, RegionTensorAccess, check_and_assign_result_buffers
 from normserve.http.oip.shared_memory_routes import TRANSPORT_CUDA, TRANSPORT_SYSTEM
 from normserve.http.responses import BuffersResponse
 from normserve.layers.registry import LayerRegistry
@@ -93,7 +93,7 @@ class InferenceRoutes:
         of_json = parse_json_length(exchange.headers.get(LENGTH), exchange.incoming_body.content_length)
         # A layer that is removed while the body arrives stays valid for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
-        body = await self.body_reader.receive_operation_body(exchange)
+        body = await self.body_reader.receive_body_and_mark_in_progress(exchange)
         try:
             row = None if layer is None else layer.parameter_shape
             request = self._find_or_parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
@@ -117,7 +117,9 @@ class InferenceRoutes:
         copies = await self.region_tensors.read_inputs(shared) if shared.inputs else {}
         tensors = _build_tensors(request.inputs, body, copies)
         tensors, several = (
-            (tensors, None) if request.uses_regions else concatenate_tensors(tensors, body, exchange.charge_copy)
+            (tensors, None)
+            if request.uses_regions
+            else concatenate_tensors(tensors, body, exchange.charge_body_copy)
         )
         tenant, may_overwrite = exchange.client_identity.tenant_name, not body.readonly
         job, cost = prepare_job(
@@ -125,7 +127,7 @@ class InferenceRoutes:
         )
         require_expressible(model, request, job, several)
         if shared.outputs:
-            job = assign_result_buffers(shared, job)
+            job = check_and_assign_result_buffers(shared, job)
         exchange.charge_memory(job, cost, len(body) + brought)
         exchange.submit_job(job, request.timeout_ms)
         result = await exchange.await_result()
@@ -171,7 +173,9 @@ class InferenceRoutes:
         if request is None:
             request = _parse_inference_body(model, row_shape, json, json_bytes, len(body))
             if not any(type(each.source) is JsonSource for each in request.inputs):
-                self.prepared_calls.store(key, request, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
+                self.prepared_calls.try_store(
+                    key, request, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant
+                )
         return request
 
 

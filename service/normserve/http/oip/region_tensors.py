@@ -19,7 +19,7 @@ from normserve.jobs.job import NormJob, PassDirection
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.slabs import SlabPool
 from normserve.memory.tensors import HostTensor
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 
 # A shorter copy takes no longer than a hand-over to another thread.
 _LONG_BYTES = 2**20
@@ -88,7 +88,7 @@ class RegionTransfer:
             if not self.slab_pool.source.is_slow or nbytes < _LONG_BYTES:
                 return self.slab_pool.borrow(nbytes)
             idle = self.slab_pool.borrow_idle(nbytes)
-            return await make_on_thread(self.slab_pool.borrow, nbytes) if idle is None else idle
+            return await make_unretained_on_thread(self.slab_pool.borrow, nbytes) if idle is None else idle
         except MemoryError:
             raise OverloadedError(f"there is no memory for tensors of {nbytes} bytes now") from None
 
@@ -191,7 +191,7 @@ class RegionTensorAccess:
         return self.regions.find_range(owner, reference.name, reference.offset, reference.nbytes)
 
 
-def assign_result_buffers(bindings: RegionBindings, job: NormJob) -> NormJob:
+def check_and_assign_result_buffers(bindings: RegionBindings, job: NormJob) -> NormJob:
     """Check that the results fit into their regions; return the job with its result buffers.
 
     The buffers are in regions of CUDA memory, to which the kernel writes directly.  A job for other

@@ -79,7 +79,7 @@ class RepositoryRoutes:
         """
         require_uncompressed(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
         require_json_limit(exchange.incoming_body.content_length or 0)
-        body = await self.body_reader.receive_body(exchange)
+        body = await self.body_reader.admit_and_receive_body(exchange)
         try:
             require_json_limit(len(body))
             return _JSON.decode(strip_byte_order_mark(body)) if body else {}

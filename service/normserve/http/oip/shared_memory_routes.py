@@ -19,7 +19,7 @@ from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegion
 from normserve.http.oip.regions.file_regions import FileRegion
 from normserve.http.oip.regions.region_registry import RegionRegistry, require_region_name
 from normserve.memory.ipc_allocations import HANDLE_BYTES
-from normserve.memory.thread_allocation import make_on_thread
+from normserve.memory.thread_allocation import make_unretained_on_thread
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
 """Metric labels of requests that use or register regions of either kind."""
@@ -95,7 +95,7 @@ class SharedMemoryRoutes:
         registration: _SystemRegistration = await self._read_registration(exchange, _SYSTEM)
         assert name is not None
         # The search of the process's mappings takes a millisecond.
-        region = await make_on_thread(
+        region = await make_unretained_on_thread(
             self.regions.open_file_region, name, registration.key, registration.offset, registration.byte_size
         )
         self.regions.register_region(exchange.client_identity.key, name, region)
@@ -144,7 +144,7 @@ class SharedMemoryRoutes:
             MalformedPayloadError: the JSON is invalid.
         """
         _require_body_limit(exchange.incoming_body.content_length or 0)
-        body = await self.body_reader.receive_body(exchange)
+        body = await self.body_reader.admit_and_receive_body(exchange)
         exchange.mark_in_progress()
         _require_body_limit(len(body))
         try:

@@ -57,7 +57,7 @@ class RelayApplication:
         self._busy_poller = make_busy_poller()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = self._choose_owner()
+        owner = self._choose_next_owner()
         if owner is None or not await owner.relay_request(scope, receive, send):
             await self._refuse_request(scope, send)
 
@@ -71,15 +71,15 @@ class RelayApplication:
         owner = _OwnerSession(connected, self._busy_poller)
         owner.on_lost = functools.partial(self._remove_owner, owner)
         owner.link.send_message(relay_messages.FrontEndHello(self._index, os.getpid()))
-        owner.link.on_flushed = self._report_counts
+        owner.link.on_flushed = self._report_counts_to_first_owner
         self._owners.append(owner)
-        self._report_counts()
+        self._report_counts_to_first_owner()
 
     def _remove_owner(self, owner: "_OwnerSession") -> None:
         """Remove an owner whose link has ended, and send the counts to another owner from then on."""
         self._owners.remove(owner)
         # From now on, the counts go to another owner.
-        self._report_counts()
+        self._report_counts_to_first_owner()
         # The owner ends a second link with the same process before it sends any message.
         if owner.has_sent_message:
             self.on_link_lost()
@@ -87,17 +87,17 @@ class RelayApplication:
     def count_refusal(self, error: NormserveError) -> None:
         """Count an error response to input that was not relayed to the other process."""
         self._unreported_refusals[get_status(error), error.code] += 1
-        self._report_counts()
+        self._report_counts_to_first_owner()
 
-    def count_late_disconnect(self) -> None:
+    def count_unread_response_disconnect(self) -> None:
         """Count a client that disconnected without reading its response."""
         self._unreported_disconnects += 1
-        self._report_counts()
+        self._report_counts_to_first_owner()
 
     def adjust_connection_count(self, change: int) -> None:
         """Add `change` to the number of open connections."""
         self._connection_count += change
-        self._report_counts()
+        self._report_counts_to_first_owner()
 
     async def _refuse_request(self, scope: Scope, send: Send) -> None:
         """Answer a request with an error, because no owner is connected or its owner has ended.
@@ -112,7 +112,7 @@ class RelayApplication:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _report_counts(self) -> None:
+    def _report_counts_to_first_owner(self) -> None:
         """Send the counts of connections, refusals and late disconnects to the first owner, for its metrics.
 
         If messages to that owner are still unsent, the counts are sent after them.
@@ -130,7 +130,7 @@ class RelayApplication:
             owner.link.send_message(relay_messages.UnreadResponseCount(self._unreported_disconnects))
         self._unreported_disconnects = 0
 
-    def _choose_owner(self) -> "_OwnerSession | None":
+    def _choose_next_owner(self) -> "_OwnerSession | None":
         """Return the next owner in turn among those that accept work; None if no owner is connected.
 
         If none accepts work, return one that does not: it refuses the request with a reason.
@@ -227,14 +227,14 @@ class _OwnerSession:
                     self.mapped_memory.pop(number, None)
             case _:
                 if (relayed := self._requests.get(message.number)) is not None:
-                    relayed.enqueue_message(message)
+                    relayed.handle_or_enqueue_message(message)
                 else:
                     _decline_message(self.link, message)
 
     def _on_link_end(self) -> None:
         self.on_lost()
         for relayed in self._requests.values():
-            relayed.enqueue_message(None)
+            relayed.handle_or_enqueue_message(None)
 
 
 class _ForwardedRequest:
@@ -269,7 +269,7 @@ class _ForwardedRequest:
         link.send_message(await self._make_request())
         message = None
         try:
-            while not self._is_response_complete and (message := await self._wait_message()) is not None:
+            while not self._is_response_complete and (message := await self._wait_message_or_end()) is not None:
                 await self._handle_message(message)
         except BaseException:
             self._report_disconnect()
@@ -299,7 +299,7 @@ class _ForwardedRequest:
             self._response_sender.on_disconnect = None
         return not disconnected.done()
 
-    def enqueue_message(self, message: Any) -> None:
+    def handle_or_enqueue_message(self, message: Any) -> None:
         """Queue the owner's message about this request, which `try_relay` handles.
 
         None means that the owner has ended.  A request to stop the reception of the body takes effect at
@@ -340,7 +340,7 @@ class _ForwardedRequest:
             self._request_id,
         )
 
-    async def _wait_message(self) -> Any:
+    async def _wait_message_or_end(self) -> Any:
         """Wait for the owner's next message; return None if the owner has ended."""
         if not self._messages:
             self._message_arrival = asyncio.get_running_loop().create_future()
@@ -351,11 +351,11 @@ class _ForwardedRequest:
         """Send the response or the piece in the owner's message, or receive the body as it requests."""
         match message:
             case relay_messages.OperationResponse():
-                await self._send_response(message.make_response(self._request_id))
+                await self._send_response_and_report(message.make_response(self._request_id))
             case relay_messages.CompleteResponse():
-                await self._send_response(message)
+                await self._send_response_and_report(message)
             case relay_messages.ResponsePart():
-                await self._send_part(message)
+                await self._send_part_and_report(message)
             case relay_messages.BodyIntoSlabRequest():
                 await self._receive_body(message)
             case relay_messages.BodyPartRequest():
@@ -364,7 +364,7 @@ class _ForwardedRequest:
                 self._has_response_started = self._is_response_complete = True
                 await self._response_sender.abort_connection()
 
-    async def _send_response(self, message: relay_messages.CompleteResponse) -> None:
+    async def _send_response_and_report(self, message: relay_messages.CompleteResponse) -> None:
         """Send the complete response in a message and in shared slabs to the client, and report that to the
         owner.
         """
@@ -379,7 +379,7 @@ class _ForwardedRequest:
         await self._response_sender.send_response(message.status, message.headers, body, message.nbytes)
         self._report_sent(is_last=True)
 
-    async def _send_part(self, message: relay_messages.ResponsePart) -> None:
+    async def _send_part_and_report(self, message: relay_messages.ResponsePart) -> None:
         """Send a piece of a response to the client, and report that to the owner."""
         self._has_response_started = True
         if message.status:

@@ -13,7 +13,7 @@ from normserve.codec.framing import PREFIX, FrameReader, SendQueue, compute_anci
 from normserve.engine.busy_polling import BusyPoller
 from normserve.errors import TooLargeError
 from normserve.http.relay.relay_messages import encode_into
-from normserve.socket_readers import add_reader
+from normserve.socket_readers import add_persistent_reader
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
@@ -74,7 +74,7 @@ class RelayLink:
         self.is_open = True
         self.is_backlogged = False
         self.on_flushed: Callable[[], None] = lambda: None
-        add_reader(self._loop, connected, self._receive_messages)
+        add_persistent_reader(self._loop, connected, self._receive_messages)
 
     def send_message(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
         """Queue a message, which is sent at the end of this iteration of the event loop.
@@ -122,7 +122,7 @@ class RelayLink:
         self._send_queue.discard_all()
         self._resolve_flushed()
 
-    def _end_after_fault(self) -> None:
+    def _close_or_end_sending(self) -> None:
         """End the link after an error in this process.
 
         If the other process writes to memory of this one, only the sending side is closed now: the memory
@@ -172,7 +172,7 @@ class RelayLink:
                         return
         except BaseException:
             # The remaining messages are lost, and no request among them may wait for a response.
-            self._end_after_fault()
+            self._close_or_end_sending()
             raise
 
     def _flush(self) -> None:
@@ -189,11 +189,11 @@ class RelayLink:
             self._loop.add_writer(self._socket, self._flush)
             return
         except OSError:
-            self._end_after_fault()
+            self._close_or_end_sending()
             return
         except BaseException:
             # Messages that cannot be encoded, for lack of memory, would be tried again for ever.
-            self._end_after_fault()
+            self._close_or_end_sending()
             raise
         self._is_flush_scheduled = False
         if self._busy_poller is not None:

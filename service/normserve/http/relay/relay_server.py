@@ -107,14 +107,14 @@ class RelayServer:
             self._slab_pool,
             self._metrics,
             self._begin_request,
-            self._admit_front_end,
+            self._admit_or_close_front_end,
             self._busy_poller,
         )
         front_end = _FrontEndSession(connected, *of_all)
         front_end.on_lost = functools.partial(self._front_ends.discard, front_end)
         self._front_ends.add(front_end)
         if self._heartbeat_timer is None:
-            self._send_heartbeats()
+            self._send_heartbeats_and_freed_slabs()
 
     def report_readiness(self, *, ready: bool) -> None:
         """Report to all front ends whether this process accepts work."""
@@ -132,15 +132,17 @@ class RelayServer:
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
 
-    def _send_heartbeats(self) -> None:
+    def _send_heartbeats_and_freed_slabs(self) -> None:
         """Report the readiness and the freed slabs to all front ends, at once and then every half second."""
         numbers = self._shared_slabs.take_freed_numbers()
         for each in self._front_ends:
             each.report_removed_slabs(numbers)
             each.send_heartbeat(OwnerReadiness(self._is_ready))
-        self._heartbeat_timer = asyncio.get_running_loop().call_later(_BEAT_S, self._send_heartbeats)
+        self._heartbeat_timer = asyncio.get_running_loop().call_later(
+            _BEAT_S, self._send_heartbeats_and_freed_slabs
+        )
 
-    def _admit_front_end(self, front_end: "_FrontEndSession") -> None:
+    def _admit_or_close_front_end(self, front_end: "_FrontEndSession") -> None:
         """Answer the first message of a front end with the readiness of this process.
 
         If the same front end is already connected, its second link is closed.
@@ -185,7 +187,7 @@ class RelayServer:
         def hand_over(error: NormserveError, received: int) -> None:
             assert self._asgi_app is not None
             relayed = RelayedRequest(front_end, request, scope, self._asgi_app)
-            relayed.abort_body(error, received)
+            relayed.abort_body_before_start(error, received)
             front_end.replace_request(request.number, relayed)
 
         operation = SharedBodyOperation(direct.services, front_end, request, prepared, caller, hand_over)
@@ -223,7 +225,7 @@ class RelayServer:
             return _PreparedScope(scope, None)
         prepared_scope = _PreparedScope(scope, self._dispatcher.prepare_header(scope, tenant))
         nbytes = _HEAD_BYTES + _FIELD_BYTES * len(head.headers) + _BYTES_PER_HEAD_BYTE * len(request.head)
-        self._prepared_calls.store(key, prepared_scope, nbytes, tenant)
+        self._prepared_calls.try_store(key, prepared_scope, nbytes, tenant)
         return prepared_scope
 
 
@@ -340,7 +342,7 @@ class _FrontEndSession:
                 self._metrics.observe_request(RequestRecord(status=message.status, error_code=message.code))
         elif kind is relay_messages.UnreadResponseCount:
             for _ in range(message.count):
-                self._metrics.observe_late_disconnect()
+                self._metrics.observe_unread_response_disconnect()
         else:
             assert kind is relay_messages.BodyProgress
             for number, nbytes in message.received.items():

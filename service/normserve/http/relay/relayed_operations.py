@@ -297,7 +297,7 @@ class SharedBodyOperation(RelayedOperation):
         except NormserveError:
             return False
         assert self.permit is not None
-        room = _allocate_body(bodies.slab_pool, content_length)
+        room = _try_allocate_body(bodies.slab_pool, content_length)
         located = None if room is None else self._front_end.locate_and_share_slab(room)
         if located is None:
             self.permit.release()
@@ -382,7 +382,7 @@ class SharedBodyOperation(RelayedOperation):
             self._monitor.stop()
 
 
-def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
+def _try_allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
     """Return a slab for a body; return None if none can be allocated without delay."""
     if slabs.source.is_slow:
         return slabs.borrow_idle(nbytes)

@@ -62,7 +62,7 @@ class RelayedRequest:
         self._is_application_done = False
         self._task = asyncio.get_running_loop().create_task(self._run_application(full_scope))
 
-    def abort_body(self, error: NormserveError, received: int) -> None:
+    def abort_body_before_start(self, error: NormserveError, received: int) -> None:
         """Abort the body, of which `received` bytes have been received, with an error.
 
         This happens before the application begins, which then answers with that error.
@@ -117,7 +117,7 @@ class RelayedIncomingBody(IncomingBody):
     """The body of a relayed request, which the front end receives into a slab or sends in pieces."""
 
     def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
-        super().__init__(request.content_length, self._start_receiving)
+        super().__init__(request.content_length, self._start_and_take_early_bytes)
         self._front_end = front_end
         self._number = request.number
         self._initial_bytes = request.body or bytearray()
@@ -144,7 +144,7 @@ class RelayedIncomingBody(IncomingBody):
         def make(nbytes: int) -> memoryview:
             room = make_room(nbytes)
             if self.content_length is not None:
-                self._share_memory(room)
+                self._request_body_into(room)
             return room
 
         return await super().receive_into(make, **limits)
@@ -224,7 +224,7 @@ class RelayedIncomingBody(IncomingBody):
         if not self.is_complete:
             self.abort(ClientLeftError("the client left while its body was received"))
 
-    def _start_receiving(self) -> bytearray:
+    def _start_and_take_early_bytes(self) -> bytearray:
         """Take the bytes that came with the header; for a chunked body, also request the pieces.
 
         A body of announced length is requested later, when its memory is allocated.
@@ -235,7 +235,7 @@ class RelayedIncomingBody(IncomingBody):
         early, self._initial_bytes = self._initial_bytes, bytearray()
         return early
 
-    def _share_memory(self, room: memoryview) -> None:
+    def _request_body_into(self, room: memoryview) -> None:
         """Have the front end receive the body into `room`.
 
         If that memory is not shared with the front end, have it send the body in pieces.

@@ -12,7 +12,7 @@ from normserve import __version__
 from normserve.codec.api_names import CHAIN_PARAMETERS
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
-from normserve.jobs.validation import list_tensor_names
+from normserve.jobs.validation import list_accepted_tensor_names
 from normserve.memory.tensors import FLOATS, DType
 from normserve.metrics.exposition import CONTENT_TYPE
 from normserve.requests.layer_requests import describe_layer
@@ -40,7 +40,7 @@ def describe_tensors(op: Op, direction: PassDirection) -> str:
     """Describe the tensors that a body of one operation may contain, as Markdown."""
     docs = _DOCS | _DOCS_OF_GROUPS if op is Op.GROUP_NORM else _DOCS
     docs |= {name: f"optional, `[N]`, of norm {name[-1]} of the chain" for name in CHAIN_PARAMETERS}
-    lines = [f"- `{name}`: {docs[name]}" for name in list_tensor_names(op, direction)]
+    lines = [f"- `{name}`: {docs[name]}" for name in list_accepted_tensor_names(op, direction)]
     or_npy = ", or npy of x alone" if direction is PassDirection.FORWARD else ""
     return "\n".join([f"Safetensors of these by their names{or_npy}:", "", *lines])
 

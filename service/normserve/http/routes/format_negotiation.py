@@ -5,8 +5,8 @@ from normserve.codec.media_types import (
     NPY,
     SAFETENSORS,
     UNTYPED,
-    describe_unsupported_format,
-    detect_media_type,
+    detect_binary_media_type,
+    suggest_supported_format,
 )
 from normserve.errors import (
     MalformedPayloadError,
@@ -45,9 +45,9 @@ def detect_format(body: memoryview) -> str:
     """
     if not body:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
-    media_type = detect_media_type(body)
+    media_type = detect_binary_media_type(body)
     if media_type is None:
-        what = describe_unsupported_format(body) or "neither"
+        what = suggest_supported_format(body) or "neither"
         raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show {what}")
     return media_type
 
@@ -59,11 +59,11 @@ def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, 
         declared: the format of Content-Type; None if it has none.
         is_form: whether Content-Type is that of a form, which is curl's default.
     """
-    found = detect_media_type(body)
+    found = detect_binary_media_type(body)
     if found == SAFETENSORS and body[_LENGTH_END - 1]:
         # Probably text: as the length of a header these bytes would be more than 2^56.
         found = None
-    what = "" if found else describe_unsupported_format(body)
+    what = "" if found else suggest_supported_format(body)
     detail = error.detail
     # The other error names it already.
     if what and isinstance(error, MalformedPayloadError):

@@ -14,7 +14,7 @@ from normserve.http.http_exchange import HttpExchange
 from normserve.http.routes.format_negotiation import add_hints, detect_format, parse_declared_format
 from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
-from normserve.requests.layer_requests import describe_layer, require_layer_query
+from normserve.requests.layer_requests import describe_layer, require_valid_layer_query
 from normserve.requests.request_parameters import LAYER_PARAMETERS, make_openapi_parameters
 
 
@@ -66,21 +66,21 @@ class LayerRoutes:
         if not is_layer_name(name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = request.scope["query_string"]
-        require_layer_query(query)
+        require_valid_layer_query(query)
         self.engine.require_ready()
         headers = request.headers
         content_type = headers.get("content-type", "")
         declared = parse_declared_format(content_type, headers.get("content-encoding", ""))
-        body = await self.body_reader.receive_body(_get_exchange(request))
+        body = await self.body_reader.admit_and_receive_body(_get_exchange(request))
         try:
-            self._charge_body(request, declared or detect_format(body), len(body))
+            self._require_safetensors_and_charge(request, declared or detect_format(body), len(body))
             _get_exchange(request).mark_in_progress()
-            layer, replaced = await self.layer_changes.register(name, query, body)
+            layer, replaced = await self.layer_changes.register_or_replace(name, query, body)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise add_hints(error, body, declared, is_form=is_form_type(content_type)) from None
         return JSONResponse(describe_layer(layer), status_code=200 if replaced else 201)
 
-    def _charge_body(self, request: Request, body_format: str, nbytes: int) -> None:
+    def _require_safetensors_and_charge(self, request: Request, body_format: str, nbytes: int) -> None:
         """Require that the body is safetensors, and charge the permit for the layer's copy of the body.
 
         Raises:
@@ -89,7 +89,7 @@ class LayerRoutes:
         """
         if body_format != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}, got {body_format}")
-        _get_exchange(request).charge_copy(nbytes)
+        _get_exchange(request).charge_body_copy(nbytes)
 
 
 def _get_exchange(request: Request) -> HttpExchange:

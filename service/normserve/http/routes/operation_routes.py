@@ -142,7 +142,7 @@ class OperationEndpoint:
             request.scope["query_string"], exchange.headers, exchange.client_identity.tenant_name
         )
         layer = self.find_layer(head)
-        body = await self.body_reader.receive_operation_body(exchange)
+        body = await self.body_reader.receive_body_and_mark_in_progress(exchange)
         response_format = self.submit_operation(exchange, head, body, layer)
         result = await exchange.await_result()
         buffers, measured = build_response(exchange.record, response_format, result)
@@ -170,7 +170,7 @@ class OperationEndpoint:
         if head is None:
             head = _parse_head(self.op, self.direction, *key_parts)
             nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, key_parts))
-            self.prepared_calls.store(key, head, nbytes, tenant)
+            self.prepared_calls.try_store(key, head, nbytes, tenant)
         return head
 
     def submit_operation(
@@ -196,15 +196,17 @@ class OperationEndpoint:
         Raises:
             NormserveError: the body is invalid, does not fit head and layer, or needs a copy that is refused.
         """
-        header = get_payload_header(body)
+        header = get_cacheable_header(body)
         key = head, header, len(body)
         prepared: PreparedPayload | None = self.prepared_calls.find(key, layer) if header else None
         if prepared is None:
-            entries, media_type = self._find_or_parse_body(head, header, body, request.client_identity.tenant_name)
+            entries, media_type = self._prepare_tensors_and_format(
+                head, header, body, request.client_identity.tenant_name
+            )
         else:
             entries, media_type = prepared.tensors, prepared.response_format.media_type
         decoded = {name: entry.view_tensor(body) for name, entry in entries.items()}
-        tensors, several = concatenate_tensors(decoded, body, request.charge_copy)
+        tensors, several = concatenate_tensors(decoded, body, request.charge_body_copy)
         may_overwrite = not body.readonly
         if prepared is not None:
             return NormJob(prepared.spec, tensors, layer, may_overwrite), prepared.cost, prepared.response_format
@@ -214,10 +216,10 @@ class OperationEndpoint:
         if header:
             nbytes = _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header)
             value = PreparedPayload(entries, job.spec, cost, response_format)
-            self.prepared_calls.store(key, value, nbytes, request.client_identity.tenant_name, layer)
+            self.prepared_calls.try_store(key, value, nbytes, request.client_identity.tenant_name, layer)
         return job, cost, response_format
 
-    def _find_or_parse_body(
+    def _prepare_tensors_and_format(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
     ) -> tuple[Mapping[str, PayloadTensor], str]:
         """Return the tensors that a body's header describes, and the media type of the response.
@@ -240,7 +242,9 @@ class OperationEndpoint:
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise add_hints(error, body, head.body_format, is_form=head.is_form) from None
         if header:
-            self.prepared_calls.store(key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant)
+            self.prepared_calls.try_store(
+                key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant
+            )
         return entries, media_type
 
 
@@ -295,7 +299,7 @@ def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTen
     return {entry.name: entry for entry in safetensors.read_entries(body)}
 
 
-def get_payload_header(body: memoryview) -> bytes:
+def get_cacheable_header(body: memoryview) -> bytes:
     """Return the bytes of a body before its tensors' data, for use in a cache's key.
 
     Return empty bytes if the body is not to be cached: its header is too long, or it is in an unusual

@@ -87,14 +87,14 @@ class RouteScopes:
         """Return whether a route needs a key, if keys are required."""
         return self._scopes_by_template.get((method, template)) != PUBLIC
 
-    def find_required_scopes(self, scope: Scope) -> Needed | None:
+    def find_accepted_scopes(self, scope: Scope) -> Needed | None:
         """Return the scopes of which a request's key must have one: empty if it needs none, None if no key
         suffices.
 
         No key is accepted for a route that declares no scopes.  A request that no route handles needs any key:
         clients without one cannot find out which paths exist.
         """
-        if scope["method"] == "OPTIONS" and self.find_required_scopes({**scope, "method": "GET"}) == PUBLIC:
+        if scope["method"] == "OPTIONS" and self.find_accepted_scopes({**scope, "method": "GET"}) == PUBLIC:
             # Proxies use this method to check whether a server answers.
             return PUBLIC
         exact = self._scopes_by_path.get((scope["method"], scope["path"]))

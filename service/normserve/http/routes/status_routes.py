@@ -45,7 +45,7 @@ class StatusRoutes:
     Attributes:
         stall_detector: detects that the engine no longer finishes operations.
         limits: the limits in `/v1/info`.
-        local_options: the values in `/v1/info` for clients on the same host; None if they cannot share
+        local_transport_options: the values in `/v1/info` for clients on the same host; None if they cannot share
             memory.
         describe_front_ends: returns the index and process id of each connected front end.
     """
@@ -56,7 +56,7 @@ class StatusRoutes:
     sibling_processes: SiblingProcesses
     stall_detector: StallDetector
     limits: dict[str, Any]
-    local_options: dict[str, Any] | None = None
+    local_transport_options: dict[str, Any] | None = None
     describe_front_ends: Callable[[], list[dict[str, int]]] = list
 
     def make_router(self) -> APIRouter:
@@ -128,25 +128,25 @@ class StatusRoutes:
             "operations": [op.value for op in Op],
             "dtypes": [dtype.value for dtype in FLOATS],
             "media_types": [SAFETENSORS, NPY],
-            "local": self._describe_local(),
+            "local": self._describe_local_transport(),
             **({} if processes is None else {"processes": processes}),
             **({"front_ends": front_ends} if (front_ends := self.describe_front_ends()) else {}),
         }
 
-    def _describe_local(self) -> dict[str, Any] | None:
+    def _describe_local_transport(self) -> dict[str, Any] | None:
         """Describe the transport for clients on this host, through shared memory; return None if it is disabled.
 
         The device's UUID is included if clients may share device memory.
         """
-        if self.local_options is None:
+        if self.local_transport_options is None:
             return None
         engine = self.engine
         memory = (
             engine.shareable_device
-            if engine.device_description and self.local_options["max_device_bytes"]
+            if engine.device_description and self.local_transport_options["max_device_bytes"]
             else None
         )
-        return {**self.local_options, "device": None if memory is None else memory.uuid}
+        return {**self.local_transport_options, "device": None if memory is None else memory.uuid}
 
     async def _describe_processes(self) -> list[dict[str, Any]] | None:
         """Describe every process of the fleet, by its index; return None if there is no fleet to show.

@@ -10,7 +10,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
-from normserve.http.transport.incoming_body import IncomingBody, parse_content_length
+from normserve.http.transport.incoming_body import IncomingBody, find_body_length
 from normserve.http.transport.response_sender import Buffers, Headers, ResponseSender
 
 
@@ -48,7 +48,7 @@ class _AsgiBody:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
         self._receive_task: asyncio.Task[None] | None = None
-        self.incoming_body = IncomingBody(parse_content_length(scope["headers"]), self._start_receiving)
+        self.incoming_body = IncomingBody(find_body_length(scope["headers"]), self._start_and_take_early_bytes)
         if self.incoming_body.content_length == 0:
             self.incoming_body.mark_complete()
 
@@ -69,7 +69,7 @@ class _AsgiBody:
         if self._receive_task is not None:
             self._receive_task.cancel()
 
-    def _start_receiving(self) -> bytearray:
+    def _start_and_take_early_bytes(self) -> bytearray:
         if not self.incoming_body.is_complete:
             self._receive_task = asyncio.get_running_loop().create_task(self._receive_all())
         return bytearray()

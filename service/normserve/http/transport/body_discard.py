@@ -40,7 +40,7 @@ class DiscardLimits:
         # Requests with these statuses have separate slots.
         self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
-    def acquire_slot(self, status: int) -> Callable[[], None] | None:
+    def try_acquire_long_slot(self, status: int) -> Callable[[], None] | None:
         """Take a slot, which allows one connection a long time for discarding a body; None if all are taken.
 
         Requests that are refused by their key or host have separate, fewer slots.
@@ -87,7 +87,7 @@ class BodyDiscard:
         finally:
             timer.cancel()
 
-    def start_time_limit(self, timeouts: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
+    def try_start_long_limit(self, timeouts: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
         """Begin to limit the time for the remaining bytes: return True for the long limit, False for two seconds.
 
         The limit is two seconds if too many bytes remain, or no slot is free.
@@ -97,7 +97,7 @@ class BodyDiscard:
             rest_bytes: the number of remaining bytes; None if it is unknown.
         """
         if rest_bytes is None or rest_bytes <= self._limits.max_bytes:
-            self._release_slot = self._limits.acquire_slot(status)
+            self._release_slot = self._limits.try_acquire_long_slot(status)
         is_long = self._release_slot is not None
         pace = TransferProgress(
             time.perf_counter(),

@@ -51,14 +51,14 @@ class ConnectionPolicy:
         render_refusal: counts invalid input that is not a request, and renders the response; the second
             argument is the received part of the request target.
         idle_connections: the connections that wait for a request.
-        on_late_disconnect: called when a client disconnected without reading a response that the operating system
-            had taken.
+        on_unread_response_disconnect: called when a client disconnected without reading a response that the
+            operating system had taken.
     """
 
     timeouts: ConnectionTimeouts
     discard_limits: DiscardLimits
     render_refusal: Callable[[NormserveError, str], bytes]
-    on_late_disconnect: Callable[[], None]
+    on_unread_response_disconnect: Callable[[], None]
     idle_connections: IdleConnectionQueue = field(default_factory=IdleConnectionQueue)
 
 
@@ -114,7 +114,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         """
         self.address = address
         patience, idle = self._policy.timeouts, self._policy.idle_connections
-        if exceeded_limit is not None and not idle.close_oldest(
+        if exceeded_limit is not None and not idle.try_close_oldest(
             None if exceeded_limit == "max_connections" else address
         ):
             self.exceeded_limit = exceeded_limit
@@ -173,7 +173,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             and self._response_sender.is_delivered
             and (exc is not None or self._has_unread_response)
         ):
-            self._policy.on_late_disconnect()
+            self._policy.on_unread_response_disconnect()
         for sending, (cycle, reception) in self._open_exchanges.items():
             cycle.disconnected = True
             cycle.message_event.set()
@@ -198,7 +198,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             complete_cycles[-1].keep_alive = False
         if self._half_closed_monitor is None:
             if not can_detect_disconnect(self.transport):
-                next(iter(self._open_exchanges)).send_probe()
+                next(iter(self._open_exchanges)).send_disconnect_probe()
             self._half_closed_monitor = HalfClosedMonitor(self.loop, self.transport)
         return True
 
@@ -297,7 +297,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         Args: content_length: the length of the body in bytes; None if it is chunked.
         """
         self._mark_busy()
-        reception = IncomingBody(content_length, functools.partial(self._start_receiving, cycle))
+        reception = IncomingBody(content_length, functools.partial(self._start_and_take_early_bytes, cycle))
         sending = SocketResponseSender(
             self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_unless_discarding
         )
@@ -320,7 +320,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             # The response may begin before the body is complete; the task that sends it has not run yet.
             cycle.send = functools.partial(self._send_message, cycle, reception, cycle.send)  # type: ignore[method-assign]
 
-    def _start_receiving(self, cycle: RequestResponseCycle) -> bytearray:
+    def _start_and_take_early_bytes(self, cycle: RequestResponseCycle) -> bytearray:
         """Start to receive a body for its handler; return the bytes that were already received.
 
         Reading continues, and a client that waits for `100 Continue` gets it.
@@ -364,7 +364,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         if self._body_discard is None:
             return
         rest_bytes = None if self.chunked_decoder is not None else self.remaining_body_bytes
-        if not drain.start_time_limit(self._policy.timeouts, status, rest_bytes):
+        if not drain.try_start_long_limit(self._policy.timeouts, status, rest_bytes):
             cycle.keep_alive = False
 
     def _stop_discard(self) -> None:

@@ -198,7 +198,7 @@ class HttpParserProtocol(ExchangeProtocol):
         if self._repeated_field is not None:
             fault: NormserveError | None = MalformedHttpError(f"{self._repeated_field.decode()} must be given once")
         else:
-            fault = find_head_fault(version, self._unrepeatable_fields) or self._find_limit_fault()
+            fault = find_head_fault(version, self._unrepeatable_fields) or self._find_connection_limit_error()
         if fault is not None or not self._is_header_complete:
             self._refuse_input(fault or MalformedHttpError(_NO_HTTP))
             return
@@ -213,7 +213,7 @@ class HttpParserProtocol(ExchangeProtocol):
         # uvicorn has created the application's task by now, which has not run yet.
         self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
 
-    def _find_limit_fault(self) -> NormserveError | None:
+    def _find_connection_limit_error(self) -> NormserveError | None:
         """Return the error for a request on a connection beyond a limit.
 
         Return None within all limits, and for a probe.

@@ -34,7 +34,7 @@ class IdleConnectionQueue:
         """Remove a connection, if it is in the queue."""
         self._idle_since.pop(connection, None)
 
-    def close_oldest(self, address: str | None) -> bool:
+    def try_close_oldest(self, address: str | None) -> bool:
         """Close the connection that has been idle for longest.
 
         Return False if no connection has been idle for at least a second.

@@ -165,7 +165,7 @@ class IncomingBody:
         self._allocate = self._completion = None
 
 
-def parse_content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+def find_body_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     """Return the length of a body in bytes from its headers; None if the body is chunked.
 
     The length is 0 if no header announces a body.  The server below has refused contradictory headers.

@@ -167,7 +167,7 @@ class SocketResponseSender(ResponseSender):
         elif len(self._buffered_data) == 1:
             self._loop.call_soon(self.flush)
 
-    def send_probe(self) -> None:
+    def send_disconnect_probe(self) -> None:
         """Send the first bytes of a response that has not begun, to detect a disconnected client.
 
         The host of a disconnected client answers them with a reset.
@@ -177,7 +177,7 @@ class SocketResponseSender(ResponseSender):
             self._transport.write(_PROBE)
 
     def _start_with(self, data: bytes | memoryview) -> bytes | memoryview:
-        """Start the response; return its first data without the bytes that `send_probe` has sent."""
+        """Start the response; return its first data without the bytes that `send_disconnect_probe` has sent."""
         self._began_at = time.perf_counter()
         return data[len(_PROBE) :] if self._has_sent_probe else data
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm.cpu import chunks
-from fusednorm.cpu.batch_invariant.row_norms import scale_rows_
+from fusednorm.cpu.batch_invariant.row_norms import scale_rows_for_float8_
 from fusednorm.reference.float8 import quantise_rows
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
@@ -50,7 +50,7 @@ def test_rows_of_zeros_and_of_what_is_not_finite():
     rows = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [1.0, nan], [inf, 1.0], [-inf, nan], [-448.0, 0.1]])
     y, scale = quantise_rows(rows)
     mine = rows.clone()
-    found = scale_rows_(mine)
+    found = scale_rows_for_float8_(mine)
     assert torch.equal(bits(mine.to(torch.float8_e4m3fn)), bits(y))
     torch.testing.assert_close(found, scale, rtol=0, atol=0, equal_nan=True)
 

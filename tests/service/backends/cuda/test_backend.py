@@ -173,7 +173,7 @@ def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeyp
         spec = NormSpec(op, direction, 1e-5, 8 if op is Op.GROUP_NORM else 0, activation="silu")
         return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()})
 
-    backend.compile_kernels(asked(3))
+    backend.compile_and_load_kernels(asked(3))
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
     for rows in (1, 2, 100):

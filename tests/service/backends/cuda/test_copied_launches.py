@@ -7,7 +7,7 @@ import torch
 from fusednorm.cpu import batch_invariant
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import batch_buffers
-from normserve.backends.cuda.copied_launches import ChunkLimits, divide_rows
+from normserve.backends.cuda.copied_launches import ChunkLimits, try_divide_rows
 from normserve.backends.library_calls import ResidentParameters
 from normserve.backends.tensor_conversion import move_channels_first, restore_payload_order
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
@@ -57,7 +57,7 @@ def equal(results, right, names):
 )
 @pytest.mark.parametrize("rows", [1000, 1003, 4099])
 def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dtype, unit):
-    chunks = divide_rows(job_of(x=torch.randn(rows, cols).to(dtype)), SIZES)
+    chunks = try_divide_rows(job_of(x=torch.randn(rows, cols).to(dtype)), SIZES)
     assert len(chunks) == 6
     assert [row for chunk in chunks for row in chunk] == list(range(rows))
     assert all(chunk.start % unit == 0 for chunk in chunks)
@@ -65,7 +65,7 @@ def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dt
 
 
 def test_chunks_of_heads_hold_whole_tokens():
-    chunks = divide_rows(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)), SIZES)
+    chunks = try_divide_rows(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)), SIZES)
     assert chunks
     assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
 
@@ -81,7 +81,7 @@ def test_heads_in_chunks_have_the_bits_of_the_whole(run):
 
 def test_few_large_samples_are_divided():
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4)
-    assert list(map(len, divide_rows(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
+    assert list(map(len, try_divide_rows(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_few_large_samples_are_divided():
     ids=["one row", "little", "dropout", "backward", "column-major"],
 )
 def test_what_is_not_divided(job, run, library):
-    assert not divide_rows(job, SIZES)
+    assert not try_divide_rows(job, SIZES)
     run(job)
     assert len(library.written) <= 1
 
@@ -166,7 +166,7 @@ def test_samples_in_chunks_with_a_registered_layer(run, layout):
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, layout)
     x = torch.randn(25, 8, 5, 3) if layout is ChannelLayout.NCHW else torch.randn(25, 5, 3, 8)
     job = job_of(spec, registered, x=x, scale=torch.randn(25, 8))
-    assert divide_rows(job, SIZES)
+    assert try_divide_rows(job, SIZES)
     first = move_channels_first(spec, "x", x)
     scale = back(job.tensors["scale"])
     right = batch_invariant.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y

@@ -226,7 +226,7 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
 
     monkeypatch.setattr(triton, "compile_in_parallel", note_ahead)
     monkeypatch.setattr(triton, "bind_operation", noting_absent)
-    backend.compile_kernels(NormJob(spec, tensors))
+    backend.compile_and_load_kernels(NormJob(spec, tensors))
     assert planned == launched
     assert [each["x"][0] for each in launched] == [1, 2]
     assert {each["x"][1:] for each in launched} == {shape[1:]}

@@ -24,13 +24,13 @@ def test_device_sees_pinned_memory_where_it_lies():
 def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
     import os
 
-    from normserve.backends.cuda.pinned import is_registered, register_memory, view_on_device
+    from normserve.backends.cuda.pinned import is_registered, try_register_memory, view_on_device
     from normserve.memory.host_segments import HostSegment, make_segment
 
     descriptor, segment = make_segment(1 << 20, HostSegment)
     os.close(descriptor)
     with memoryview(segment) as memory:
-        registration = register_memory(memory)
+        registration = try_register_memory(memory)
     seen = torch.frombuffer(segment, dtype=torch.uint8)
     assert registration is not None
     assert seen.is_pinned()

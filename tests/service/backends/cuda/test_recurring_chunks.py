@@ -135,7 +135,7 @@ def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
         job.spec, given["tensors"], None, given["may_overwrite"], given["result_buffers"], given["replay_slot"]
     )
     assert (
-        client_memory_launches.prepare_client_memory_launch(
+        client_memory_launches.try_prepare_client_memory_launch(
             backend._buffer_allocator.describe_job_buffers(other), None, None, None, iter(spaces)
         )
         is None
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, m
     monkeypatch.setattr(client_memory_launches, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
     job = job_in(memory, ReplaySlot(), stats=False)
     assert (
-        client_memory_launches.prepare_client_memory_launch(
+        client_memory_launches.try_prepare_client_memory_launch(
             backend._buffer_allocator.describe_job_buffers(job), None, None, None, iter(spaces)
         )
         is None
@@ -162,7 +162,7 @@ def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, 
     for _ in range(2):
         job = job_in(memory, ReplaySlot())
         assert (
-            client_memory_launches.prepare_client_memory_launch(
+            client_memory_launches.try_prepare_client_memory_launch(
                 backend._buffer_allocator.describe_job_buffers(job), library, None, None, iter([place])
             )
             is None

@@ -202,7 +202,7 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
         for _ in range(1000):
             front_end.adjust_connection_count(1)
             front_end.count_refusal(HeadersTooLargeError("it is"))
-            front_end.count_late_disconnect()
+            front_end.count_unread_response_disconnect()
         assert len(link._pending_messages) <= said
         owner.reads_again()
         assert await owner.hear(relay_messages.UnreadResponseCount) == [relay_messages.UnreadResponseCount(1000)]
@@ -229,7 +229,7 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
             assert each.sent[0]["status"] == 503
             assert b"retry-after" in dict(each.sent[0]["headers"])
             assert json.loads(each.sent[1]["body"])["code"] == "not_ready"
-        front_end.count_late_disconnect()
+        front_end.count_unread_response_disconnect()
         front_end.adjust_connection_count(-1)
         owner = Owner(front_end)
         assert await owner.hear(relay_messages.UnreadResponseCount) == [relay_messages.UnreadResponseCount(1)]

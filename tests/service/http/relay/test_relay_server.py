@@ -120,7 +120,7 @@ async def test_a_front_end_that_reads_nothing_is_not_told_more_and_more(owner):
     unsent = len(there._link._pending_messages)
     for _ in range(100):
         owner.relays._heartbeat_timer.cancel()
-        owner.relays._send_heartbeats()
+        owner.relays._send_heartbeats_and_freed_slabs()
     assert len(there._link._pending_messages) <= unsent
 
 

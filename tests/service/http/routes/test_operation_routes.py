@@ -53,7 +53,7 @@ OPERATION = operation()
 
 
 def sender(charge_copy=no_copy, address: str = "here") -> SimpleNamespace:
-    return SimpleNamespace(client_identity=ClientIdentity(address), charge_copy=charge_copy)
+    return SimpleNamespace(client_identity=ClientIdentity(address), charge_body_copy=charge_copy)
 
 
 def made(asked: OperationHead, body, of_layer=None, charge_copy=no_copy) -> tuple:
@@ -207,4 +207,4 @@ def test_heads_are_kept_for_each_tenant(monkeypatch):
 
 def test_a_header_that_is_longer_than_the_codec_reads_is_no_key():
     text = b" " * 2**16
-    assert operation_routes.get_payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""
+    assert operation_routes.get_cacheable_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""

@@ -260,4 +260,4 @@ async def test_connection_is_not_idle_if_the_next_request_has_come_with_the_end_
             await receive(driver, post("Transfer-Encoding: chunked") + b"1\r\n.\r\n")
             await receive(driver, b"0\r\n\r\n" + request)
             assert driver.protocol.timeout_keep_alive_task is None
-            assert not driver.idle.close_oldest(None)
+            assert not driver.idle.try_close_oldest(None)

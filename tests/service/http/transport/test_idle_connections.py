@@ -40,11 +40,11 @@ def test_the_oldest_one_is_closed_first(clock):
         connections.add_connection(connection)
         clock.now += 1
     connections.discard_connection(waiting[0])
-    assert connections.close_oldest("b")
-    assert connections.close_oldest(None)
+    assert connections.try_close_oldest("b")
+    assert connections.try_close_oldest(None)
     assert [each.is_closed for each in waiting] == [False, True, True, False, False]
-    assert connections.close_oldest("a")
-    assert not connections.close_oldest("a")
+    assert connections.try_close_oldest("a")
+    assert not connections.try_close_oldest("a")
     assert [each.is_closed for each in waiting] == [False, True, True, False, True]
 
 
@@ -54,7 +54,7 @@ def test_one_that_was_used_again_is_the_youngest(clock):
         connections.discard_connection(connection)
         connections.add_connection(connection)
         clock.now += 2
-    assert connections.close_oldest(None)
+    assert connections.try_close_oldest(None)
     assert [each.is_closed for each in waiting] == [False, True]
 
 
@@ -62,9 +62,9 @@ def test_one_between_two_requests_is_not_idle(clock):
     connections = IdleConnectionQueue()
     connections.add_connection(Idle("a"))
     clock.now += 0.9
-    assert not connections.close_oldest(None)
+    assert not connections.try_close_oldest(None)
     clock.now += 0.2
-    assert connections.close_oldest(None)
+    assert connections.try_close_oldest(None)
 
 
 def on_a_loop(play):
@@ -114,15 +114,15 @@ async def test_connection_is_idle_without_a_request(clock):
         await send(begun, "GET /")
         await send(receiving, POST + "bo")
         clock.now += 10
-        assert host.idle.close_oldest(None)
+        assert host.idle.try_close_oldest(None)
         assert fresh.wire.is_closed
-        assert host.idle.close_oldest(None)
+        assert host.idle.try_close_oldest(None)
         assert used.wire.is_closed
-        assert not host.idle.close_oldest(None)
+        assert not host.idle.try_close_oldest(None)
         assert (await send(receiving, "dy")).statuses == [200]
         clock.now += 10
         await receiving.lose()
-        assert not host.idle.close_oldest(None)
+        assert not host.idle.try_close_oldest(None)
 
 
 @pytest.mark.parametrize(

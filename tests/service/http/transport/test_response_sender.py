@@ -141,13 +141,13 @@ class TestProbe:
     """The first bytes of a response may go ahead of it, once and without a trace."""
 
     def test_of_a_whole_response(self, wire, sending, loop):
-        sending.send_probe()
+        sending.send_disconnect_probe()
         assert wire.writes == [b"HTTP/1.1 "]
         loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
         assert b"".join(wire.writes) == HEAD + b"\r\nbody"
 
     def test_of_a_response_in_messages(self, wire, sending):
-        sending.send_probe()
+        sending.send_disconnect_probe()
         sending.write(b"HTTP/1.1 404 Not Found\r\n\r\n")
         sending.write(b"HTTP/1.1 is text here")
         sending.finish_response()
@@ -155,7 +155,7 @@ class TestProbe:
 
     def test_none_behind_the_start(self, wire, sending):
         sending.write(b"HTTP/1.1 200 OK\r\n")
-        sending.send_probe()
+        sending.send_disconnect_probe()
         sending.finish_response()
         assert wire.writes == [b"HTTP/1.1 200 OK\r\n"]
 

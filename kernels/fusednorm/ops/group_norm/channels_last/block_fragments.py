@@ -217,7 +217,7 @@ def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.con
 
 
 @triton.jit
-def load_optional_columns(ptr, column, column_mask):
+def load_columns_as_tuple(ptr, column, column_mask):
     """Load one value per column as a tuple of one [LANES, VEC] tile.  If ptr is None, return an empty tuple."""
     loaded = ()
     if ptr is not None:

@@ -8,7 +8,7 @@ columns at all positions.
 import triton
 import triton.language as tl
 
-from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.reductions import multiply_for_uniform_sum
 
 _ASK = """{
 .reg .pred asker;
@@ -91,4 +91,4 @@ def sum_squares_of_runs(d):
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)
     else:
-        return tl.sum(multiply_sum_terms(d, d), 2)
+        return tl.sum(multiply_for_uniform_sum(d, d), 2)

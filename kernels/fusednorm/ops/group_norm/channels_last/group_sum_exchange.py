@@ -21,7 +21,7 @@ from fusednorm.jit.reductions import sum_pair_to_scalars
 
 
 @triton.jit
-def locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
+def locate_group_total(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
     """Compute the address of the slot to which a group's total is posted in the round `tag`.
 
     The slots for the parts of its `contributors` follow, PAIR_WORDS each.  `team` is the index of the
@@ -48,7 +48,7 @@ def collect_and_sum_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def sum_and_post_totals(
+def collect_and_post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def sum_and_post_totals(
     for group in range(member, groups, members):
         blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
-        total_ptr = locate_group_slots(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
+        total_ptr = locate_group_total(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
         g, g_xhat = collect_and_sum_partials(total_ptr, tag, present, SLOTS)
         # Every warp waits for the parts itself.  Once a total is posted, contributors may replace their parts, for
         # which a slower warp would then wait forever.

@@ -24,7 +24,7 @@ def locate_lanes(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def count_split_steps(split, hw, splits, step):
+def count_steps_and_last_positions(split, hw, splits, step):
     """Count the steps of one split of a sample, and the positions in the last of these steps.
 
     A step is `step` positions, and a split is every `splits`th step.
@@ -35,7 +35,7 @@ def count_split_steps(split, hw, splits, step):
 
 
 @triton.jit
-def load_positions(
+def load_clamped_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip

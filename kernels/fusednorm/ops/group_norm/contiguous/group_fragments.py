@@ -15,8 +15,8 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import add_residual_chunk
-from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms
-from fusednorm.ops.group_norm.affine_step import compute_slope_and_offset, load_affine
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded
+from fusednorm.ops.group_norm.affine_step import compute_slope_and_offset, load_affine_as_tuples
 from fusednorm.ops.group_norm.contiguous.group_ranges import divide_by_multiplication
 
 
@@ -166,7 +166,7 @@ def compute_group_lane_moments(
             d = tl.where(make_group_mask(element + i * BLOCK, before, length, SKEWED), d, 0.0)
             count += count_group_elements(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 += tl.sum(multiply_sum_terms(d, d), 1, keep_dims=True)
+        sum_2 += tl.sum(multiply_for_uniform_sum(d, d), 1, keep_dims=True)
     # Returned as a rounded mean and its rounding error, because the pivot may be far from the mean.
     distance = multiply_rounded(sum_1, 1.0 / tl.maximum(count, 1.0))
     mean = pivot + distance
@@ -175,7 +175,7 @@ def compute_group_lane_moments(
 
 
 @triton.jit
-def unify_mean(mean, rest, means, index, PARAMETERS: tl.constexpr):
+def unify_mean_across_threads(mean, rest, means, index, PARAMETERS: tl.constexpr):
     """Change mean and rest, but not their sum, so that all threads have the same mean.
 
     That mean is the element of `means` whose `index` is 0.
@@ -244,10 +244,10 @@ def load_chunk_affine(
     sample = row.to(tl.int32) // indexing[0]
     group_channel = (row.to(tl.int32) - sample * indexing[0]) * indexing[1]
     at = group_channel + channel
-    affine = load_affine(parameters, at, sample * indexing[5] + at)
+    affine = load_affine_as_tuples(parameters, at, sample * indexing[5] + at)
     if PARAMETERS == "two":
         at = group_channel + tl.minimum(channel + 1, indexing[1] - 1)
-        return affine, load_affine(parameters, at, sample * indexing[5] + at), next_channel[0]
+        return affine, load_affine_as_tuples(parameters, at, sample * indexing[5] + at), next_channel[0]
     else:
         return affine
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import merge_moments
-from fusednorm.jit.reductions import multiply_sum_terms
+from fusednorm.jit.reductions import multiply_for_uniform_sum
 from fusednorm.ops.group_norm.affine_step import load_slope_and_offset
 
 
@@ -44,7 +44,7 @@ def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
-    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
 
 
 @triton.jit

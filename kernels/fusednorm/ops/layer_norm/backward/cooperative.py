@@ -50,7 +50,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = PartialGradients.allocate(call.x, call.out, call.has_own_parameters, groups)
+    partials = PartialGradients.allocate(call.x, call.out, call.heads_have_own_parameters, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,
@@ -77,7 +77,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
 
 
 @triton.jit
-def _compute_range_gradient(
+def _compute_centred_and_dz(
     x,
     residual,
     dy,
@@ -250,7 +250,7 @@ def layer_norm_backward_cooperative_kernel(
             c1, c2 = sum_pair_to_scalars(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
             weight = add_weight_offset(widen(weight_stored), WEIGHT_OFFSET)
             bias = widen(bias_stored)
-            d, dz = _compute_range_gradient(
+            d, dz = _compute_centred_and_dz(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
@@ -272,7 +272,7 @@ def layer_norm_backward_cooperative_kernel(
         if turn < turns:
             weight = add_weight_offset(widen(weight_stored), WEIGHT_OFFSET)
             bias = widen(bias_stored)
-            d, dz = _compute_range_gradient(
+            d, dz = _compute_centred_and_dz(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
                 seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip

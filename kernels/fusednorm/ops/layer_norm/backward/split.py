@@ -48,7 +48,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     ranges = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // ranges)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = PartialGradients.allocate(call.x, call.out, call.has_own_parameters, tiles)
+    partials = PartialGradients.allocate(call.x, call.out, call.heads_have_own_parameters, tiles)
     constants = new_workspace(call.x, call.rows, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,

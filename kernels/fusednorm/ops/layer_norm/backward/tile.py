@@ -28,7 +28,7 @@ from fusednorm.jit.loads import (
 )
 from fusednorm.jit.moments import compute_tile_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
 from fusednorm.launch.launches import Launch, RowDependence, can_prefetch
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
@@ -79,7 +79,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
     programs = min(cdiv(call.rows, config.rows), most)
     # Without heads the allocation is the same for any number of rows, on which only the number of programs depends.
     partials = PartialGradients.allocate(
-        call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None
+        call.x, call.out, call.heads_have_own_parameters, programs, most if call.x.ndim == 2 else None
     )
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
@@ -271,7 +271,7 @@ def layer_norm_backward_tile_kernel(
             g = dz * weight
             if i == 0:
                 # Not g itself: if one of its columns is a rounded product, some specialisations spill.
-                total = multiply_sum_terms(dz, weight)
+                total = multiply_for_uniform_sum(dz, weight)
                 if not EVEN:
                     total = tl.where(col_masks[i], total, 0.0)
             if not EVEN:
@@ -282,7 +282,7 @@ def layer_norm_backward_tile_kernel(
         dweights = new_dweights
         dbiases = new_dbiases
 
-        products = multiply_sum_terms(gs[0], x_hats[0])
+        products = multiply_for_uniform_sum(gs[0], x_hats[0])
         for i in tl.static_range(1, CHUNKS):
             products += gs[i] * x_hats[i]
             total += gs[i]

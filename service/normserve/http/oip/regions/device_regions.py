@@ -45,7 +45,7 @@ class DeviceRegion(IpcAllocation):
         """Return whether addresses can be compared; an allocation that is opened repeatedly is mapped once."""
         return isinstance(other, DeviceRegion)
 
-    def require_range(self, offset: int, nbytes: int) -> None:
+    def require_usable_range(self, offset: int, nbytes: int) -> None:
         """Require that the offset is aligned as kernels need.
 
         The length needs no check, because CUDA memory cannot shrink.

@@ -55,7 +55,7 @@ class FileRegion:
         """Return whether both regions are parts of one file."""
         return isinstance(other, FileRegion) and self._inode == other._inode
 
-    def require_range(self, offset: int, nbytes: int) -> None:
+    def require_usable_range(self, offset: int, nbytes: int) -> None:
         """Require that the file still contains this range of the region, since clients may truncate it.
 
         Raises:
@@ -95,7 +95,7 @@ class FileRegion:
             UnusableRegionError: the file is too short; it is not extended.
             StorageError: there is no memory for the file.
         """
-        self.require_range(offset, len(data))
+        self.require_usable_range(offset, len(data))
         position, end = self.start + offset, self.start + offset + len(data)
         try:
             while position < end:

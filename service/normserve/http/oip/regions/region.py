@@ -31,5 +31,5 @@ class MemoryRegion(Protocol):
     def is_in_same_memory(self, other: object) -> bool:
         """Return whether the `start` of both regions refers to one memory, so that they can be compared."""
 
-    def require_range(self, offset: int, nbytes: int) -> None:
+    def require_usable_range(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: this range of the region cannot be used for a tensor."""

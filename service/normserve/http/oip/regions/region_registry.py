@@ -166,7 +166,7 @@ class RegionRegistry:
                 f"{nbytes} bytes at offset {offset} do not lie within the {region.nbytes} bytes of the region"
                 f" {name[:64]!r}"
             )
-        region.require_range(offset, nbytes)
+        region.require_usable_range(offset, nbytes)
         return RegionRange(region, offset, nbytes)
 
     def describe_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:

@@ -162,8 +162,8 @@ def test_a_call_has_one_workspace(pass_, replaying, plans, monkeypatch):
     (workspace,) = [t for t in made if not any(t is r for r in result)]
     assert workspace.numel() == known.template.scratch_words
     start = workspace.data_ptr()
-    assert all(offset < 4 * known.template.scratch_words for offset in known.template.offsets)
-    assert {start + offset for offset in known.template.offsets} <= set(replaying.values)
+    assert all(offset < 4 * known.template.scratch_words for offset in known.template.scratch_offsets)
+    assert {start + offset for offset in known.template.scratch_offsets} <= set(replaying.values)
 
 
 def own(argument):

@@ -14,7 +14,7 @@ from normserve.http.oip.inference_request import (
     RegionReference,
     RequestedOutput,
 )
-from normserve.http.oip.region_tensors import RegionTensorAccess, RegionTransfer, assign_result_buffers
+from normserve.http.oip.region_tensors import RegionTensorAccess, RegionTransfer, check_and_assign_result_buffers
 from normserve.http.oip.regions.device_regions import DeviceRegion, DeviceRegionOpener, is_local_address
 from normserve.http.oip.regions.region_registry import RegionRegistry
 from normserve.jobs.job import NormJob, NormSpec, Op, PassDirection
@@ -172,7 +172,7 @@ def test_a_job_on_the_device_has_places(sides, offset, is_over):
     sides.register()
     found = sides.tensors.bind_regions(HERE, asked(y=RegionReference("r", offset, 96)))
     x = asyncio.run(sides.tensors.read_inputs(found))["x"]
-    job = assign_result_buffers(
+    job = check_and_assign_result_buffers(
         found, NormJob(SPEC, {"x": DeviceTensor(DType.FLOAT32, (2, 12), x)}, may_overwrite=True)
     )
     assert job.is_on_device

@@ -13,7 +13,7 @@ from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import multiply_rounded, sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.backward_split import (
-    plan_sums_and_apply,
+    plan_split_backward_launches,
     store_fragment_gradients,
     sum_fragment_gradients,
 )
@@ -72,7 +72,7 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
             **call.gradient_options,
         }
         kernels = group_norm_nhwc_backward_columns_sums_kernel, group_norm_nhwc_backward_columns_apply_kernel
-        return plan_sums_and_apply(call, kernels, (call.n * splits * blocks,), shape, options, splits)
+        return plan_split_backward_launches(call, kernels, (call.n * splits * blocks,), shape, options, splits)
 
 
 @triton.jit(do_not_specialize=_SIZES)

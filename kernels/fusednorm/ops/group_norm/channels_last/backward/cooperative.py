@@ -27,13 +27,13 @@ from fusednorm.ops.group_norm.channels_last.column_blocks import (
     select_for_columns,
 )
 from fusednorm.ops.group_norm.channels_last.group_sum_exchange import (
+    collect_and_post_totals,
     collect_and_sum_partials,
-    locate_group_slots,
-    sum_and_post_totals,
+    locate_group_total,
 )
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
-    compute_tile_gradient,
+    compute_tile_centred_and_dz,
     load_backward_tiles,
     load_scaled_slope_and_offset,
     load_tiles,
@@ -187,7 +187,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 lead_bundle = (team + lead_turn * teams) % bundles
                 lead_tag = start + lead_turn.to(tl.uint32)
                 there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
-                sum_and_post_totals(
+                collect_and_post_totals(
                     exchange_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels,
                     block_columns, contributors, OVERLAP, SLOTS, DEPTH,
                 )  # fmt: skip
@@ -221,7 +221,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
             if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
                 if DIRECT:
-                    total_ptr = locate_group_slots(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
+                    total_ptr = locate_group_total(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
                     g, g_xhat = collect_and_sum_partials(
                         total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS
                     )
@@ -233,7 +233,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                     factors = ()
                     for i in tl.static_range(LABELS):
                         group = tl.minimum(vector_group + i, lane_last)
-                        total_ptrs = locate_group_slots(
+                        total_ptrs = locate_group_total(
                             exchange_ptr, team, late_tag, group, bundle_groups, contributors, DEPTH
                         )
                         sum_g, sum_g_xhat = collect_pairs(total_ptrs, late_tag)
@@ -250,7 +250,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                         late_left - (i + 1) * ROWS, late_columns, True, EVEN, ROWS, 1, "evict_first",
                     )  # fmt: skip
                 tile_at = late_at + i * step_size
-                centred, dz = compute_tile_gradient(
+                centred, dz = compute_tile_centred_and_dz(
                     this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
                     tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
                     True, ACTIVATION, DROPOUT, GAIN,
@@ -282,7 +282,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
             sum_dz = tl.where(fragment > 0, sum_dz, 0.0)
             sum_dz_centred = tl.where(fragment > 0, sum_dz_centred, 0.0)
             for i in tl.static_range(CHUNKS):
-                centred, dz = compute_tile_gradient(
+                centred, dz = compute_tile_centred_and_dz(
                     tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
                     start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
@@ -315,7 +315,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 tag = start + turn.to(tl.uint32)
                 group = block_group + touched
                 end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - bundle_first)
-                part_ptrs = locate_group_slots(exchange_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
+                part_ptrs = locate_group_total(exchange_ptr, team, tag, group, bundle_groups, contributors, DEPTH)
                 contributor = split
                 if not DIRECT:
                     contributor = split * OVERLAP + block - group * channels // block_columns

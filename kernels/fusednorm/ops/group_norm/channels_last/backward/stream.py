@@ -19,7 +19,7 @@ from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwa
 from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps, load_group_statistic
 from fusednorm.ops.group_norm.channels_last.stream_partitions import make_stream_partition
 from fusednorm.ops.group_norm.channels_last.stream_positions import (
-    count_split_steps,
+    count_steps_and_last_positions,
     locate_lanes,
     make_position_mask,
     make_store_mask,
@@ -252,7 +252,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     program = tl.program_id(0)
     sample = (program // splits).to(tl.int64)
     split = program % splits
-    turns, left = count_split_steps(split, hw, splits, step_positions)
+    turns, left = count_steps_and_last_positions(split, hw, splits, step_positions)
     whole = turns
     if not WHOLE:
         whole = turns - (left < step_positions).to(tl.int32)

@@ -19,7 +19,7 @@ from fusednorm.ops.group_norm.channels_last.block_fragments import (
     compute_lane_rows,
     expand_groups_to_columns,
     load_block_rows,
-    load_optional_columns,
+    load_columns_as_tuple,
     make_block_options,
     make_block_tile,
     merge_member_moments,
@@ -212,10 +212,10 @@ def group_norm_nhwc_forward_cooperative_kernel(
 
         if LAG == 0 or turn >= LAG:
             affine = (
-                load_optional_columns(weight_ptr, late_column, late_mask),
-                load_optional_columns(bias_ptr, late_column, late_mask),
-                load_optional_columns(scale_ptr, late_sample * scale_stride + late_column, late_mask),
-                load_optional_columns(shift_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_columns_as_tuple(weight_ptr, late_column, late_mask),
+                load_columns_as_tuple(bias_ptr, late_column, late_mask),
+                load_columns_as_tuple(scale_ptr, late_sample * scale_stride + late_column, late_mask),
+                load_columns_as_tuple(shift_ptr, late_sample * scale_stride + late_column, late_mask),
             )
             if LAG > 0:
                 late = load_block_rows(

@@ -12,7 +12,7 @@ from fusednorm.launch.launches import Launch, compute_max_registers
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
     GroupNormForwardConfig,
-    count_writers,
+    count_writers_per_group,
     fit_resident_programs,
 )
 from fusednorm.ops.group_norm.channels_last.block_fragments import (
@@ -21,7 +21,7 @@ from fusednorm.ops.group_norm.channels_last.block_fragments import (
     compute_lane_rows,
     expand_groups_to_columns,
     load_block_rows,
-    load_optional_columns,
+    load_columns_as_tuple,
     make_block_options,
     make_block_tile,
     store_group_statistics,
@@ -53,7 +53,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
-        writers = count_writers(units, self.writers, count_multiprocessors(call.x.device))
+        writers = count_writers_per_group(units, self.writers, count_multiprocessors(call.x.device))
         tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
@@ -141,10 +141,10 @@ def group_norm_nhwc_forward_resident_kernel(
     chunks = load_block_rows(x_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
     residuals = load_block_rows(residual_ptr, base, at, stride, hw, column_mask, FULL, ROWS, CHUNKS, "")
     affine = (
-        load_optional_columns(weight_ptr, column, column_mask),
-        load_optional_columns(bias_ptr, column, column_mask),
-        load_optional_columns(scale_ptr, sample * scale_stride + column, column_mask),
-        load_optional_columns(shift_ptr, sample * scale_stride + column, column_mask),
+        load_columns_as_tuple(weight_ptr, column, column_mask),
+        load_columns_as_tuple(bias_ptr, column, column_mask),
+        load_columns_as_tuple(scale_ptr, sample * scale_stride + column, column_mask),
+        load_columns_as_tuple(shift_ptr, sample * scale_stride + column, column_mask),
     )
     length = (hw * channels).to(tl.float32)
     mean, rest, square = compute_group_moments(chunks, residuals, hw, channels, membership, FULL, ROWS, SUMS)

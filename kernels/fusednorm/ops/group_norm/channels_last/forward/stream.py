@@ -22,8 +22,8 @@ from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForward
 from fusednorm.ops.group_norm.channels_last.column_blocks import split_into_runs, sum_squares_of_runs
 from fusednorm.ops.group_norm.channels_last.stream_partitions import make_stream_partition
 from fusednorm.ops.group_norm.channels_last.stream_positions import (
-    count_split_steps,
-    load_positions,
+    count_steps_and_last_positions,
+    load_clamped_positions,
     locate_lanes,
     make_position_mask,
     make_store_mask,
@@ -70,7 +70,7 @@ def count_lane_positions(position, steps, left, positions, chunks):
 
 
 @triton.jit
-def index_runs_by_group(
+def index_and_count_runs_by_group(
     units, positions, channels, steps, left, chunks,
     VEC: tl.constexpr, SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def merge_moments_by_group(
     two axes.
 
     Args:
-        sorted_runs: index and counts of `index_runs_by_group`.
+        sorted_runs: index and counts of `index_and_count_runs_by_group`.
         steps, left, chunks: arguments of `count_lane_positions`.
     """
     index, counts = sorted_runs
@@ -158,7 +158,7 @@ def compute_split_moments(
     width: tl.constexpr = VEC // SUMS
     position, column, positions = locate_lanes(units, LANES, VEC)
     step = positions * CHUNKS
-    steps, left = count_split_steps(split, hw, splits, step)
+    steps, left = count_steps_and_last_positions(split, hw, splits, step)
     # All iterations are whole, except the last one of the last program.
     whole = steps
     if not WHOLE:
@@ -167,13 +167,15 @@ def compute_split_moments(
     stride = (splits * step).to(tl.int64) * c
 
     ACROSS: tl.constexpr = min(RUNS, max(1, min(32, LANES // GROUPS)))
-    where_in_tile = index_runs_by_group(
+    where_in_tile = index_and_count_runs_by_group(
         units, positions, channels, steps, left, CHUNKS, VEC, SUMS, GROUPS, RUNS, ACROSS
     )
     # The pivots are from the whole first step: separate loads for them would delay all others.
     first_left = tl.minimum(hw - split * step, step)
-    tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
-    residuals = load_positions(residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
+    tiles = load_clamped_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
+    residuals = load_clamped_positions(
+        residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT
+    )
     pivot = tl.sum(split_into_runs(add_residual_chunk(tiles, residuals, 0), SUMS), 2) * (1.0 / width)
     zero = tl.zeros(pivot.shape, tl.float32)
     sum_1, sum_2 = _accumulate_tile_sums(
@@ -181,16 +183,18 @@ def compute_split_moments(
     )
     for _ in range(1, whole):
         start += stride
-        tiles = load_positions(x_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
-        residuals = load_positions(residual_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
+        tiles = load_clamped_positions(x_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
+        residuals = load_clamped_positions(
+            residual_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT
+        )
         sum_1, sum_2 = _accumulate_tile_sums(
             tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, SUMS
         )
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if steps > 1 and whole < steps:
             start += stride
-            tiles = load_positions(x_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT)
-            residuals = load_positions(
+            tiles = load_clamped_positions(x_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT)
+            residuals = load_clamped_positions(
                 residual_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT
             )
             sum_1, sum_2 = _accumulate_tile_sums(
@@ -214,7 +218,7 @@ def load_sample_fragment(
     position, column, positions = locate_lanes(units, LANES, VEC)
     c = units * VEC
     start = (sample * hw + first) * c
-    return load_positions(ptr, start, column, c, position, positions, left, CHUNKS, WHOLE, "")
+    return load_clamped_positions(ptr, start, column, c, position, positions, left, CHUNKS, WHOLE, "")
 
 
 @triton.jit
@@ -400,7 +404,7 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
     group = program % groups
     split = tl.arange(0, SPLITS)
     present = split < splits
-    turns, left = count_split_steps(split, hw, splits, step)
+    turns, left = count_steps_and_last_positions(split, hw, splits, step)
     counts = tl.where(present, (turns - 1) * step + left, 0).to(tl.float32) * channels
     total = hw.to(tl.float32) * channels
     at = (sample * splits + split) * groups + group

@@ -13,14 +13,14 @@ from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
-from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair, sum_pair_to_scalars
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launches import Launch, can_prefetch, make_cooperative_options
 from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions, prefetch_channel_runs
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
-    compute_tile_gradient,
+    compute_tile_centred_and_dz,
     load_backward_tiles,
     load_scaled_slope_and_offset,
     load_tiles,
@@ -275,7 +275,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                         dy_ptr, x_ptr, residual_ptr, late_at + (i + 1) * STEP, at, STEP, position,
                         late_left - (i + 1) * STEP, channel_mask, True, EVEN, STEP, 1, "evict_first",
                     )  # fmt: skip
-                centred, dz = compute_tile_gradient(
+                centred, dz = compute_tile_centred_and_dz(
                     this, 0, position, late_left - i * STEP, channel_mask,
                     late_mean, scale, late_offset, late_sample.to(tl.int64),
                     late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
@@ -297,14 +297,14 @@ def group_norm_nchw_backward_cooperative_kernel(
             sum_dz_centred = tl.where(fragment > 0, sum_dz_centred, 0.0)
             sample_position = (row - sample * groups) * group_size + inside + fragment * RUN
             for i in tl.static_range(CHUNKS):
-                centred, dz = compute_tile_gradient(
+                centred, dz = compute_tile_centred_and_dz(
                     tiles, i, position + i * STEP, left, channel_mask,
                     mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at + i * STEP,
                     seed, dropout_threshold, dropout_scale,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_sum_terms(dz, centred), 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_for_uniform_sum(dz, centred), 1, keep_dims=True)
             if fragment == FRAGMENTS - 1:
                 if CHANNELS == 1:
                     run_dz, run_dz_xhat = sum_pair_to_scalars(

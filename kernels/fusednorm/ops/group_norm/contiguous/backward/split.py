@@ -13,7 +13,7 @@ from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.backward_split import (
-    plan_sums_and_apply,
+    plan_split_backward_launches,
     store_fragment_gradients,
     sum_fragment_gradients,
 )
@@ -69,7 +69,9 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
             **call.gradient_options,
         }
         kernels = group_norm_nchw_backward_split_sums_kernel, group_norm_nchw_backward_split_apply_kernel
-        return plan_sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), shape, options, parts)
+        return plan_split_backward_launches(
+            call, kernels, (call.n * sample.groups * blocks * parts,), shape, options, parts
+        )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.loads import load_masked, load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
-from fusednorm.jit.reductions import multiply_rounded, multiply_sum_terms, sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
@@ -117,7 +117,7 @@ def group_norm_nchw_backward_tile_kernel(
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)
-        square = tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
+        square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
         rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
         rest, square = convert_sums_to_moments(length, rest, square)
         rstd = 1.0 / tl.sqrt(square / length + eps)
@@ -136,7 +136,7 @@ def group_norm_nchw_backward_tile_kernel(
         dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
         ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_sum_terms(dz, xhat), 2)
+    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_for_uniform_sum(dz, xhat), 2)
     if dz_part_ptr is not None:
         slot = row * channels + channel
         tl.store(dz_part_ptr + slot, sum_dz * (1.0 / GAIN), mask=channel_mask)

@@ -22,7 +22,7 @@ from fusednorm.ops.group_norm.contiguous.group_fragments import (
     locate_frame,
     round_up_to_vectors,
     store_normalised_group_fragment,
-    unify_mean,
+    unify_mean_across_threads,
 )
 from fusednorm.ops.group_norm.sample_shape import SampleShape
 
@@ -120,7 +120,7 @@ def _collect_group_moments(
         _, mean, rest, square = tl.reduce((count, means, rests, squares), 0, merge_equal_sets)
     else:
         _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge_sets)
-    mean, rest = unify_mean(mean, rest, means, member, PARAMETERS)
+    mean, rest = unify_mean_across_threads(mean, rest, means, member, PARAMETERS)
     return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
 
 

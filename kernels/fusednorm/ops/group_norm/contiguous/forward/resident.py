@@ -14,7 +14,7 @@ from fusednorm.launch.launches import Launch, compute_max_registers, count_full_
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
     GroupNormForwardConfig,
-    count_writers,
+    count_writers_per_group,
     fit_resident_programs,
 )
 from fusednorm.ops.group_norm.contiguous.group_fragments import (
@@ -24,7 +24,7 @@ from fusednorm.ops.group_norm.contiguous.group_fragments import (
     locate_frame,
     round_up_to_vectors,
     store_normalised_group_fragment,
-    unify_mean,
+    unify_mean_across_threads,
 )
 
 
@@ -56,7 +56,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         """Plan the pass as one launch, with one program per group or, if groups are few, up to `writers`."""
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = count_multiprocessors(call.x.device)
-        writers = count_writers(rows, self.writers, multiprocessors)
+        writers = count_writers_per_group(rows, self.writers, multiprocessors)
         chunks = cdiv(sample.aligned_group_length, self.chunk_elements)
         arguments = (
             *call.tensors, *call.statistics, writers,
@@ -156,7 +156,7 @@ def group_norm_nchw_forward_resident_kernel(
         chunks, residuals, before, end, FULL, BLOCK, GROUP, SKEWED=SKEWED
     )
     mean, rest, square = reduce_lane_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
-    mean, rest = unify_mean(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
+    mean, rest = unify_mean_across_threads(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
     rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:

@@ -15,7 +15,11 @@ from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_moments, normalise_range
-from fusednorm.ops.group_norm.moment_reduction import REDUCE_BLOCK, plan_moment_reduction, reduce_moments
+from fusednorm.ops.group_norm.moment_reduction import (
+    REDUCE_BLOCK,
+    plan_moment_reduction,
+    reduce_to_mean_and_variance,
+)
 from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape, allocate_triple, compute_access_width
 
 
@@ -191,7 +195,7 @@ def group_norm_nchw_forward_split_apply_kernel(
     row = program // programs_a_group
     part = program - row * programs_a_group
     sample = row // groups
-    mean, rest, variance = reduce_moments(
+    mean, rest, variance = reduce_to_mean_and_variance(
         mean_part_ptr + sample * splits * groups,
         rest_part_ptr + sample * splits * groups,
         square_part_ptr + sample * splits * groups,

@@ -8,7 +8,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
-from fusednorm.jit.reductions import multiply_sum_terms, sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.group_ranges import store_normalised_tile
@@ -98,7 +98,7 @@ def group_norm_nchw_forward_tile_kernel(
     h = load_residual_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
-    square = tl.sum(multiply_sum_terms(d, d), 2, keep_dims=True)
+    square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
     rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
     rest, square = convert_sums_to_moments(length, rest, square)
     rstd = 1.0 / tl.sqrt(square / length + eps)
