@@ -77,7 +77,9 @@ class RetryPolicy:
 
 
 class RetrySchedule:
-    """The number of failed attempts at one call, from which the next pause is computed as the policy specifies."""
+    """The retries of one call: counts its failed attempts, and computes the pause before the next one by the
+    policy.
+    """
 
     def __init__(
         self, policy: RetryPolicy, deadline: Deadline, jitter: Callable[[], float] = random.random

@@ -342,7 +342,7 @@ class ClientHttpConnection(SocketReceiver):
     def receive_head(self, blocking_receive: BlockingReceive | None = None) -> Steps[ResponseHead]:
         """Receive the head of a response; interim responses (1xx) are skipped.
 
-        Args: fill: as in `exchange`.
+        Args: blocking_receive: as in `exchange`.
         """
         while True:
             raw = self._take_head()
@@ -444,7 +444,7 @@ class ClientHttpConnection(SocketReceiver):
 
 
 def _coalesce_small(views: list[memoryview]) -> list[memoryview]:
-    """Join the leading views that together fit into one TLS record.
+    """Join as many of the first views as fit into one TLS record; return that and the other views.
 
     This saves a record and a system call for each joined view.
     """

@@ -248,7 +248,7 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._allocated_count -= 1
 
     def _call_back_if_empty(self) -> None:
-        """Call the function given to `call_when_empty`, once, if no range is in use; free the queued ranges before.
+        """Free the queued ranges; if no range is in use then, call the function given to `call_when_empty`, once.
 
         If another thread holds the lock, nothing is done here, since that thread checks again.
         """

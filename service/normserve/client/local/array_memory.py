@@ -58,7 +58,10 @@ class SharedArrayMemory(Protocol):
         """Return the target of `copy_all` for an array of at least one element; it does not keep its range."""
 
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        """Copy contiguous arrays to their targets in shared memory."""
+        """Copy contiguous arrays to their targets in shared memory.
+
+        Copies on a device are only queued on its current stream; `find_busy_stream` returns the stream to wait for.
+        """
 
     def find_busy_stream(self) -> BusyStream | None:
         """Return the stream whose work must end before the server may read the caller's tensors, if any."""

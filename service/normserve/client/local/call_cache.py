@@ -222,7 +222,8 @@ Calls with the same key differ only in the contents of their tensors and the add
 
 
 class CallCache:
-    """The cached request messages of one connection, by which an equal call is sent again without being encoded.
+    """A cache of the encoded requests of one connection, from which an equal call is sent without being encoded
+    again.
 
     There is one cache for each kind of arrays: numpy arrays, torch CPU tensors and CUDA tensors.
 
@@ -300,7 +301,7 @@ class CallCache:
         Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
         is sent here.
 
-        Args: elsewhere: the tensors to copy, as in `Signature`.
+        Args: outside_tensors: the tensors to copy, as in `Signature`.
         """
         for encoded_call in cached_call.encoded_calls:
             blocks = self._take_at(encoded_call.segment_ranges)

@@ -82,7 +82,7 @@ def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceArenaSteps[D
 def _place_tensor(tensor: HostTensor, arena: DeviceArena, retained: list[Any]) -> DeviceArenaSteps[TensorReference]:
     """Return a tensor's location in shared device memory; copy the tensor there if it is elsewhere.
 
-    Args: inputs: receives the objects that keep the copy's memory allocated.
+    Args: retained: receives the objects that keep the copy's memory allocated.
     """
     source = tensor.view_tensor if isinstance(tensor, TorchCudaTensor) else None
     if source is not None and source.device.index == arena.ordinal:
