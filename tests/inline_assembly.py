@@ -72,7 +72,7 @@ def post_where(slots: Array, wanted: Array, *values_and_tag: Array) -> Array:
     *values, tag = values_and_tag
     for place, value in enumerate(values):
         words = value.view(np.uint32).astype(np.uint64) | tag.astype(np.uint64) << 32
-        memory.try_store(_word(slots, place), words, wanted != 0)
+        memory.store(_word(slots, place), words, wanted != 0)
     current_launch().note_progress()
     return np.zeros(slots.shape, np.int32)
 

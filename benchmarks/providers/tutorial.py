@@ -48,8 +48,8 @@ def layer_norm_forward_kernel(
         squares += centred * centred
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
 
-    tl.try_store(mean_ptr + row, mean)
-    tl.try_store(rstd_ptr + row, rstd)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
 
     for start in range(0, cols, BLOCK_N):
         col = start + offsets
@@ -57,7 +57,7 @@ def layer_norm_forward_kernel(
         weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         y = (x - mean) * rstd * weight + bias
-        tl.try_store(y_row_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)
+        tl.store(y_row_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)
 
 
 def can_fit_block(x: Tensor) -> bool:

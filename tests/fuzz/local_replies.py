@@ -39,7 +39,7 @@ def local_replies(data: bytes) -> None:
         count = (options >> number & 1) * (1 + (options >> 5 & 1))
         is_cut = bool(options >> 6 & 1) and number == len(pieces) - 1
         ancillary = [_rights(count)] if count else []
-        protocol.process_received(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
+        protocol.deliver_responses(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
         assert protocol.make_failure is not None or not is_cut
     if protocol.make_failure is not None:
         assert isinstance(protocol.make_failure(), ClientError)

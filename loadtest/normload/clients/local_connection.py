@@ -154,7 +154,7 @@ class _LocalSocket:
     def connect(self, path: str) -> Steps[None]:
         """Connect and exchange greetings."""
         yield from connect(self._socket, path)
-        yield from self.run_exchanges(self.protocol.exchange_hello())
+        yield from self.run_exchanges(self.protocol.exchange_hello_and_read_offer())
 
     def has_no_input(self) -> bool:
         """Return whether the socket has nothing to read; between requests, only the connection's end can be
@@ -214,7 +214,7 @@ class _LocalSocket:
                 data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 continue
-            protocol.process_received(data, ancillary, flags)
+            protocol.deliver_responses(data, ancillary, flags)
         return pending.response
 
     def close_when_unused(self) -> None:

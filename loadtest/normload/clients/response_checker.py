@@ -37,7 +37,7 @@ class ResponseChecker:
         """
         right = self._correct_contents.get(number)
         try:
-            if right is not None and _has_equal_bytes(right, answer.list_memory()):
+            if right is not None and _has_equal_bytes(right, answer.list_payload_buffers()):
                 return None
         except ClientError as error:
             return str(error)
@@ -64,7 +64,7 @@ class ResponseChecker:
             return str(error)
         fault = oracle.find_fault(request.case, request.tensors, tensors)
         if fault is None:
-            contents = [np.frombuffer(each, np.uint8).copy() for each in answer.list_memory()]
+            contents = [np.frombuffer(each, np.uint8).copy() for each in answer.list_payload_buffers()]
             self._correct_contents.setdefault(number, contents)
         return fault
 

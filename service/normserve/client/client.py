@@ -168,7 +168,7 @@ class Client:
         self._transport.close()
 
     def __repr__(self) -> str:
-        return self._options.format_repr(self)
+        return self._options.format_redacted_repr(self)
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +179,7 @@ class Client:
         self.close()
 
     def _run_concatenated(
-        self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
+        self, transport: LocalTransport, build: Callable[..., ApiCall[R]], list_call: TensorListCall
     ) -> R:
         """Run an operation on lists of tensors as one call on concatenated tensors, and split the results.
 
@@ -187,19 +187,21 @@ class Client:
 
         Args:
             build: builds the operation's `ApiCall`.
-            joined: the operation's arguments.
+            list_call: the operation's arguments.
         """
         arguments = {
             name: place.concatenate_into(self.empty(place.shape, place.dtype, device=place.device))
-            for name, place in joined.iterate_plans()
+            for name, place in list_call.iterate_plans()
         }
-        named = joined.make_arguments(arguments)
-        return joined.split_result(self._run_cacheable(transport, get_first_argument((), named), build, (), named))
+        named = list_call.make_arguments(arguments)
+        return list_call.split_result(
+            self._run_cacheable(transport, get_first_argument((), named), build, (), named)
+        )
 
     def _run_cacheable(
         self,
         transport: LocalTransport,
-        first: object,
+        first_argument: object,
         build: Callable[..., ApiCall[R]],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -210,12 +212,12 @@ class Client:
         locations in shared memory.
 
         Args:
-            first: the operation's first tensor, whose kind of array selects the cache.
+            first_argument: the operation's first tensor, whose kind of array selects the cache.
             build: builds the operation's `ApiCall`.
             args, kwargs: the operation's arguments.
         """
         link = transport.get_usable_connection()
-        recurring = None if link is None else link.call_caches.get_cache(first)
+        recurring = None if link is None else link.call_caches.get_cache(first_argument)
         signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)
         if link is None or recurring is None or signature is None:
             return self._run_call(build(*args, **kwargs))
@@ -226,7 +228,7 @@ class Client:
                 return cached_result
             call = build(*args, **kwargs)
             result = call.read_response(transport.exchange(call, deadline), self._options.api_key)
-            recurring.add_call(signature, call, result)
+            recurring.try_add_call(signature, call, result)
             return result
 
         return self._run_with_retries(exchange)
@@ -249,7 +251,7 @@ class Client:
                 return attempt(deadline)
             except ClientError as failure:
                 attempts = attempts or RetrySchedule(self._retry_policy, deadline)
-                pause_s = attempts.compute_pause_s(failure)
+                pause_s = attempts.take_next_pause_s(failure)
                 if pause_s is None:
                     raise
             time.sleep(pause_s)

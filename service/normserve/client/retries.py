@@ -96,12 +96,12 @@ class RetrySchedule:
         self._reconnect_count = 0
         self._reconnect_deadline: Deadline | None = None
 
-    def compute_pause_s(self, failure: ClientError) -> float | None:
+    def take_next_pause_s(self, failure: ClientError) -> float | None:
         """Count a failed attempt; return the seconds to wait before the next one, or None if there is none."""
         if not failure.retryable:
             return None
         if isinstance(failure, ConnectionFailedError) and self._policy.reconnect_s is not None:
-            return self._compute_reconnect_pause_s(self._policy.reconnect_s)
+            return self._take_next_reconnect_pause_s(self._policy.reconnect_s)
         is_starting = self._is_starting(failure)
         if is_starting and failure.retry_after_s is not None:
             pause_s = self._compute_backoff_pause_s(failure.retry_after_s, doublings=0)
@@ -112,7 +112,7 @@ class RetrySchedule:
             pause_s = self._compute_backoff_pause_s(failure.retry_after_s, doublings=self._attempt_count - 1)
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
 
-    def _compute_reconnect_pause_s(self, reconnect_s: float) -> float | None:
+    def _take_next_reconnect_pause_s(self, reconnect_s: float) -> float | None:
         """Return the seconds before the next attempt to connect; None if that would be too late.
 
         Attempts end `reconnect_s` seconds after the first failed connection, and at the call's deadline.

@@ -73,7 +73,7 @@ class ClientOptions:
             _validate_api_key(api_key)
         return cls(url, address, api_key, timeout_s, max_connections, _make_verify_argument(verify, certificate))
 
-    def format_repr(self, client: object) -> str:
+    def format_redacted_repr(self, client: object) -> str:
         """Return the repr of a client: its class and its URL, without the URL's user name and password."""
         url = self.url
         if self.address.socket_path is None:

@@ -75,7 +75,7 @@ class DeviceBackend(CpuBackend):
             )
             if job.replay_slot is not None:
                 job.replay_slot.prepared = prepared
-        return prepared.start()
+        return prepared.start_and_capture_when_due()
 
     def get_captured_launch(self, replay_slot):
         prepared = replay_slot.prepared

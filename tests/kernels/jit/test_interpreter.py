@@ -42,7 +42,7 @@ def _compute_kernel(result_ptr, a_ptr, b_ptr, c_ptr, d_ptr, STATEMENT: tl.conste
         result = approximate_tanh(a)
     else:
         result = standardised(a, tl.load(b_ptr + at), tl.load(d_ptr + at), tl.load(c_ptr + at))
-    tl.try_store(result_ptr + at, result)
+    tl.store(result_ptr + at, result)
 
 
 def compute(device, statement, *operands):
@@ -131,7 +131,7 @@ def _unknown_kernel(result_ptr):
     result = tl.inline_asm_elementwise(
         "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
-    tl.try_store(result_ptr, result)
+    tl.store(result_ptr, result)
 
 
 @only_interpreted
@@ -150,7 +150,7 @@ def _waiting_kernel(exchange_ptr, result_ptr, POSTS: tl.constexpr):
         post_scalars(locate_slot(exchange_ptr, 0, tag, program, tl.num_programs(0), 1), tag, a, a + 0.5, -a)
     slot = locate_slot(exchange_ptr, 0, tag, other, tl.num_programs(0), 1)
     a, b, c = collect_slots(slot + tl.zeros((1,), tl.int32), tag)
-    tl.try_store(result_ptr + program, tl.sum(a + b + c))
+    tl.store(result_ptr + program, tl.sum(a + b + c))
 
 
 def make_wait(device, posts, programs=5, **options):
@@ -183,12 +183,12 @@ def _sums_kernel(a_ptr, b_ptr, result_ptr, AXIS: tl.constexpr):
     a, b = sum_pair(tl.load(a_ptr + at), tl.load(b_ptr + at), AXIS)
     count: tl.constexpr = a.shape[0] * a.shape[1]
     place = tl.arange(0, count)
-    tl.try_store(result_ptr + place, tl.reshape(a, (count,)))
-    tl.try_store(result_ptr + COLS + place, tl.reshape(b, (count,)))
+    tl.store(result_ptr + place, tl.reshape(a, (count,)))
+    tl.store(result_ptr + COLS + place, tl.reshape(b, (count,)))
     flat = tl.arange(0, ROWS * COLS)
     total_a, total_b = sum_pair_to_scalars(tl.load(a_ptr + flat), tl.load(b_ptr + flat))
-    tl.try_store(result_ptr + 2 * COLS, total_a)
-    tl.try_store(result_ptr + 2 * COLS + 1, total_b)
+    tl.store(result_ptr + 2 * COLS, total_a)
+    tl.store(result_ptr + 2 * COLS + 1, total_b)
 
 
 @everywhere
@@ -207,7 +207,7 @@ def test_sums_of_whole_numbers_are_exact(where, axis, device):
 def _maximum_kernel(a_ptr, result_ptr):
     row = tl.arange(0, ROWS)[:, None]
     a = tl.load(a_ptr + row * COLS + tl.arange(0, COLS)[None, :])
-    tl.try_store(result_ptr + row, reduce_maximum(a, 1))
+    tl.store(result_ptr + row, reduce_maximum(a, 1))
 
 
 @everywhere
@@ -227,8 +227,8 @@ def _moments_kernel(count_ptr, mean_ptr, shift_ptr, square_ptr, result_ptr, EVEN
         tl.load(count_ptr + lane), tl.load(mean_ptr + lane), tl.load(shift_ptr + lane), tl.load(square_ptr + lane)
     )  # fmt: skip
     mean, shift, square = reduce_lane_moments(count, mean, shift, square, EVEN)
-    tl.try_store(result_ptr, mean + shift)
-    tl.try_store(result_ptr + 1, square)
+    tl.store(result_ptr, mean + shift)
+    tl.store(result_ptr + 1, square)
 
 
 @everywhere

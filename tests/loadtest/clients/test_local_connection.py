@@ -143,10 +143,10 @@ def test_an_answer_that_is_left_keeps_its_results(server, connection):
     asked, other = request(), request(seed=1)
     answer = exchanged(connection, asked)
     connection.detach_response()
-    before = [bytes(each) for each in answer.list_memory()]
+    before = [bytes(each) for each in answer.list_payload_buffers()]
     for each in (asked, other, asked):
         exchanged(connection, each)
-    assert [bytes(each) for each in answer.list_memory()] == before
+    assert [bytes(each) for each in answer.list_payload_buffers()] == before
     assert server.asked[0].results != server.asked[1].results
 
 
@@ -155,7 +155,7 @@ def test_the_results_of_one_that_is_not_left_are_used_again(server, connection):
     exchanged(connection, request(seed=1))
     assert answer.nbytes == 4 * 64 * 4
     with pytest.raises(UnexpectedAnswerError):
-        answer.list_memory()
+        answer.list_payload_buffers()
 
 
 def test_requests_that_are_too_many_to_stay_make_place_for_one_another(server, connection):

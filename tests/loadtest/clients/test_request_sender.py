@@ -29,7 +29,7 @@ def sender_of(server, timeout_s):
 def sender(fake_server):
     made = sender_of(fake_server, timeout_s=5.0)
     # The server computes its answers at their first request.
-    made.send_each_once()
+    made.send_and_check_each_once()
     yield made
     made.close()
 
@@ -140,7 +140,7 @@ def test_headers_that_mean_nothing_are_no_times(fake_server, sender):
 )
 def test_what_a_server_does_instead_of_answering_has_a_code(raw_server, said, status, code):
     asked = sender_of(raw_server([said]), timeout_s=5.0)
-    record, *_ = asked.send_each_once()
+    record, *_ = asked.send_and_check_each_once()
     assert (record.status, record.code, record.fault) == (status, code, None)
     asked.close()
 
@@ -148,7 +148,7 @@ def test_what_a_server_does_instead_of_answering_has_a_code(raw_server, said, st
 def test_a_wrong_answer_is_a_fault(raw_server):
     said = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/x-safetensors\r\n\r\n{}"
     asked = sender_of(raw_server([said]), timeout_s=5.0)
-    record, *_ = asked.send_each_once()
+    record, *_ = asked.send_and_check_each_once()
     assert (record.code, record.checked) == ("ok", True)
     assert "not well-formed safetensors" in record.fault
     asked.close()
@@ -157,7 +157,7 @@ def test_a_wrong_answer_is_a_fault(raw_server):
 def test_a_server_that_never_answers_is_not_asked_everything_first(raw_server):
     server = raw_server([lambda connected: server.silence(connected)])
     impatient = sender_of(server, timeout_s=0.05)
-    assert [record.code for record in impatient.send_each_once()] == ["timeout"] * 3
+    assert [record.code for record in impatient.send_and_check_each_once()] == ["timeout"] * 3
     impatient.close()
 
 

@@ -102,7 +102,7 @@ def test_the_api_key_is_sent(connect):
 
 def pauses(policy, failure, jitter=1.0, timeout_s=None):
     attempts = RetrySchedule(policy, Deadline(timeout_s), lambda: jitter)
-    return list(iter(lambda: attempts.compute_pause_s(failure), None))
+    return list(iter(lambda: attempts.take_next_pause_s(failure), None))
 
 
 def overloaded(retry_after=None):
@@ -190,12 +190,12 @@ def test_a_server_that_starts_is_waited_for_no_longer_than_that_nor_where_nothin
 def test_a_server_that_starts_is_asked_about_as_often_as_it_says():
     starting = make_api_error(503, {"retry-after": "2"}, b'{"code": "not_ready"}')
     attempts = RetrySchedule(RetryPolicy(tries=4, first_pause_s=1), Deadline(1000), lambda: 1.0)
-    assert attempts.compute_pause_s(overloaded()) == 1
-    assert [attempts.compute_pause_s(starting) for _ in range(50)] == [2.5] * 50
+    assert attempts.take_next_pause_s(overloaded()) == 1
+    assert [attempts.take_next_pause_s(starting) for _ in range(50)] == [2.5] * 50
     # Other failures are counted as if the server had been ready all the time.
-    assert [attempts.compute_pause_s(overloaded()) for _ in range(3)] == [2, 4, None]
+    assert [attempts.take_next_pause_s(overloaded()) for _ in range(3)] == [2, 4, None]
     ending = RetrySchedule(RetryPolicy(first_pause_s=0), Deadline(1.5), lambda: 1.0)
-    assert ending.compute_pause_s(starting) is None
+    assert ending.take_next_pause_s(starting) is None
 
 
 def test_a_call_outlasts_a_restart_that_takes_no_longer_than_reconnect_s():
@@ -211,10 +211,10 @@ def test_reconnecting_pauses_for_a_second_at_most_and_leaves_the_tries():
     policy = RetryPolicy(tries=3, first_pause_s=0.25, reconnect_s=1000)
     attempts = RetrySchedule(policy, Deadline(None), lambda: 1.0)
     gone = ConnectionFailedError("refused")
-    assert [attempts.compute_pause_s(gone) for _ in range(5)] == [0.25, 0.5, 1, 1, 1]
-    assert [attempts.compute_pause_s(overloaded()) for _ in range(3)] == [0.25, 0.5, None]
+    assert [attempts.take_next_pause_s(gone) for _ in range(5)] == [0.25, 0.5, 1, 1, 1]
+    assert [attempts.take_next_pause_s(overloaded()) for _ in range(3)] == [0.25, 0.5, None]
     jittered = RetrySchedule(policy, Deadline(None), lambda: 0.0)
-    assert list(islice(iter(lambda: jittered.compute_pause_s(gone), None), 4)) == [0.125, 0.25, 0.5, 0.5]
+    assert list(islice(iter(lambda: jittered.take_next_pause_s(gone), None), 4)) == [0.125, 0.25, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_time_to_reconnect_begins_with_the_first_failed_connection(monkeypat
     attempts = RetrySchedule(RetryPolicy(reconnect_s=10), Deadline(None), lambda: 1.0)
     gone = ConnectionFailedError("refused")
     waited = []
-    while (pause_s := attempts.compute_pause_s(gone)) is not None:
+    while (pause_s := attempts.take_next_pause_s(gone)) is not None:
         waited.append(pause_s)
         now += pause_s
     assert 9 < sum(waited) < 10

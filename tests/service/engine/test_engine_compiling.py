@@ -45,7 +45,7 @@ async def test_unforeseen_class_is_compiled_beside_the_work_of_others(scene):
 @compiling_scene
 async def test_whoever_waits_for_a_compile_may_leave_or_be_late(scene):
     gone = job(1, 8)
-    leaving, late = scene.submit(gone), scene.submit(job(1, 8), start_deadline=time.perf_counter() + 0.001)
+    leaving, late = scene.submit(gone), scene.submit(job(1, 8), deadline=time.perf_counter() + 0.001)
     await turn()
     scene.engine.cancel(gone)
     with pytest.raises(ClientLeftError):

@@ -45,7 +45,7 @@ async def test_failed_device_gets_no_further_work(scene):
 async def test_deadline_is_kept_while_the_device_is_busy(scene):
     running = scene.submit(job(1, 4))
     await turn()
-    late = scene.submit(job(1, 8), start_deadline=time.perf_counter() + 0.001)
+    late = scene.submit(job(1, 8), deadline=time.perf_counter() + 0.001)
     with pytest.raises(DeadlineExceededError):
         await late
     scene.executor.finish()
@@ -56,13 +56,13 @@ async def test_deadline_is_kept_while_the_device_is_busy(scene):
 @scene
 async def test_deadline_that_has_passed_is_never_queued(scene):
     with pytest.raises(DeadlineExceededError):
-        await scene.submit(job(1, 8), start_deadline=time.perf_counter() - 1)
+        await scene.submit(job(1, 8), deadline=time.perf_counter() - 1)
     assert scene.executor.running == []
 
 
 @scene
 async def test_deadline_is_to_the_start_not_to_the_end(scene):
-    running = scene.submit(job(1, 4), start_deadline=time.perf_counter() + 0.2)
+    running = scene.submit(job(1, 4), deadline=time.perf_counter() + 0.2)
     await turn()
     await asyncio.sleep(0.21)
     scene.executor.finish()
@@ -129,7 +129,7 @@ async def test_what_failed_does_not_wait_for_the_collector_to_give_its_slabs_bac
     try:
         late = scene.submit(slab_job(pool))
         await turn()
-        later = scene.submit(slab_job(pool), start_deadline=time.perf_counter() + 0.001)
+        later = scene.submit(slab_job(pool), deadline=time.perf_counter() + 0.001)
         with pytest.raises(DeadlineExceededError):
             await later
         scene.executor.finish(raised_by_a_device(slab_job(pool)))

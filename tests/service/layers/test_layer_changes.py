@@ -191,7 +191,7 @@ async def test_the_journal_is_no_larger_than_the_layers(fleet):
     spaces = b" " * 60_000
     text = header[8:].rstrip() + spaces
     bloated = memoryview(bytearray(len(text).to_bytes(8, "little") + text + bytes(4)))
-    await fleet.a.changes.register("a", b"first", bloated)
+    await fleet.a.changes.register_or_replace("a", b"first", bloated)
     assert await agreed(fleet) == {"a": b"first"}
     (file,) = (fleet.folder / "layers").iterdir()
     assert file.stat().st_size < 300

@@ -172,7 +172,7 @@ def test_memory_that_is_given_back_is_not_used_again():
 
 def test_a_change_of_layers_has_requests_checked_again():
     async def body(client):
-        client.behind.layer_messages.put(layer(size=4))
+        client.behind.layer_messages.put_or_replace(layer(size=4))
         await client.ask(client.compute(query="layer=a"))
         await client.ask(client.compute(query="layer=a"))
         assert client.driver.launched == [GRAPH]
@@ -197,13 +197,13 @@ async def while_it_is_computed(client, message, change):
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_what_was_computed_with_a_layer_that_is_no_more_is_not_replayed(is_removed):
     async def body(client):
-        client.behind.layer_messages.put(layer(size=4))
+        client.behind.layer_messages.put_or_replace(layer(size=4))
 
         async def change():
             if is_removed:
                 client.behind.layer_messages.remove("a")
             else:
-                client.behind.layer_messages.put(layer(size=4))
+                client.behind.layer_messages.put_or_replace(layer(size=4))
 
         await while_it_is_computed(client, client.compute(query="layer=a"), change)
         assert (await client.ask(client.compute(query="layer=a"))).status == (404 if is_removed else 200)
@@ -363,7 +363,7 @@ def test_what_is_forgotten_keeps_no_memory_until_the_next_scrape(end):
         elif end == "free":
             await client.send(frames.FreeSegmentMessage(0))
         else:
-            client.behind.layer_messages.put(layer(size=4))
+            client.behind.layer_messages.put_or_replace(layer(size=4))
             client.connection._prepared_calls.clear()
             await client.ask(frames.ListLayersMessage())
         while client.recurrences:

@@ -141,12 +141,12 @@ def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda layers: layers.remove("a"), lambda layers: layers.put(layer("a"))],
+    [lambda layers: layers.remove("a"), lambda layers: layers.put_or_replace(layer("a"))],
     ids=["removed", "replaced"],
 )
 def test_prepared_calls_do_not_keep_a_layer_that_is_not_registered_any_more(change):
     async def body(client):
-        client.layer_messages.put(layer("a"))
+        client.layer_messages.put_or_replace(layer("a"))
         for tag in range(2):
             client.send(client.compute(query="layer=a"), tag)
             await client.finish()
@@ -193,9 +193,9 @@ def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
     async def body(client):
         content = msgspec.json.encode(client.compute(query="layer=a"))
         for status, change in [
-            (404, lambda: client.layer_messages.put(layer("a"))),
-            (200, lambda: client.layer_messages.put(layer("a", size=8))),
-            (422, lambda: client.layer_messages.put(layer("a"))),
+            (404, lambda: client.layer_messages.put_or_replace(layer("a"))),
+            (200, lambda: client.layer_messages.put_or_replace(layer("a", size=8))),
+            (422, lambda: client.layer_messages.put_or_replace(layer("a"))),
             (200, lambda: client.send(frames.FreeSegmentMessage(0))),
             (422, lambda: None),
         ]:

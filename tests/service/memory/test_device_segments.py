@@ -30,7 +30,7 @@ def device(driver):
 
 def test_what_one_writes_the_other_reads(driver, device):
     client = FakeDriver(b"v" * 16, b"u" * 16)
-    segment = device.allocate(100, DeviceSegment)
+    segment = device.allocate_zeroed(100, DeviceSegment)
     assert len(segment) == GRANULARITY
     descriptor = device.export_descriptor(segment)
     assert not os.get_inheritable(descriptor)
@@ -43,14 +43,14 @@ def test_what_one_writes_the_other_reads(driver, device):
 
 
 def test_new_memory_is_cleared_before_anybody_gets_it(driver, device):
-    segment = device.allocate(GRANULARITY, DeviceSegment)
+    segment = device.allocate_zeroed(GRANULARITY, DeviceSegment)
     assert driver.content(segment.address).raw == bytes(GRANULARITY)
     assert driver.calls.index("cuStreamSynchronize") > driver.calls.index("cuMemsetD8")
 
 
 def test_memory_goes_once_neither_side_has_it(driver, device):
     client = ShareableDevice(0, FakeDriver())
-    segment = device.allocate(1, DeviceSegment)
+    segment = device.allocate_zeroed(1, DeviceSegment)
     descriptor = device.export_descriptor(segment)
     opened = client.map_descriptor(descriptor, GRANULARITY, DeviceSegment)
     os.close(descriptor)
@@ -74,7 +74,7 @@ def test_memory_goes_once_neither_side_has_it(driver, device):
 def test_what_fails_halfway_leaves_nothing(driver, device, name):
     driver.refusals[name] = 1
     with pytest.raises(DeviceMemoryError, match="failed: 1"):
-        device.allocate(1, DeviceSegment)
+        device.allocate_zeroed(1, DeviceSegment)
     driver.refusals.clear()
     gc.collect()
     assert driver.bytes_in_use == driver.before
@@ -85,7 +85,7 @@ def test_what_fails_halfway_leaves_nothing(driver, device, name):
 
 def test_a_full_device_is_told_apart(driver, device):
     with pytest.raises(DeviceMemoryFullError):
-        device.allocate(TOTAL + 1, DeviceSegment)
+        device.allocate_zeroed(TOTAL + 1, DeviceSegment)
 
 
 def test_what_is_no_such_memory_is_not_mapped(driver, device):
@@ -93,7 +93,7 @@ def test_what_is_no_such_memory_is_not_mapped(driver, device):
     with pytest.raises(DeviceMemoryError):
         device.map_descriptor(descriptor, GRANULARITY, DeviceSegment)
     os.close(descriptor)
-    segment = device.allocate(1, DeviceSegment)
+    segment = device.allocate_zeroed(1, DeviceSegment)
     descriptor = device.export_descriptor(segment)
     with pytest.raises(DeviceMemoryError):
         device.map_descriptor(descriptor, 2 * GRANULARITY, DeviceSegment)
@@ -114,7 +114,7 @@ def test_devices_without_it(driver):
 
 
 def test_views_are_pieces_of_the_segment(device):
-    whole = device.allocate(1, DeviceSegment).view()
+    whole = device.allocate_zeroed(1, DeviceSegment).view()
     piece = whole[64:128][16:32]
     assert len(piece) == 16
     assert piece.obj is whole.obj

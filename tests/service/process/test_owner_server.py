@@ -42,7 +42,7 @@ def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch,
     async def fail(self) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("normserve.http.application_services.ApplicationServices.warm_up", fail)
+    monkeypatch.setattr("normserve.http.application_services.ApplicationServices.warm_up_and_accept_jobs", fail)
     assert owner_server.run_server(Settings(port=0, backend="torch")) == 1
 
 

@@ -56,7 +56,7 @@ class ApiCall(Generic[R]):
         None if no result depends on whether a registered layer has parameters for each head.
         """
         results = self.expected_results
-        if results is None or not any(each.max_heads for each in results.values()):
+        if results is None or not any(each.possible_head_count for each in results.values()):
             return None
         return replace(
             self, expected_results={name: each.assume_per_head_parameters() for name, each in results.items()}

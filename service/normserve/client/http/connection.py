@@ -100,14 +100,14 @@ class SocketReceiver:
             httpx.TransportError: the server closed the connection, or it broke.
         """
         if blocking_receive is not None and not self._is_tls:
-            if not self._receive_to_buffer_now(blocking_receive):
+            if not self._receive_once_to_buffer(blocking_receive):
                 raise self._make_end_error()
             return
         while True:
             if not self._is_tls:
                 yield self._descriptor, READ
             try:
-                if not self._receive_to_buffer_now():
+                if not self._receive_once_to_buffer():
                     raise self._make_end_error()
                 return
             except ssl.SSLWantReadError:
@@ -119,7 +119,7 @@ class SocketReceiver:
             except OSError as error:
                 raise self._make_broken_error(error) from error
 
-    def _receive_to_buffer_now(self, blocking_receive: BlockingReceive | None = None) -> int:
+    def _receive_once_to_buffer(self, blocking_receive: BlockingReceive | None = None) -> int:
         """Receive once into the buffer, and return the number of bytes, 0 if the server closed the connection.
 
         With `blocking_receive` this blocks until bytes arrive.  Without, it never waits.
@@ -298,7 +298,7 @@ class ClientHttpConnection(SocketReceiver):
             if piece is None:
                 self.end_response(answer, sent)
                 break
-            reception.append(piece)
+            reception.append_if_wanted(piece)
         return ApiResponse(status, headers, reception.get_body())
 
     def send_request(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
@@ -310,11 +310,11 @@ class ClientHttpConnection(SocketReceiver):
         self._send_error = None
         turn = 0
         try:
-            if not self._is_tls and self._send_in_one_call(parts):
+            if not self._is_tls and self._try_send_in_one_call(parts):
                 return True
             views = [memoryview(part).cast("B") for part in parts if len(part)]
             if self._is_tls:
-                views = _coalesce_small(views)
+                views = _join_into_first_tls_record(views)
             else:
                 _drop_sent(views, self._sent_at_once)
             while views:
@@ -401,7 +401,7 @@ class ClientHttpConnection(SocketReceiver):
         self.is_reusable = was_request_sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
-    def _send_in_one_call(self, parts: Sequence[bytes | memoryview]) -> bool:
+    def _try_send_in_one_call(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Send as much of a request as one system call accepts; return whether that is all.
 
         A non-blocking socket does not wait; a blocking one waits for its short send timeout at most.
@@ -425,7 +425,7 @@ class ClientHttpConnection(SocketReceiver):
         (1xx) are dropped.
         """
         try:
-            if not self._receive_to_buffer_now():
+            if not self._receive_once_to_buffer():
                 return True
         except (*_LATER, ssl.SSLWantReadError):
             return False
@@ -443,7 +443,7 @@ class ClientHttpConnection(SocketReceiver):
         return None if end < 0 else bytes(self._take_buffered(end + 4 - self._begin))
 
 
-def _coalesce_small(views: list[memoryview]) -> list[memoryview]:
+def _join_into_first_tls_record(views: list[memoryview]) -> list[memoryview]:
     """Join as many of the first views as fit into one TLS record; return that and the other views.
 
     This saves a record and a system call for each joined view.

@@ -120,7 +120,7 @@ class HttpxTransport:
                 pieces = cast(httpx.SyncByteStream, response.stream) if reception.is_wanted else ()
                 for piece in pieces:
                     deadline.check()
-                    reception.append(piece)
+                    reception.append_if_wanted(piece)
                     if not reception.is_wanted:
                         break
             finally:
@@ -172,7 +172,7 @@ class AsyncHttpxTransport:
                     if reception.is_wanted:
                         # As it comes: httpx's own iterators would decompress it.
                         async for piece in cast(httpx.AsyncByteStream, response.stream):
-                            reception.append(piece)
+                            reception.append_if_wanted(piece)
                             if not reception.is_wanted:
                                 break
                 finally:

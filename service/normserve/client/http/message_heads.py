@@ -84,7 +84,7 @@ class ResponseHeadParser:
         if (as_before := self._parse_by_pattern(raw)) is not None:
             return as_before
         # Most other heads have each name once and a length, and need no Python call for each line.
-        quick = _HeaderCollector()
+        quick = _UniqueHeaderCollector()
         _run_parser(quick, raw)
         headers = {_decode_lower(name): value.decode("latin-1") for name, value in quick.headers.items()}
         stays, found = quick.is_keep_alive, None
@@ -109,7 +109,7 @@ class ResponseHeadParser:
         elif "content-length" in headers:
             length = int(headers["content-length"])
             if found is None and stays:
-                self._add_pattern(raw, quick.headers)
+                self._try_add_pattern(raw, quick.headers)
         return ResponseHead(status, headers, length, chunks, stays)
 
     def _parse_by_pattern(self, raw: bytes) -> ResponseHead | None:
@@ -122,7 +122,7 @@ class ResponseHeadParser:
                     return ResponseHead(200, headers, int(headers["content-length"]), None, True)
         return None
 
-    def _add_pattern(self, raw: bytes, names: Iterable[bytes]) -> None:
+    def _try_add_pattern(self, raw: bytes, names: Iterable[bytes]) -> None:
         """Store a pattern that matches later heads with the same header names, to parse those quickly.
 
         Only heads with status 200 are stored, and none with a repeated header or one that controls the
@@ -149,7 +149,7 @@ def _decode_lower(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 
-def _run_parser(collector: "_HeaderCollector | _MessageCollector", raw: bytes) -> None:
+def _run_parser(collector: "_UniqueHeaderCollector | _MessageCollector", raw: bytes) -> None:
     """Parse a head with a new httptools parser, which calls the callbacks of a collector.
 
     Raises:
@@ -164,7 +164,7 @@ def _run_parser(collector: "_HeaderCollector | _MessageCollector", raw: bytes) -
         raise httpx.RemoteProtocolError("the header of the answer is not HTTP") from error
 
 
-class _HeaderCollector:
+class _UniqueHeaderCollector:
     """Callbacks of httptools that collect headers by name, for heads in which no name repeats.
 
     They call no Python code for each header, and keep only the last value of a repeated name.

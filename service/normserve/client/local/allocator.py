@@ -150,7 +150,7 @@ class ArenaAllocator(ABC, Generic[_B]):
         """Return the address of a range's first byte."""
         return self._segments[place.segment].address + place.offset
 
-    def release_range(self, place: SegmentRange) -> None:
+    def enqueue_release(self, place: SegmentRange) -> None:
         """Queue a range whose block has no views left; the next allocation makes the range free.
 
         Garbage collection may call this in the middle of an allocation, so no lock is awaited here.  After
@@ -288,7 +288,7 @@ class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     def __del__(self) -> None:
         # A slice of the block, which is of this class as well, has no arena.
         if (home := getattr(self, "arena", None)) is not None:
-            home.release_range(self.segment_range)
+            home.enqueue_release(self.segment_range)
 
 
 class HostArena(ArenaAllocator[ArenaBlock]):

@@ -35,7 +35,7 @@ class AllocatedBlock(Protocol):
 class SharedArrayMemory(Protocol):
     """The interface of shared memory for one kind of arrays: numpy arrays, torch CPU tensors or CUDA tensors."""
 
-    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+    def make_signature_part(self, value: Any) -> tuple[Hashable, ...]:
         """Return an array's part of the key that identifies a repeated call: its location, dtype and shape.
 
         It is () for other values, and for arrays whose bytes in memory are not those that are sent.  The
@@ -55,9 +55,9 @@ class SharedArrayMemory(Protocol):
         """Return a function that makes an array of at least one element in a block; the array keeps the block."""
 
     def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
-        """Return the target of `copy_all` for an array of at least one element; it does not keep its range."""
+        """Return `copy_or_enqueue_all`'s target for an array of at least one element, without keeping its range."""
 
-    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    def copy_or_enqueue_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy contiguous arrays to their targets in shared memory.
 
         Copies on a device are only queued on its current stream; `find_busy_stream` returns the stream to wait for.
@@ -87,7 +87,7 @@ class _HostArrayMemory:
 class NumpyArrayMemory(_HostArrayMemory):
     """Shared host memory for numpy arrays."""
 
-    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+    def make_signature_part(self, value: Any) -> tuple[Hashable, ...]:
         """Return the location, dtype and shape of a contiguous float32 or float16 array; () for any other value.
 
         The location is None outside shared memory.
@@ -99,7 +99,7 @@ class NumpyArrayMemory(_HostArrayMemory):
             return ()
         return self._arena.locate_address(array_conversion.get_address(value)), dtype, value.shape
 
-    def copy_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+    def copy_or_enqueue_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
             ctypes.memmove(address, array_conversion.get_address(source), nbytes)
 
@@ -117,7 +117,7 @@ class TorchArrayMemory(_HostArrayMemory):
         self._torch = torch
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
 
-    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+    def make_signature_part(self, value: Any) -> tuple[Hashable, ...]:
         """Return the location, dtype and shape of a contiguous CPU tensor; () for any other value.
 
         The location is None outside shared memory.
@@ -126,7 +126,7 @@ class TorchArrayMemory(_HostArrayMemory):
             return ()
         return self._arena.locate_address(value.data_ptr()), value.dtype, value.shape
 
-    def copy_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+    def copy_or_enqueue_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
             # Not by torch's threads, which take milliseconds where there are more of them than cores.
             ctypes.memmove(address, source.data_ptr(), nbytes)
@@ -157,7 +157,7 @@ class CudaArrayMemory:
         self._copy_all = torch._foreach_copy_
         self.find_busy_stream = arena.find_busy_stream
 
-    def make_reuse_key(self, value: Any) -> tuple[Hashable, ...]:
+    def make_signature_part(self, value: Any) -> tuple[Hashable, ...]:
         """Return the location, dtype and shape of a contiguous tensor of this device; () for any other value.
 
         The location is None outside shared memory.
@@ -173,7 +173,7 @@ class CudaArrayMemory:
     def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
         return self._arena.make_unowned_tensor(place, dtype, shape)
 
-    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    def copy_or_enqueue_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy tensors to their targets in shared memory, several tensors of one dtype in one launch.
 
         The copies are only queued on the current stream.

@@ -73,7 +73,7 @@ class AsyncLocalClientConnection:
             raise
         add_persistent_reader(self._loop, self._socket, self._receive)
         try:
-            await self.run_exchanges(self.protocol.exchange_hello())
+            await self.run_exchanges(self.protocol.exchange_hello_and_read_offer())
         except BaseException as error:
             self.protocol.fail(partial(ConnectionFailedError, sanitise_text(str(error), 200)))
             self._close()
@@ -134,9 +134,9 @@ class AsyncLocalClientConnection:
         """
         self.protocol.release_pending_memory()
         if self.is_open:
-            self.protocol.call_when_unused(partial(self._call_on_loop, self._free_segments_and_close))
+            self.protocol.call_when_unused(partial(self._call_or_enqueue_on_loop, self._free_segments_and_close))
 
-    def _call_on_loop(self, work: Callable[[], None]) -> None:
+    def _call_or_enqueue_on_loop(self, work: Callable[[], None]) -> None:
         """Call `work` on the connection's event loop.
 
         Call it directly if this thread runs the loop, or if the loop is closed.
@@ -149,12 +149,12 @@ class AsyncLocalClientConnection:
     def _free_segments_and_close(self) -> None:
         """Ask the server to free all segments, which must be unused, and close the connection."""
         if self.is_open:
-            self._try_send(self.protocol.encode_free_all())
+            self._send_or_drop(self.protocol.encode_free_all())
             self._close()
             if not self._loop.is_closed():
                 self.protocol.fail(partial(ConnectionFailedError, "the connection has ended"))
 
-    def _try_send(self, frame: bytes) -> None:
+    def _send_or_drop(self, frame: bytes) -> None:
         """Send a frame that needs no response; drop it if the socket would block or has failed."""
         if frame:
             with suppress(OSError):
@@ -192,7 +192,7 @@ class AsyncLocalClientConnection:
         protocol = self.protocol
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
-            protocol.process_received(data, ancillary, flags)
+            protocol.deliver_responses(data, ancillary, flags)
         except BlockingIOError:
             return
         except OSError as error:
@@ -263,7 +263,7 @@ class AsyncLocalTransport:
             async with deadline.make_asyncio_timeout():
                 if busy := cache.find_busy_stream():
                     await asyncio.to_thread(busy.wait_idle)
-                pending_call = cache.prepare_call(cached_call, elsewhere)
+                pending_call = cache.try_prepare_call(cached_call, elsewhere)
                 if pending_call is None:
                     return None
                 if elsewhere and (busy := cache.find_busy_stream()):
@@ -273,7 +273,7 @@ class AsyncLocalTransport:
                 )
         except TimeoutError:
             raise deadline.make_error() from None
-        return cache.finish_call(key, pending_call, reply, self._api_key)
+        return cache.try_finish_call(key, pending_call, reply, self._api_key)
 
     async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
@@ -305,7 +305,7 @@ class AsyncLocalTransport:
         """Run a generator of requests over the usable connection, or a new one, within the deadline."""
         try:
             async with deadline.make_asyncio_timeout():
-                link = await self._get_connection()
+                link = await self._get_or_open_connection()
                 return await link.run_exchanges(exchanges(link.protocol))
         except TimeoutError:
             raise deadline.make_error() from None
@@ -315,7 +315,7 @@ class AsyncLocalTransport:
         self._retire_connection()
         self._connection = None
 
-    async def _get_connection(self) -> AsyncLocalClientConnection:
+    async def _get_or_open_connection(self) -> AsyncLocalClientConnection:
         """Return the usable connection; if there is none, connect, and give up the earlier connection."""
         link = self._connection
         if link is not None and link.is_usable:

@@ -129,7 +129,7 @@ class CachedCall:
     block_sizes: Sequence[int]
     encoded_calls: list[EncodedCall] = field(default_factory=list)
 
-    def encode_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
+    def encode_and_store_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
         """Encode the message with these memory ranges for copied inputs and results, and store it for repetitions.
 
         Only the newest few encoded messages are kept.
@@ -186,7 +186,7 @@ class PendingCachedCall:
 
         Args:
             outside_tensors: those tensors, by name.
-            copy: as `SharedArrayMemory.copy_all`.
+            copy: as `SharedArrayMemory.copy_or_enqueue_all`.
         """
         copy(self._encoded_call.copy_targets, [outside_tensors[copied.name] for copied in self._call.copied_inputs])
 
@@ -198,7 +198,7 @@ class PendingCachedCall:
         for result, block in zip(call.results, blocks, strict=True):
             made[result.field_index] = result.make_array(block)
 
-    def make_result(self, response: frames.LazyLocalResponse) -> Any:
+    def try_make_result(self, response: frames.LazyLocalResponse) -> Any:
         """Return the call's result; None if the response is an error, or if its tensors have another layout."""
         call = self._call
         if response.status != 200:
@@ -229,7 +229,7 @@ class CallCache:
 
     Attributes:
         calls: the cached calls, by their keys.
-        find_busy_stream: returns the stream to wait for, if any, before `prepare_call`, and again after it if
+        find_busy_stream: returns the stream to wait for, if any, before `try_prepare_call`, and again after it if
             tensors were copied.
     """
 
@@ -251,7 +251,7 @@ class CallCache:
             build: builds the operation's `ApiCall`.
             arguments, named: the arguments of `build`, by position and by name.
         """
-        make_key = self._memory.make_reuse_key
+        make_key = self._memory.make_signature_part
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
         for position, value in enumerate(arguments):
@@ -259,7 +259,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (kind, value)
                 continue
-            key_part = make_key(value) or self._make_list_key(value)
+            key_part = make_key(value) or self._make_list_signature_part(value)
             if not key_part:
                 return None
             if key_part[0] is None:
@@ -272,7 +272,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (name, kind, value)
                 continue
-            key_part = make_key(value) or self._make_list_key(value)
+            key_part = make_key(value) or self._make_list_signature_part(value)
             if not key_part:
                 return None
             if key_part[0] is None:
@@ -280,7 +280,7 @@ class CallCache:
             parts += (name, key_part)
         return tuple(parts), elsewhere
 
-    def _make_list_key(self, value: Any) -> tuple[Hashable, ...]:
+    def _make_list_signature_part(self, value: Any) -> tuple[Hashable, ...]:
         """Return the key of a list of names or of arrays in shared memory; return () for any other value."""
         kind = type(value)
         if kind is not list and kind is not tuple:
@@ -288,14 +288,16 @@ class CallCache:
         parts: list[Hashable] = []
         for each in value:
             key_part = (
-                (type(each), each) if each is None or type(each) is str else self._memory.make_reuse_key(each)
+                (type(each), each) if each is None or type(each) is str else self._memory.make_signature_part(each)
             )
             if not key_part or key_part[0] is None:
                 return ()
             parts.append(key_part)
         return (kind, *parts)
 
-    def prepare_call(self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]) -> PendingCachedCall | None:
+    def try_prepare_call(
+        self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]
+    ) -> PendingCachedCall | None:
         """Allocate memory for a repetition of a cached call, and copy its inputs; return None if memory is lacking.
 
         Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
@@ -311,13 +313,13 @@ class CallCache:
             blocks = self._take_all(cached_call.block_sizes)
             if blocks is None:
                 return None
-            encoded_call = cached_call.encode_at([block.segment_range for block in blocks])
+            encoded_call = cached_call.encode_and_store_at([block.segment_range for block in blocks])
         pending_call = PendingCachedCall(cached_call, blocks, encoded_call)
         if outside_tensors:
-            pending_call.copy_inputs(outside_tensors, self._memory.copy_all)
+            pending_call.copy_inputs(outside_tensors, self._memory.copy_or_enqueue_all)
         return pending_call
 
-    def finish_call(
+    def try_finish_call(
         self,
         key: Hashable,
         pending_call: PendingCachedCall,
@@ -335,7 +337,7 @@ class CallCache:
         Raises:
             ApiError: the response is an error.
         """
-        result = pending_call.make_result(response)
+        result = pending_call.try_make_result(response)
         if result is not None:
             return result
         self.calls.pop(key, None)
@@ -345,7 +347,7 @@ class CallCache:
         refused = make_arena_response(response, {})
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
-    def add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
+    def try_add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
         """Store an answered call, so that an equal call can be repeated from its message.
 
         A call is not stored if it is no operation, has a result without elements, or was sent over a connection

@@ -176,7 +176,7 @@ class ArenaResponse(ApiResponse):
         references = self._decode_references().values()
         return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in references if each.dtype in DTYPES)
 
-    def list_memory(self) -> list[memoryview]:
+    def list_payload_buffers(self) -> list[memoryview]:
         """Return the buffer of each result.
 
         Raises:
@@ -194,7 +194,7 @@ class ArenaResponse(ApiResponse):
         Raises:
             UnexpectedAnswerError: the response describes results that cannot be.
         """
-        return {name: self._make_tensor(name, each) for name, each in self._decode_references().items()}
+        return {name: self._view_result(name, each) for name, each in self._decode_references().items()}
 
     def read_timing(self) -> Timing:
         """Return the timing in the response."""
@@ -211,7 +211,7 @@ class ArenaResponse(ApiResponse):
         except MalformedPayloadError as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
 
-    def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+    def _view_result(self, name: str, located: TensorReference) -> HostTensor:
         """Return a result as a view of its block, after a check that it was requested and fits into the block.
 
         Raises:

@@ -90,7 +90,7 @@ class LocalClientProtocol:
     """The state of a connection over shared memory, without its socket: arenas, pending requests and responses.
 
     An arena is the memory, of the host or of a device, that the connection shares with the server.  Threads
-    may share one protocol if only one of them at a time calls `process_received`.
+    may share one protocol if only one of them at a time calls `deliver_responses`.
 
     Attributes:
         arena: the arena in host memory.
@@ -139,7 +139,7 @@ class LocalClientProtocol:
         """Return the bytes to send when the caller stops waiting for a request."""
         return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
-    def process_received(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
+    def deliver_responses(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
         """Process the data that `recvmsg` returned; return whether a request was answered.
 
         If the server ended the connection, refused it or sent invalid data, the connection has failed.
@@ -173,7 +173,7 @@ class LocalClientProtocol:
             self.fail(partial(ConnectionFailedError, "the server closed the connection"))
         return is_answered
 
-    def fail(self, failure: Callable[[], ClientError]) -> None:
+    def fail(self, make_failure: Callable[[], ClientError]) -> None:
         """Mark the connection as failed and notify the waiting callers; do nothing if it has failed already.
 
         The shared memory stays mapped, since callers may still have views.
@@ -182,7 +182,7 @@ class LocalClientProtocol:
         """
         if self.make_failure is not None:
             return
-        self.make_failure = failure
+        self.make_failure = make_failure
         for pending in list(self._pending.values()):
             if pending.on_done is not None:
                 pending.on_done()
@@ -208,7 +208,7 @@ class LocalClientProtocol:
         """Unmap and free all segments, which must be unused; return the bytes to send."""
         return _encode_frees([*self.arena.segment_numbers, *self._device_offer.unmap_segments()])
 
-    def exchange_hello(self) -> Exchanges[None]:
+    def exchange_hello_and_read_offer(self) -> Exchanges[None]:
         """Send the client's version and API key, and read the server's offer of device memory from the response.
 
         Raises:
@@ -239,7 +239,7 @@ class LocalClientProtocol:
         memory.
         """
         x = get_device_x(call)
-        arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
+        arena = None if x is None else (yield from self._get_or_make_device_arena(x.view_tensor.device.index))
         if arena is not None:
             there = yield from self._run_device_arena_steps(prepare_device_call(call, arena), arena)
             return make_device_response((yield LocalRequest(there.message, there)), arena, there.result_blocks)
@@ -257,7 +257,7 @@ class LocalClientProtocol:
 
         Args: index: torch's index of the device.
         """
-        arena = yield from self._find_device_arena(index)
+        arena = yield from self._get_or_make_device_arena(index)
         if arena is None:
             return None
         needs = allocate_device_block(arena, prod(shape) * dtype.itemsize)
@@ -293,14 +293,14 @@ class LocalClientProtocol:
             result: _R = done.value
             return result
 
-    def _find_device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
+    def _get_or_make_device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
         """Return the shared memory of the CUDA device with this index; None if the server offers none.
 
         A server that was still starting at the first greeting is greeted again.  The device's call cache is
         added.
         """
         if not self._device_offer.is_known:
-            yield from self.exchange_hello()
+            yield from self.exchange_hello_and_read_offer()
         arena = self._device_offer.get_or_make_arena(index)
         if arena is not None:
             self.call_caches.add_device_cache(arena)

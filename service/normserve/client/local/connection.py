@@ -69,9 +69,9 @@ class PollingReceiver:
         Raises:
             BlockingIOError: nothing arrived in time; the next call sleeps until something does.
         """
-        return self._poll() if self.is_prompt else self._wait()
+        return self._receive_by_polling() if self.is_prompt else self._receive_by_sleeping()
 
-    def _poll(self) -> Any:
+    def _receive_by_polling(self) -> Any:
         """Receive by polling for a short time.
 
         A thread that sleeps takes longer to wake than a server with a GPU takes for a small request.  Other threads
@@ -93,7 +93,7 @@ class PollingReceiver:
                     self.is_prompt, self._polled_s = False, _POLLED_S
                     raise
 
-    def _wait(self) -> Any:
+    def _receive_by_sleeping(self) -> Any:
         """Receive by sleeping in the operating system until data arrive or the socket's timeout passes.
 
         The time that this takes determines whether the next reception polls.
@@ -163,7 +163,7 @@ class LocalClientConnection:
             deadline.check()
             raise ConnectionFailedError(sanitise_text(f"{path}: {error}", 200)) from error
         try:
-            self.run_exchanges(self.protocol.exchange_hello(), deadline)
+            self.run_exchanges(self.protocol.exchange_hello_and_read_offer(), deadline)
         except BaseException:
             self._close()
             raise
@@ -209,7 +209,7 @@ class LocalClientConnection:
             return self._wait_response(pending, deadline)
         except BaseException:
             if self.is_open:
-                self._try_send(self.protocol.encode_cancel(pending))
+                self._send_or_drop(self.protocol.encode_cancel(pending))
             raise
 
     def close_when_unused(self) -> None:
@@ -262,7 +262,7 @@ class LocalClientConnection:
             with suppress(BlockingIOError):
                 outgoing.send_all(self._socket, _AT_ONCE)
 
-    def _try_send(self, frame: bytes) -> None:
+    def _send_or_drop(self, frame: bytes) -> None:
         """Send a frame that needs no response; drop it if the socket is full or another thread is sending."""
         if frame and self._send_lock.acquire(blocking=False):
             try:
@@ -304,7 +304,7 @@ class LocalClientConnection:
                     raise self.protocol.make_failure()
                 self._is_receiving = True
             try:
-                self._receive_any_response(deadline)
+                self._receive_until_any_answer(deadline)
             finally:
                 with lock:
                     self._is_receiving = False
@@ -326,7 +326,7 @@ class LocalClientConnection:
         finally:
             self._waiting_count -= 1
 
-    def _receive_any_response(self, deadline: Deadline) -> None:
+    def _receive_until_any_answer(self, deadline: Deadline) -> None:
         """Receive until the request of any thread is answered, or the connection has failed.
 
         Raises:
@@ -340,7 +340,7 @@ class LocalClientConnection:
                 self._limit_receive_timeout(deadline)
             try:
                 data, ancillary, flags, _ = incoming.receive()
-                is_answered = protocol.process_received(data, ancillary, flags)
+                is_answered = protocol.deliver_responses(data, ancillary, flags)
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -374,8 +374,8 @@ class LocalClientConnection:
         )
         self._wait_s = seconds
 
-    def _fail(self, failure: Callable[[], ClientError]) -> None:
-        self.protocol.fail(failure)
+    def _fail(self, make_failure: Callable[[], ClientError]) -> None:
+        self.protocol.fail(make_failure)
         self._close()
 
     def _close(self) -> None:
@@ -389,7 +389,7 @@ class LocalClientConnection:
         In a forked process only the socket is closed, because the parent still uses the segments.
         """
         if self.is_usable:
-            self._try_send(self.protocol.encode_free_all())
+            self._send_or_drop(self.protocol.encode_free_all())
         self._close()
 
 
@@ -416,7 +416,7 @@ class LocalTransport:
             RequestTimeoutError: there was no complete response in time.
             UnexpectedAnswerError: the server sent invalid data.
         """
-        link = self._get_connection(deadline)
+        link = self._get_or_open_connection(deadline)
         return link.run_exchanges(link.protocol.exchange_call(call), deadline)
 
     def get_usable_connection(self) -> LocalClientConnection | None:
@@ -446,7 +446,7 @@ class LocalTransport:
             return None
         if busy := cache.find_busy_stream():
             busy.wait_idle()
-        pending_call = cache.prepare_call(cached_call, elsewhere)
+        pending_call = cache.try_prepare_call(cached_call, elsewhere)
         if pending_call is None:
             return None
         if elsewhere and (busy := cache.find_busy_stream()):
@@ -454,7 +454,7 @@ class LocalTransport:
         reply = link.send_and_wait(
             LocalRequest(pending_call.content, pending_call, pending_call.make_result_arrays), deadline
         )
-        return cache.finish_call(key, pending_call, reply, self._api_key)
+        return cache.try_finish_call(key, pending_call, reply, self._api_key)
 
     def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Allocate host memory shared with the server; it is freed after the last view of the returned buffer.
@@ -462,7 +462,7 @@ class LocalTransport:
         Raises:
             ClientError: the server has no more, or is not there.
         """
-        link = self._get_connection(deadline)
+        link = self._get_or_open_connection(deadline)
         return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
 
     def try_allocate_device_tensor(
@@ -477,7 +477,7 @@ class LocalTransport:
         Raises:
             ClientError: the server has no more, or is not there.
         """
-        link = self._get_connection(deadline)
+        link = self._get_or_open_connection(deadline)
         return link.run_exchanges(link.protocol.try_allocate_device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
@@ -488,7 +488,7 @@ class LocalTransport:
                 self._detach_finalizer()
                 link.close_when_unused()
 
-    def _get_connection(self, deadline: Deadline) -> LocalClientConnection:
+    def _get_or_open_connection(self, deadline: Deadline) -> LocalClientConnection:
         """Return the usable connection; connect if there is none.
 
         Raises:

@@ -49,7 +49,7 @@ class DeviceBlock:
         self._arena = home
 
     def __del__(self) -> None:
-        self._arena.release_range(self.segment_range)
+        self._arena.enqueue_release(self.segment_range)
 
 
 class _UnownedAddress:
@@ -63,7 +63,7 @@ class _UnownedAddress:
         self.address = address
 
 
-class _ClientDeviceSegment(DeviceSegment):
+class _SynchronisingDeviceSegment(DeviceSegment):
     """A client's mapping of shared device memory, unmapped only after the device has finished its work."""
 
     def __del__(self) -> None:
@@ -110,7 +110,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             ValueError: the descriptor is of no such memory, or there is a segment of that number.
         """
         try:
-            segment = self._device.map_descriptor(descriptor, nbytes, _ClientDeviceSegment)
+            segment = self._device.map_descriptor(descriptor, nbytes, _SynchronisingDeviceSegment)
         except DeviceMemoryError as error:
             raise ValueError(f"the device's memory cannot be mapped: {error}") from None
         self._add_segment(MappedSegment(number, segment, segment.address, nbytes))
@@ -162,13 +162,13 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
 
         return make
 
-    def copy_into(self, tensor: Any, source: Any) -> None:
+    def copy_into(self, target: Any, source: Any) -> None:
         """Copy a tensor, or bytes in host memory, into a tensor in shared memory."""
         if isinstance(source, memoryview):
             if not len(source):
                 return
-            source = self._torch.frombuffer(source, dtype=tensor.dtype).view(tensor.shape)
-        tensor.copy_(source)
+            source = self._torch.frombuffer(source, dtype=target.dtype).view(target.shape)
+        target.copy_(source)
 
     def find_busy_stream(self) -> "BusyStream | None":
         """Return the current stream if it has unfinished work; None if it is idle.
@@ -179,10 +179,10 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
         """
-        key = self._get_current_stream()
+        key = self._get_stream_key_unless_capturing()
         if key is None:
             raise RuntimeError("a call of the service cannot be captured in a CUDA graph")
-        stream = self._get_stream(key)
+        stream = self._get_or_make_stream(key)
         with self._lock:
             # Only ranges queued before the query are covered by its result: threads share streams.
             dying = self._take_pending_returns()
@@ -191,25 +191,25 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 self._return_idle(dying, {key: is_idle})
         return None if is_idle else BusyStream(self._torch.cuda, stream)
 
-    def release_range(self, place: SegmentRange) -> None:
+    def enqueue_release(self, place: SegmentRange) -> None:
         """Queue a range without views; it is free once the work that the current stream has now is finished.
 
         Under CUDA graph capture the range is never free again, because replays of the graph use its memory.
         After `call_when_empty` no allocation would check the stream later, so this waits for the stream.
         """
         try:
-            key = self._get_current_stream()
+            key = self._get_stream_key_unless_capturing()
             if key is None:
                 # A replay of the graph that is being captured uses this memory.
                 return
             if self._on_empty is None:
                 self._pending_returns.append((place, key))
                 return
-            self._get_stream(key).synchronize()
+            self._get_or_make_stream(key).synchronize()
         except Exception:
             # The process ends, or the device has failed: the range may still be in use.
             return
-        super().release_range(place)
+        super().enqueue_release(place)
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
         """Call `then` once no range is in use, possibly now; nothing may be allocated from here on.
@@ -219,7 +219,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         with self._lock:
             dying = self._take_pending_returns()
             for key in {key for _, key in dying}:
-                self._get_stream(key).synchronize()
+                self._get_or_make_stream(key).synchronize()
             self._returned_ranges.extend(place for place, _ in dying)
         super().call_when_empty(then)
 
@@ -232,7 +232,9 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         """Take the ranges that have returned; a range whose stream is still busy stays pending."""
         if self._pending_returns:
             dying = self._take_pending_returns()
-            self._return_idle(dying, {key: self._get_stream(key).query() for key in {key for _, key in dying}})
+            self._return_idle(
+                dying, {key: self._get_or_make_stream(key).query() for key in {key for _, key in dying}}
+            )
         super()._collect_returned()
 
     def _take_pending_returns(self) -> list[tuple[SegmentRange, _StreamKey]]:
@@ -253,7 +255,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             else:
                 self._pending_returns.append((place, key))
 
-    def _get_current_stream(self) -> _StreamKey | None:
+    def _get_stream_key_unless_capturing(self) -> _StreamKey | None:
         """Return the key of this thread's current stream; None while a CUDA graph is captured on the stream."""
         inside = self._torch._C
         if inside._cuda_isCurrentStreamCapturing():
@@ -262,7 +264,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         key: _StreamKey = inside._cuda_getCurrentStream(self.ordinal)
         return key
 
-    def _get_stream(self, key: _StreamKey) -> Any:
+    def _get_or_make_stream(self, key: _StreamKey) -> Any:
         """Return torch's stream object for a key, made at the first use of the key."""
         stream = self._streams.get(key)
         if stream is None:
@@ -290,7 +292,7 @@ class BusyStream:
                 return
 
 
-def make_device_arena(offer: Any) -> DeviceArena | None:
+def try_make_device_arena(offer: Any) -> DeviceArena | None:
     """Make an arena for the device that a server offers; None without a valid offer or a usable device.
 
     Args: offer: the server's description of its device, an object with the device's `uuid`.
@@ -335,7 +337,7 @@ class DeviceMemoryOffer:
         """
         if not self._is_arena_made and self.is_known:
             self._is_arena_made = True
-            self._arena = make_device_arena(self._offer)
+            self._arena = try_make_device_arena(self._offer)
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
 

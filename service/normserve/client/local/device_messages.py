@@ -111,7 +111,7 @@ class DeviceArenaResponse(ArenaResponse):
     arena: DeviceArena | None = None
     device_blocks: Mapping[str, DeviceBlock] = field(default_factory=dict)
 
-    def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+    def _view_result(self, name: str, located: TensorReference) -> HostTensor:
         """Return a result as a CUDA tensor over its block, after a check that it was requested and fits there.
 
         Raises:

@@ -39,7 +39,7 @@ class ApiResponse:
         """Bytes of the body."""
         return len(self.body)
 
-    def list_memory(self) -> list[memoryview]:
+    def list_payload_buffers(self) -> list[memoryview]:
         """Return the buffers that hold the body."""
         return [self.body]
 

@@ -54,7 +54,7 @@ class LimitedBody:
         elif (length := parse_content_length(headers) or 0) > self._max_bytes:
             self._refuse(f"the answer must have at most {self._max_bytes} bytes, {length} are announced")
 
-    def append(self, piece: bytes | memoryview) -> None:
+    def append_if_wanted(self, piece: bytes | memoryview) -> None:
         """Append the next piece, or drop it if the body is no longer wanted.
 
         Raises:

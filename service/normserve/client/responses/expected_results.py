@@ -30,9 +30,9 @@ class ExpectedResult:
         shape: its sizes.
         dtype: its element type; None where only the server knows it.
         is_optional: whether only the server knows if there is one.
-        has_groups: whether only the server knows the number of groups, the actual last size; `shape` then
-            ends in the number of channels, which it must divide.
-        max_heads: H if the layer may have separate parameters for each head, so that [H, *shape] is
+        has_unknown_group_count: whether only the server knows the number of groups, the actual last size; `shape`
+            then ends in the number of channels, which it must divide.
+        possible_head_count: H if the layer may have separate parameters for each head, so that [H, *shape] is
             accepted, too; 0 if only `shape` is.
         allocated_bytes: the most bytes that the tensor has in `shape`, for which memory is allocated at
             first.
@@ -41,8 +41,8 @@ class ExpectedResult:
     shape: tuple[int, ...]
     dtype: DType | None
     is_optional: bool = False
-    has_groups: bool = False
-    max_heads: int = 0
+    has_unknown_group_count: bool = False
+    possible_head_count: int = 0
     allocated_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,16 +52,16 @@ class ExpectedResult:
     @property
     def max_bytes(self) -> int:
         """The most bytes that the tensor can have."""
-        return self.allocated_bytes * max(1, self.max_heads)
+        return self.allocated_bytes * max(1, self.possible_head_count)
 
     def assume_per_head_parameters(self) -> "ExpectedResult":
         """Return the result expected of a layer that has separate parameters for each head.
 
         That is this object itself if the shape does not depend on the layer's parameters.
         """
-        if not self.max_heads:
+        if not self.possible_head_count:
             return self
-        return replace(self, shape=(self.max_heads, *self.shape), max_heads=0)
+        return replace(self, shape=(self.possible_head_count, *self.shape), possible_head_count=0)
 
     def find_fault(self, tensor: HostTensor) -> str | None:
         """Describe the mismatch between a tensor and this expectation; return None where there is none."""
@@ -69,9 +69,9 @@ class ExpectedResult:
             return None
         if self.dtype not in (None, tensor.dtype):
             return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
-        if tensor.shape == self.shape or (self.has_groups and self._is_group_shape(tensor.shape)):
+        if tensor.shape == self.shape or (self.has_unknown_group_count and self._is_group_shape(tensor.shape)):
             return None
-        of_heads = (self.max_heads, *self.shape) if self.max_heads else self.shape
+        of_heads = (self.possible_head_count, *self.shape) if self.possible_head_count else self.shape
         if tensor.shape == of_heads:
             return None
         shapes = " or ".join([str(list(shape)) for shape in dict.fromkeys((self.shape, of_heads))])
@@ -208,9 +208,9 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
         shape = (_find_parameter_size(op, x.shape, params),)
         # The layer's parameters may be of each head of x [..., H, N].
         heads = x.shape[-2] if op != "group_norm" and len(x.shape) > 1 else 0
-        outputs["dweight"] = ExpectedResult(shape, None, max_heads=heads)
+        outputs["dweight"] = ExpectedResult(shape, None, possible_head_count=heads)
         if op != "rms_norm":
-            outputs["dbias"] = ExpectedResult(shape, None, is_optional=True, max_heads=heads)
+            outputs["dbias"] = ExpectedResult(shape, None, is_optional=True, possible_head_count=heads)
     return ExpectedResults(outputs)
 
 
@@ -279,7 +279,9 @@ def _expect_statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str
         return ExpectedResult(shape[:-1], DType.FLOAT32)
     if (groups := params.get("num_groups", "")).isdecimal():
         return ExpectedResult((*shape[:1], int(groups)), DType.FLOAT32)
-    return ExpectedResult((*shape[:1], _find_parameter_size(op, shape, params)), DType.FLOAT32, has_groups=True)
+    return ExpectedResult(
+        (*shape[:1], _find_parameter_size(op, shape, params)), DType.FLOAT32, has_unknown_group_count=True
+    )
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

@@ -79,7 +79,7 @@ class _ServiceNorm(torch.autograd.Function):
         ctx.operation = operation
         statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
         if not isinstance(operation.client._transport, LocalTransport):
-            statistics = map(_copy_from_response, statistics)
+            statistics = map(_copy_unless_cuda, statistics)
         # In shared memory, the service finds them again without a copy.
         ctx.save_for_backward(*_select_backward_inputs(inputs, operation, ctx.needs_input_grad), *statistics)
         return _detach_view(result.y)
@@ -121,14 +121,14 @@ class _BackwardWithoutDoubleBackward(torch.autograd.Function):
 def _compute_gradients(operation: ClientOperation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     result = operation.run_backward(dy, saved)
     parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
-    return _detach_view(result.dx), *map(_copy_from_response, parameters)
+    return _detach_view(result.dx), *map(_copy_unless_cuda, parameters)
 
 
 def _has_kept_statistics(x: Tensor | None) -> bool:
     return x is None or not x.is_cuda or x.nbytes > _MOST_RECOMPUTED_BYTES
 
 
-def _copy_from_response(tensor: Tensor | None) -> Tensor | None:
+def _copy_unless_cuda(tensor: Tensor | None) -> Tensor | None:
     """Copy a short host tensor that may be a view of a response's buffer, so that the buffer can be freed.
 
     A CUDA tensor is not copied; None stays None.

@@ -24,7 +24,7 @@ class _ClientHolder:
         return _ClientHolder, ()
 
 
-class _ServiceModule(nn.Module):
+class _ServiceNormModule(nn.Module):
     """A base class that adds a client, and an activation after the norm, to a torch norm module.
 
     It precedes torch's class among the bases.
@@ -76,7 +76,7 @@ class _ServiceModule(nn.Module):
         return {"eps": eps, "activation": self.activation}
 
 
-class _ServiceRowModule(_ServiceModule):
+class _ServiceRowModule(_ServiceNormModule):
     """The base class of `LayerNorm` and `RMSNorm`, which normalise over the last axes."""
 
     normalized_shape: tuple[int, ...]
@@ -278,7 +278,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         return self._normalise_rows("rms_norm", x, eps, weight=self.weight)
 
 
-class GroupNorm(_ServiceModule, nn.GroupNorm):
+class GroupNorm(_ServiceNormModule, nn.GroupNorm):
     """A `torch.nn.GroupNorm` that the service computes, with an activation after the norm.
 
     y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and the

@@ -19,12 +19,12 @@ class FakeLink:
         if known is None:
             return None
         recurring.find_busy_stream()
-        again = recurring.prepare_call(known, elsewhere)
+        again = recurring.try_prepare_call(known, elsewhere)
         if again is None:
             return None
         told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.ComputeMessage))
         again.make_result_arrays()
-        return recurring.finish_call(key, again, told, "the key")
+        return recurring.try_finish_call(key, again, told, "the key")
 
     def _answer(self, asked):
         self.asked.append(asked)

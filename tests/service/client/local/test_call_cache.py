@@ -66,7 +66,7 @@ def learnt(recurring, arena, x, **options):
     call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
     object.__setattr__(call, "tensors", {"x": TorchCudaTensor(DType.FLOAT32, x)})
     y = arena.make_tensor(arena.allocate(4096), DType.FLOAT32, (4, 256))
-    recurring.add_call(signature, call, ForwardResult(y, None, None, None, Timing()))
+    recurring.try_add_call(signature, call, ForwardResult(y, None, None, None, Timing()))
     return signature
 
 

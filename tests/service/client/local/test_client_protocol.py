@@ -62,7 +62,7 @@ def growing(protocol):
 def answer(protocol, pending, answered, count=0, part=slice(None), nbytes=SEGMENT, flags=0):
     """Receive an answer, or a part of it, with so many segments; return whether a request was answered."""
     ancillary = rights(*[memory(nbytes) for _ in range(count)]) if count else []
-    return protocol.process_received(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
+    return protocol.deliver_responses(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
 
 
 def raised(protocol):
@@ -91,7 +91,7 @@ def test_who_waits_is_woken_by_the_answer_and_by_the_end(protocol):
         each.on_done = lambda number=number: woken.append(number)
     answer(protocol, pending[1], frames.LocalResponse(200))
     assert woken == [1]
-    protocol.process_received(b"", [], 0)
+    protocol.deliver_responses(b"", [], 0)
     assert woken == [1, 0]
     assert isinstance(raised(protocol), ConnectionFailedError)
 
@@ -121,7 +121,7 @@ def test_segments_are_freed_before_the_request_that_wants_others(protocol):
 
 def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
     pending = begun(protocol)
-    assert not protocol.process_received(
+    assert not protocol.deliver_responses(
         frames.encode_frame(0, frames.LocalResponse(403, problem={"code": "forbidden"})), [], 0
     )
     assert pending.response is None
@@ -132,8 +132,8 @@ def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
 
 
 def test_the_first_failure_stays(protocol):
-    protocol.process_received(b"", [], 0)
-    protocol.process_received(frames.PREFIX.pack(2, 1) + b"no", [], 0)
+    protocol.deliver_responses(b"", [], 0)
+    protocol.deliver_responses(frames.PREFIX.pack(2, 1) + b"no", [], 0)
     assert isinstance(raised(protocol), ConnectionFailedError)
 
 
@@ -203,11 +203,11 @@ def test_an_answer_whose_descriptor_was_lost_is_none(growing):
 def test_only_a_list_may_be_long(protocol):
     head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
     begun(protocol, frames.ListLayersMessage())
-    protocol.process_received(head, [], 0)
+    protocol.deliver_responses(head, [], 0)
     assert protocol.make_failure is None
     other = LocalClientProtocol(None)
     begun(other)
-    other.process_received(head, [], 0)
+    other.deliver_responses(head, [], 0)
     assert "at most" in str(raised(other))
 
 

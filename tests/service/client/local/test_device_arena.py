@@ -10,7 +10,7 @@ from normserve.client import UnexpectedAnswerError
 from normserve.client.calls import operations
 from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.local import device_arena
-from normserve.client.local.device_arena import BusyStream, DeviceArena, make_device_arena
+from normserve.client.local.device_arena import BusyStream, DeviceArena, try_make_device_arena
 from normserve.client.local.device_messages import get_device_x, make_device_response, prepare_device_call
 from normserve.codec import local_messages as frames
 from normserve.memory import device_segments
@@ -41,7 +41,7 @@ def arena(fake, server):
 
 
 def grow(arena, server, number, nbytes=GRANULARITY):
-    segment = server.allocate(nbytes, DeviceSegment)
+    segment = server.allocate_zeroed(nbytes, DeviceSegment)
     descriptor = server.export_descriptor(segment)
     try:
         arena.add_device_segment(number, descriptor, len(segment))
@@ -172,13 +172,13 @@ def test_memory_that_is_none_is_refused(arena):
 @pytest.mark.parametrize("offer", [None, 7, {}, {"uuid": 3}, {"uuid": "00" * 16}])
 def test_what_is_no_offer_for_this_process(offer, monkeypatch):
     monkeypatch.setattr("normserve.memory.device_segments._import_driver", FakeDriver)
-    assert make_device_arena(offer) is None
+    assert try_make_device_arena(offer) is None
 
 
 def test_an_offer_of_a_device_that_this_process_sees(fake, monkeypatch):
     monkeypatch.setattr(device_segments, "_import_driver", FakeDriver)
     # Servers of older versions say more.
-    made = make_device_arena({"uuid": ShareableDevice(0, FakeDriver()).uuid, "own": True})
+    made = try_make_device_arena({"uuid": ShareableDevice(0, FakeDriver()).uuid, "own": True})
     assert made is not None
     assert made.ordinal == 0
 

@@ -53,7 +53,7 @@ def test_memory_that_a_captured_graph_uses_stays_mapped():
     gc.collect()
     kept = left()
     assert kept is not None
-    kept.arena.release_range(place)
+    kept.arena.enqueue_release(place)
     del kept
     gc.collect()
     assert left() is None

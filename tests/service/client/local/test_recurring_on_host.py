@@ -40,7 +40,9 @@ def written(arena, dtype="<f4"):
 def learnt_on_host(on_host, x):
     signature = on_host.call_caches.compute_signature(operations.layer_norm, (x,), {})
     y = np.zeros((4, 256), np.float32)
-    on_host.call_caches.add_call(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+    on_host.call_caches.try_add_call(
+        signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing())
+    )
     return signature
 
 
@@ -108,7 +110,9 @@ def filled(arena, dtype=torch.float32):
 def learnt_in_torch(in_torch, x):
     signature = in_torch.call_caches.compute_signature(operations.layer_norm, (x,), {})
     y = torch.zeros(4, 256)
-    in_torch.call_caches.add_call(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+    in_torch.call_caches.try_add_call(
+        signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing())
+    )
     return signature
 
 

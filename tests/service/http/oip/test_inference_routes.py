@@ -124,12 +124,12 @@ def test_data_in_json_are_read_each_time(counts):
 def test_another_layer_of_the_name_is_checked_anew(counts):
     async def body(owner, asking):
         layers = owner.service.layers
-        layers.put(layer("a", 4))
+        layers.put_or_replace(layer("a", 4))
         assert [await asking.status(said(), model="a") for _ in range(2)] == [200] * 2
         assert counts["checked"] == 1
-        layers.put(layer("a", 5))
+        layers.put_or_replace(layer("a", 5))
         assert await asking.status(said(), model="a") == 422
-        layers.put(layer("a", 4, eps=0.5))
+        layers.put_or_replace(layer("a", 4, eps=0.5))
         assert await asking.status(said(), model="a") == 200
         assert asking.specs[-1].eps == 0.5
         layers.remove("a")
