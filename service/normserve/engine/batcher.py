@@ -1,8 +1,8 @@
 """The choice of the next batch.  A pure policy: no clock, no thread, no tensor.
 
 Jobs of one class (see `NormJob.compute_batch_class`) become rows of one launch.  No job waits for others to arrive:
-a batch consists of jobs that arrived while the device was busy.  A free device takes the oldest job of a lane
-together with the other jobs of its class.
+a batch consists of jobs that arrived while the device was busy, or in one turn of the event loop.  A free device
+takes the oldest job of a lane together with the other jobs of its class.
 
 Small and large jobs wait in separate lanes, which share the device by bytes (start-time fair queueing; Goyal, Vin,
 Cheng, 1996): after one large job the small ones may use the same number of bytes.  A small job therefore waits for

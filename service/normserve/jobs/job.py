@@ -439,7 +439,7 @@ class QueueLane(Enum):
 
 @dataclass(slots=True)
 class Batch:
-    """Jobs with equal batch keys, or a single job, which run as one launch; never changed.
+    """Jobs of one batch class, or a single job, which run as one launch; never changed.
 
     Attributes:
         nbytes: of all tensors of its requests.

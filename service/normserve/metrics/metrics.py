@@ -1,4 +1,4 @@
-"""All metrics of the server, and the only place that updates them.
+"""All metrics of the server, and the only place that updates them, except for the counters of prepared calls.
 
 Units are base units.  Label values are limited: never a shape, an id, a layer's name, a raw path or anything else
 that a client chooses.
