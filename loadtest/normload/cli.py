@@ -93,8 +93,8 @@ def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[Loa
 
 
 def _choose_exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
-    """Choose the exit code of `normload run`.  A wrong response takes precedence over a run without a
-    successful request, and that over a failed objective.
+    """Choose the exit code of `normload run`, 0 if nothing failed.  The gravest failure decides: a wrong response,
+    then no successful request, then a missed objective.
     """
     if result.wrong:
         return WRONG_ANSWERS
@@ -104,8 +104,8 @@ def _choose_exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective,
 
 
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
-    """Handle Ctrl-C: the first one calls `stop`, which ends the run with the results so far; a second
-    one ends the program.
+    """Install a handler for Ctrl-C.  The first Ctrl-C calls `stop`, which ends the run with the results so far; the
+    second ends the program.
     """
 
     def handle_interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -165,8 +165,8 @@ class _ScenarioRun:
         return None
 
     def run_phases(self) -> None:
-        """Measure the capacity if a rate is relative to it, warm up with the first phase's load, and run all
-        phases.
+        """Warm up with the first phase's load, then run all phases.  If a phase's rate is relative to the capacity,
+        measure the capacity first.
 
         Return early if the run was stopped or the capacity is 0.
         """
@@ -237,7 +237,7 @@ class _ScenarioRun:
         return result
 
     def _update_peak_machine_use(self, busy_fraction: float) -> None:
-        """Keep the CPU use of the last segment if the client's machine was busier than in all earlier ones.
+        """Keep the CPU use of the segment that just ended if the machine was busier than in all earlier segments.
 
         Args:
             busy_fraction: fraction of the machine's CPU time that was used, by any process.

@@ -391,7 +391,7 @@ def find_unknown_variables() -> dict[str, str]:
 
 
 def make_device_environment(device: str) -> dict[str, str]:
-    """Return the environment variables for a process that may see only one device, by CUDA_VISIBLE_DEVICES.
+    """Return a copy of `os.environ` with CUDA_VISIBLE_DEVICES set, so that a process sees only one device.
 
     Args:
         device: an entry of `--devices`: a CUDA device's number or "cpu"; "" for a process that sees all devices.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 def add_persistent_reader(
     loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]
 ) -> None:
-    """Call `receive` whenever a socket has bytes to receive or its peer has closed, until the loop's
-    `remove_reader`.  With uvloop this also works after a socket error.
+    """Register `receive`, to be called whenever a socket has bytes to receive or its peer has closed.  It remains
+    registered until the loop's `remove_reader`, with uvloop even after a socket error.
     """
     loop.add_reader(connected, _rearm_and_receive, loop, connected, receive, _make_end_poll(connected.fileno()))
 
@@ -35,7 +35,7 @@ def has_ended(descriptor: int) -> bool:
 def _rearm_and_receive(
     loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object], end: "select.poll"
 ) -> None:
-    """Call `receive`.  If the peer has closed or the socket has an error, first add the reader again,
+    """Call `receive`.  Before that, if the peer has closed or the socket has an error, add the reader again,
     because uvloop then removes it.
     """
     # First, because `receive` may end it.  uvloop has one monitor for a socket's reader and writer, and there is

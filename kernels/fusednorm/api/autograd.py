@@ -475,7 +475,7 @@ def _select_kernel_passes(op: str) -> Any:
 
 
 def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
-    """Repeat the recorded launches of an earlier call like this one, and return the results; else None.
+    """Compute a call by repeating the recorded launches of an earlier call like it; None if that is not possible.
 
     Two calls are alike if their options, and the dtypes, shapes and strides of their tensors, are equal: see
     `launch.replay_cache`.
@@ -487,7 +487,7 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
 
 
 def _define_extension_call(extension: Any, values: OptionValues) -> None:
-    """Allow the host extension to make later differentiable calls with these options by itself.
+    """Allow the host extension, which is compiled C++ code, to make later differentiable calls with these options.
 
     It makes them from the forward and backward passes that it has recorded.  Options without a hash, which the
     checks refuse later, are ignored.

@@ -62,7 +62,7 @@ def compute_rms_norm_module(
     eps: float | None,
     **options: Any,
 ) -> Tensor:
-    """Compute `rms_norm` over the last axes of x as torch's module does, with its dtype under CUDA's autocast.
+    """Compute `rms_norm` over the last axes of x, in the same dtype as torch's module, also under CUDA's autocast.
 
     The axes are those of normalized_shape.  `options` are further arguments of `rms_norm`.  An eps of None
     is the machine epsilon of the dtype in which torch computes.

@@ -33,7 +33,7 @@ _MAX_COLS_OF_HEADS = 8192
 
 
 def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
-    """Run an operation's forward pass by its function in a module, for inputs with any strides.
+    """Call the function of the module `library` for an operation's forward pass, with inputs of any strides.
 
     The module `library` has functions `<op>_forward` and `<op>_backward`.  Tensors with strides that these
     do not support are copied.
@@ -48,7 +48,7 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
 def run_backward(
     library: Any, options: NormOptions, inputs: BackwardInputs, *, parameter_gradients: bool = True
 ) -> Backward:
-    """Run an operation's backward pass by its function in a module, for inputs with any strides.
+    """Call the function of the module `library` for an operation's backward pass, with inputs of any strides.
 
     The module `library` has functions `<op>_forward` and `<op>_backward`.  Tensors with strides that these
     do not support are copied.
@@ -62,7 +62,7 @@ def run_backward(
 
 
 def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backward:
-    """Run an operation's backward pass by its operator in `torch.ops.fusednorm`, so that torch sees it.
+    """Run an operation's backward pass by its operator in `torch.ops.fusednorm`, which torch can trace.
 
     The placeholders that the operator returns become None, or dx as the gradient of the residual.
     """

@@ -114,7 +114,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether an array of a shape is contiguous; axes of one element may have any stride."""
+    """Return whether an array of this shape and strides is contiguous; axes of one element may have any stride."""
     if 0 in shape:
         return True
     step = 1

@@ -66,7 +66,7 @@ def validate_eps(eps: float) -> float:
 
 
 def check_out_dtype(dtype: str, *also_allowed: str) -> None:
-    """Raise KernelInputError unless a dtype of y is one that x may have, or is explicitly allowed.
+    """Raise KernelInputError unless a dtype of y is one that x may have, or one of `also_allowed`.
 
     A kernel that writes float8 allows that dtype, too.
     """
@@ -84,7 +84,7 @@ def check_weight_offset(weight_offset: float, weight: object) -> None:
 
 
 def check_float(name: str, array: Array, shape_like: Array | None = None) -> None:
-    """Raise unless an array has a float dtype that kernels read and, with `shape_like`, the shape of `shape_like`.
+    """Raise unless an array has a float dtype that kernels read, and the shape of `shape_like` if that is given.
 
     Raises:
         KernelInputError: wrong dtype or shape.
@@ -190,7 +190,7 @@ def view_as_heads(name: str, array: Array) -> Array:
 
 
 def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
-    """Select how a call views its arrays: as [rows, cols], or as [tokens, heads, cols].
+    """Return the function with which a call views its arrays, as [rows, cols] or as [tokens, heads, cols].
 
     It is `view_as_heads` if heads have separate parameters, or the rows of an array have no common stride;
     else `view_as_rows`.

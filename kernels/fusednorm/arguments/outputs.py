@@ -33,7 +33,7 @@ class OutputSpec(NamedTuple):
         return shape[: len(shape) - self.dropped_axes] if self.dropped_axes else shape
 
     def describe(self, x: Array, is_aligned: bool = True) -> Array:
-        """Describe the result of a call with x as an array."""
+        """Return the `Array` that describes this result, for a call with x."""
         if self.has_x_layout:
             return Array(self.name, self.dtype, x.shape, x.strides, x.device, x.is_dense, is_aligned)
         shape = self.compute_shape(x)

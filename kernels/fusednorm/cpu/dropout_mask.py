@@ -56,9 +56,8 @@ def make_dropout_mask(p: float, seed: int | None) -> DropoutMask | None:
 
 
 def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
-    """Yield blocks whose random words are computed at once: a range of rows, and a first and last quad.
-
-    A quad is four adjacent positions of a row; the last quad is excluded.
+    """Yield blocks whose random words are computed at once: a range of rows, and the start and end of a range of
+    quads.  A quad is four adjacent positions of a row; the end is excluded.
     """
     if quads <= _QUADS:
         step = _QUADS // quads
@@ -71,7 +70,9 @@ def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
 
 
 def _compute_philox_words(seed: int, row: _Words, quad: _Words) -> tuple[_Words, _Words, _Words, _Words]:
-    """Compute the four random words of each (row, quad), as `fusednorm.arguments.dropout` defines them.
+    """Compute four random words for each quad, which is four adjacent positions of a row.
+
+    `fusednorm.arguments.dropout` defines the words.
 
     Args: row, quad: [rows, 1] and [1, quads].
     """

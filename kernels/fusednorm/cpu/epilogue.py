@@ -126,7 +126,8 @@ def backpropagate_epilogue(
 
 
 def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Overwrite the first tensor with an elementwise function of all, whose bits do not depend on the position.
+    """Overwrite the first tensor with an elementwise function of all tensors.  An element's bits do not depend on
+    its position.
 
     torch rounds the last elements, which do not fill its vector registers, differently.  So the function is
     called with multiples of a vector only, and the last elements are padded.
@@ -147,7 +148,7 @@ def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> No
 
 
 def _iterate_vector_aligned_blocks(count: int, threads: int) -> Iterator[slice]:
-    """Yield blocks of elements in which the share of each thread of torch consists of whole vectors.
+    """Yield blocks of elements.  When torch divides a block among its threads, each thread gets whole vectors.
 
     A vector has `_VECTOR_ELEMENTS` elements; `count` is a multiple of this number.
     """

@@ -27,7 +27,7 @@ _STATISTICS = ("mean", "rstd")
 
 
 def compute_fallback_forward(op: str, **arguments: Any) -> Forward:
-    """Compute a forward pass that torch's norms do not support, by `batch_invariant` or by the reference.
+    """Compute, with `batch_invariant` or the reference, a forward pass that torch's own norms do not support.
 
     The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
     takes less time, calls in float64, and invalid calls, whose errors it raises.
@@ -40,7 +40,7 @@ def compute_fallback_forward(op: str, **arguments: Any) -> Forward:
 
 
 def compute_fallback_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
-    """Compute a backward pass that torch's norms do not support, by `batch_invariant` or by the reference.
+    """Compute, with `batch_invariant` or the reference, a backward pass that torch's own norms do not support.
 
     The arguments are those of `fusednorm.reference`, all by name.  The reference computes calls for which it
     takes less time, calls in float64, and invalid calls, whose errors it raises.

@@ -14,7 +14,8 @@ from fusednorm.tensors.layouts import convert_to_layout
 
 
 def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradient: bool) -> Tensor | None:
-    """Compute a norm without options by torch's own CPU functions, which autograd differentiates directly.
+    """Compute a norm without weight offset, activation and dropout by torch's own CPU functions, or return None.
+    Autograd differentiates these functions directly.
 
     The result is None if a residual, scale or shift is given, or if torch cannot compute the call or is less
     accurate than this package.

@@ -272,9 +272,9 @@ class _ChunkedRowGradients:
     def iterate_chunks(
         self, dy: Tensor, mean: Tensor, rstd: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield the inputs of each chunk in float32: h and dy [rows, cols], mean and rstd [rows, 1].
+        """Yield each chunk's inputs in float32: x + residual and dy [rows, cols], mean and rstd [rows, 1].
 
-        h is x + residual.  The caller passes the gradients of each chunk to `write_chunk` before it takes the
+        The caller passes the gradients of each chunk to `write_chunk` before it takes the
         next.
         """
         count, cols = self._rows.shape

@@ -23,7 +23,7 @@ def make_missing_triton_error(what: str) -> ModuleNotFoundError:
 
 
 class GpuModel(NamedTuple):
-    """The properties of a GPU on which the plans of launches depend.
+    """The properties of a GPU that determine how launches are planned.
 
     Attributes:
         name: the name of the model.

@@ -7,7 +7,9 @@ from fusednorm.launch.call_status import describe_repeated_calls
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compile the host extension and print its path; with --status, print how repeated calls are made."""
+    """Compile the host extension and print its path.  With --status, compile nothing and print how repeated calls
+    are made.
+    """
     parser = argparse.ArgumentParser(prog="python -m fusednorm.host", description=__doc__)
     parser.add_argument("--status", action="store_true", help="compile nothing; say how repeated calls are made")
     print(describe_repeated_calls() if parser.parse_args(arguments).status else ensure_extension_built())

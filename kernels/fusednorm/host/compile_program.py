@@ -18,7 +18,8 @@ _MAX_FAILURE = 20_000
 
 
 def compile_library(target: Path, command: list[str]) -> None:
-    """Run a compiler and move its library to `target`; if it fails, record the errors in a file beside and raise.
+    """Run a compiler and move the library that it makes to `target`.  If the compiler fails, write its errors to a
+    file beside `target`, and raise.
 
     Args:
         command: the compiler's command line without `-o`.

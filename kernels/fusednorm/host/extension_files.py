@@ -90,10 +90,13 @@ def is_accessible(path: Path) -> bool:
 
 
 def check_owner(path: Path) -> None:
-    """Raise PermissionError unless only root and the user of this process can change a file or folder.
+    """Raise PermissionError unless a file or folder belongs to root or to the user of this process.  Also raise it
+    if every user can write to a file, or to a folder without the sticky bit.
+
+    Write permission of the owning group is not checked.
 
     Raises:
-        PermissionError: others can.
+        PermissionError: it belongs to another user, or every user can write to it.
     """
     status = path.stat()
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX

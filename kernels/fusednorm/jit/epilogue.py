@@ -105,7 +105,7 @@ def differentiate_activation(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _compute_random_words(seed, row, quad):
-    """Compute the four random uint32 words for each group of four positions of a row, by Philox.
+    """Compute four random uint32 words with the Philox generator for each group of four positions of a row.
 
     Returns four tiles of `quad`'s shape.  `quad` is the index of a group of four positions in its row;
     `row`, int64, is broadcast to `quad`'s shape.

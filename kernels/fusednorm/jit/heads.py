@@ -46,7 +46,7 @@ def compute_row_index(token, head, heads, HEADS: tl.constexpr):
 
 @triton.jit
 def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
-    """Compute the offset of a row in x, in elements, for HEADS, the memory layout of heads.
+    """Compute the offset of a row in x, in elements.  HEADS is the memory layout of heads.
 
     `stride` (int64) is between tokens for "shared" and "own", else between rows.
     """

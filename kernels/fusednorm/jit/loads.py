@@ -36,7 +36,7 @@ def make_column_mask(col, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def make_unaligned_zero(cols, NARROW: tl.constexpr):
-    """Make an offset of 0 which hides the alignment of addresses from the compiler if accesses are NARROW.
+    """Make an offset of 0.  If accesses are NARROW, it hides the alignment of addresses from the compiler.
 
     If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread
     would hold neighbouring elements, and the narrow accesses of x would leave gaps between lanes.

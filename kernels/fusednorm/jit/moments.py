@@ -14,7 +14,8 @@ from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded,
 
 @triton.jit
 def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
-    """Compute the mean, in two parts, and the sum of squares of each row of a tile of complete rows.
+    """Compute each row's mean, in two parts (pivot + shift), and its sum of squares.  The tile has complete
+    rows.
 
     Returns pivot, shift and sum of squares, [ROWS, 1] each.  The mean is pivot + shift; subtract the pivot
     first, then the shift.  The squares are about the mean.  For RMSNorm pivot and shift are 0, and the
@@ -52,7 +53,8 @@ def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.co
 
 @triton.jit
 def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
-    """Store the mean, mean + shift, and the rstd of rows.  One whose pointer is None is not stored.
+    """Store each row's mean and rstd, except one whose pointer is None.  The stored mean is the sum of `mean`
+    and `shift`.
 
     `mask` selects the rows that are stored; None selects all.
     """
@@ -116,7 +118,8 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
 
 @triton.jit
 def compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, n):
-    """Compute the mean, in two parts, and the variance of a row from each lane's sums about its pivot.
+    """Compute a row's mean, in two parts (rough + shift), and its variance from each lane's sums about the
+    lane's pivot.
 
     Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift; the variance is that of the
     population.  The lanes' sums are combined by Chan's merge.
@@ -153,7 +156,8 @@ def compute_row_mean_and_variance(
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):
-    """Compute the mean, in two parts, and the variance of one row by reading it in chunks of BLOCK_N columns.
+    """Compute one row's mean, in two parts (rough + shift), and its variance.  The row is read in chunks of
+    BLOCK_N columns.
 
     Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift.  Subtract rough first, then
     shift: that keeps x - mean exact to a float32 rounding of the difference.  `x_row` and `residual_row` are

@@ -95,7 +95,8 @@ TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
 
 @triton.jit
 def prefetch_row_lines(ptr, rows, stride, width):
-    """Prefetch into L2 the cache lines of `rows` rows of `width` elements, which are `stride` elements apart.
+    """Prefetch into L2 the cache lines of `rows` rows.  A row has `width` elements; rows start `stride`
+    elements apart.
 
     A row has at most 256 bytes.
     """

@@ -116,7 +116,7 @@ def load_first_tag(exchange_ptr):
 
 @triton.jit
 def locate_slot(exchange_ptr, team, tag, member, members, DEPTH: tl.constexpr):
-    """Compute the address of the slot to which a program posts its values in the round `tag`.
+    """Compute the address in the exchange buffer to which a program posts its values in the round `tag`.
 
     The program is the `member`th of the `members` programs of a group, which exchange values.  `member` may
     be a tile; the result has its shape.
@@ -156,7 +156,7 @@ def collect_slots(slot_ptrs, tag):
 
 @triton.jit
 def post_tile(slot_ptrs, mask, tag, a, b, c):
-    """Post to each slot of a tile, where `mask` is true, its elements of a, b and c.
+    """Post the tiles a, b and c.  Each slot where `mask` is true gets one element of each tile.
 
     Threads that hold copies of an element write equal values.
     """
@@ -189,7 +189,7 @@ def collect_tile(slot_ptrs, tag):
 
 @triton.jit
 def post_pairs(slot_ptrs, mask, tag, a, b):
-    """Post to each slot of a tile, where `mask` is true, its elements of a and b.
+    """Post the tiles a and b.  Each slot where `mask` is true gets one element of each tile.
 
     Threads that hold copies of an element write equal values.
     """

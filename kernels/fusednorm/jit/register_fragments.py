@@ -49,7 +49,8 @@ def load_fragment(
     ptr, start, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a fragment of a row: CHUNKS chunks of BLOCK_N columns, a tuple of [lanes, GROUP] tiles.
+    """Load a fragment of a row as a tuple of CHUNKS tiles [lanes, GROUP].  Each tile is a chunk of BLOCK_N
+    columns.
 
     The fragment starts at ptr + start and keeps the dtype of memory.  Columns from `fragment_cols` on are 0;
     the first FULL chunks need no mask.  The tuple is empty if ptr is None.  A lane is the GROUP columns of
@@ -103,7 +104,8 @@ def compute_lane_moments(
     chunks, residuals, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute count, mean, shift and sum of squares of each lane of a fragment, [lanes, 1] each.
+    """Compute each lane's moments over a fragment, [lanes, 1] each.  They are the count, the mean in two parts
+    (mean + shift), and the sum of squares.
 
     A lane is the columns that one thread loads.  A lane's mean is mean + shift, and the squares are about
     that mean.  They are computed from sums about the mean of the lane's first chunk: a pivot from the lane's
@@ -142,7 +144,8 @@ def compute_lane_moments(
 
 @triton.jit
 def _standardise(h, mean, scaled_shift, rstd):
-    """Compute (h - mean) * rstd - rest in one asm statement, so that all operands are of one thread.
+    """Compute (h - mean) * rstd - scaled_shift in one asm statement, so that all operands come from the same
+    thread.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their
     combination in one thread is right.  Within the statement no value moves to another thread.
@@ -232,7 +235,8 @@ def store_normalised_fragment(
 
 @triton.jit
 def reduce_lane_moments(count, mean, shift, square, EVEN: tl.constexpr):
-    """Merge the moments of all lanes, [lanes, 1], into mean, shift and sum of squares, as scalars.
+    """Merge the moments of all lanes, [lanes, 1], into scalars: the mean, in two parts (mean + shift), and the
+    sum of squares.
 
     The mean is mean + shift, of the lanes and of the result.  EVEN: all lanes have the same count.
     """
@@ -248,10 +252,11 @@ def _compute_two_pass_moments(
     chunks, residuals, fragment_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, shift and sum of squares of a fragment, as scalars, in two passes over the registers.
+    """Compute a fragment's mean, in two parts (mean + shift), and its sum of squares, as scalars.  This takes
+    two passes over the registers.
 
-    The mean is mean + shift.  This is for narrow accesses, where every element is a lane of its own: merging
-    that many moments would cost more.
+    The accurate mean is the returned mean plus shift.  This is for narrow accesses, where every element is
+    a lane of its own: merging that many moments would cost more.
     """
     n = fragment_cols.to(tl.float32)
     mean = 0.0
@@ -283,7 +288,8 @@ def compute_fragment_moments(
     chunks, residuals, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NARROW: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, shift and sum of squares of a loaded fragment of a row, as scalars.
+    """Compute the moments of a loaded fragment of a row, as scalars: the mean, in two parts (mean + shift),
+    and the sum of squares.
 
     The mean is mean + shift, and the squares are about it; for RMSNorm both are 0.  NARROW: accesses have
     less than 16 bytes.

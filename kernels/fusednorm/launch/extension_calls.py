@@ -72,7 +72,7 @@ def configure_extension(
     max_kinds: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Pass the extension the Python functions that it calls, and the most kinds of calls that it keeps.
+    """Give the host extension the Python functions that it calls, and the largest number of calls that it records.
 
     `launch`, if it is not None, replaces the launch function of the driver.
     """
@@ -85,7 +85,7 @@ def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
 
 
 def describe_call(template: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
-    """Describe a recorded call as arguments of the extension's `record_replay`.
+    """Describe a recorded call as arguments of the extension's `record_replay`; None if it cannot repeat the call.
 
     Return None if a kernel needs features of Triton's launcher.  With `any_rows` the description is for any
     number of rows, else for the number in the call.
@@ -146,7 +146,7 @@ def _describe_launch(prepared_launch: PreparedLaunch, template: LaunchTemplate) 
 
 
 def _iterate_parameters(slots: tuple[int, ...], types: Any, template: LaunchTemplate) -> Iterator[Parameter]:
-    """Yield a kernel's parameters for the extension, those of tuples one by one.
+    """Yield a kernel's parameters in the form that the extension needs; each item of a tuple becomes a parameter.
 
     Each is a pair: whether the parameter is a constant, and its bits or its position in the list of a
     `LaunchTemplate`.

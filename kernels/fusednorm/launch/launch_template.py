@@ -28,7 +28,7 @@ _ALIGNED = 256
 
 
 class PreparedLaunch(NamedTuple):
-    """One launch of a `LaunchTemplate`: its kernel, its grid, and the positions of its parameters in a list.
+    """One launch of a `LaunchTemplate`: its kernel, its grid, and where its parameters are in a list of values.
 
     The list is the template's list of all values that parameters can have.
 
@@ -79,7 +79,7 @@ class LaunchTemplate:
 
     @classmethod
     def from_launches(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
-        """Make a template of launches that have run once; None if they cannot be repeated in this way.
+        """Make a template of launches that have run once; None if a template could not repeat them.
 
         Args:
             launches: all launches of one call, in order.
@@ -197,7 +197,7 @@ class _ScratchMemory:
 
 
 class _SlotTable:
-    """The positions that the parameters of launches have in the list of a `LaunchTemplate`."""
+    """The position of each launch parameter in the list of values that a `LaunchTemplate` makes."""
 
     def __init__(self, tensors: Iterable[str], own: _ScratchMemory, launches: list[Launch]) -> None:
         addresses: tuple[Hashable, ...] = (*tensors, *own.offsets, *own.workspaces)
@@ -221,7 +221,7 @@ class _SlotTable:
         return tuple(self._tuples)
 
     def find_grid_slot(self, launch: Launch) -> int | None:
-        """Return the list position of the first size of a launch's grid; None if the grid is constant.
+        """Return where the first size of a launch's grid is in the list of values; None if the grid is constant.
 
         Only a grid that depends on the number of rows is not constant.
         """
@@ -231,7 +231,7 @@ class _SlotTable:
         return self._rows + 1 + self.rules.index((by_rows.tile_rows, by_rows.max_programs))
 
     def list_slots(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
-        """Return the list position of each parameter of a launch: its arguments, then its constexprs."""
+        """Return where each parameter of a launch is in the list of values: arguments first, then constexprs."""
         places = [*map(self._find_argument_slot, launch.arguments), *map(self._find_constant_slot, constants)]
         by_rows = launch.row_dependence
         if by_rows is not None and self.rules:
@@ -244,7 +244,7 @@ class _SlotTable:
         return tuple(places)
 
     def _find_argument_slot(self, argument: Any) -> int:
-        """Return the list position of an argument: an array, a tuple or a constant.
+        """Return where an argument, which is an array, a tuple or a constant, is in the list of values.
 
         Constants are added to the list if necessary.
         """
@@ -260,7 +260,7 @@ class _SlotTable:
 
 
 def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
-    """List the different rules by which the numbers of programs of launches follow from the number of rows.
+    """List the different rules by which launches compute their number of programs from the number of rows.
 
     A rule is `tile_rows` and `max_programs` of a `RowDependence`.  The list is empty unless every launch has
     a rule.
@@ -282,7 +282,7 @@ def _make_selector(places: tuple[int, ...]) -> Pick:
 
 
 def _make_address_key(array: Array) -> Hashable:
-    """Make the key that stands for an array's address while the list positions are assigned.
+    """Make the key that stands for an array's address while parameters get their positions in the list of values.
 
     The key is the name of a tensor of the call, the memory and offset of a temporary array, or the size and
     purpose of a workspace of the stream.

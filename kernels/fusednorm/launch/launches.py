@@ -94,7 +94,7 @@ def make_cooperative_options(config: ResidentConfig) -> dict[str, object]:
 
 
 def can_prefetch(vec: int, *arrays: Array | None) -> bool:
-    """Return whether adjacent vectors of `vec` elements of the arrays can be prefetched into L2 in bulk.
+    """Return whether adjacent vectors of `vec` elements can be prefetched in bulk from the arrays into L2.
 
     The device must have bulk prefetches, and the vectors must start and end at multiples of 16 bytes.
     """
@@ -107,7 +107,7 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
 
 
 def has_one_lane_per_thread(access_bytes: int, *arrays: Array | None) -> bool:
-    """Return whether the compiler gives each thread a single lane: all accesses must have 16 bytes.
+    """Return whether each thread gets a single lane, the elements of one access; only 16-byte accesses ensure this.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that
     the reduction tree of `merge_equal_sets` is not full.
@@ -118,7 +118,7 @@ def has_one_lane_per_thread(access_bytes: int, *arrays: Array | None) -> bool:
 
 
 def count_full_chunks(length: int, block: int, chunks: int, one_lane_per_thread: bool) -> int:
-    """Compute FULL, the number of chunks without masked elements, of a program that reads `length` elements.
+    """Compute the constant FULL: how many chunks of a program with `length` elements have no masked elements.
 
     The program reads them in `chunks` chunks of `block` elements.
 

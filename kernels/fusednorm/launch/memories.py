@@ -33,7 +33,8 @@ def _zeros(device: torch.device, words: int) -> Tensor:
 
 
 class PlanTensors(dict[str | Workspace, Tensor]):
-    """The tensor for each memory of a plan, by name or workspace; workspaces are allocated at their first use.
+    """The tensors of a plan by the `memory` of its arrays, a name or a `Workspace`.  A workspace is allocated at
+    its first use.
 
     Args:
         device: the device of the tensors.

@@ -239,7 +239,7 @@ def _classify_integer(value: int, look: str) -> Any:
 
 
 def store_stable_key(function: Any) -> None:
-    """Let Triton store the cache key of a jit function after the keys of all functions that it calls.
+    """Make Triton compute and store a jit function's cache key, after the keys of all functions called in it.
 
     In this order the key is equal in every process.  Other values than jit functions are ignored.
     """

@@ -65,7 +65,7 @@ class _CallReplay:
     def try_allocate_missing(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], rows_shape: Sequence[int]
     ) -> list[Tensor | None] | None:
-        """Return the tensors of the results: those in `out`, and new ones for the others.
+        """Return a tensor for each result: that in `out`, or a new one; None if one in `out` does not fit.
 
         Return None if a tensor in `out` has another dtype, shape, layout or device than the result.
         """
@@ -195,7 +195,7 @@ class ReplayablePass(Generic[Result]):
         _PASSES.append(self)
 
     def try_replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
-        """Repeat the recorded launches of an earlier call like this one, and return the results.
+        """Repeat the recorded launches of an earlier call like this one; return the results, or None if impossible.
 
         Return None if no such call is recorded, a tensor of `out` does not fit its result, a tensor is not
         aligned to 16 bytes, or a hook observes Triton's launches.  The call must be one without dropout.
@@ -356,7 +356,7 @@ def _store_replay(kind: Hashable, replay: _CallReplay | None) -> None:
 
 
 def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
-    """Yield each field of a result that shares the tensor of an earlier field, with that earlier field."""
+    """Yield pairs of fields whose results are one tensor: a later field, and the first field with it."""
     places: dict[int, int] = {}
     for place, output in enumerate(outputs):
         first = places.setdefault(id(output), place)

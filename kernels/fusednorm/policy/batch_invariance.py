@@ -8,7 +8,7 @@ _required = False
 
 
 def require_batch_invariance(required: bool) -> None:
-    """Require that a sample's bits are equal in any batch, or end that requirement, from now on.
+    """Require from now on, or no longer require, that a sample's results have the same bits in any batch.
 
     It holds for all later launches of the process, and is initially not required.  It is meant for callers that
     put samples of several requests into one launch: every sample is then split as if it were alone.  Only

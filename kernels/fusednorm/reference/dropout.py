@@ -11,7 +11,7 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the four random words of each (row, quad), int64 in [0, 2^32).
+    """Compute four random words, int64 in [0, 2^32), for each quad, which is four adjacent positions of a row.
 
     `fusednorm.arguments.dropout` defines them.
 

@@ -464,7 +464,7 @@ def _sum_sample_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> T
 
 
 def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
-    """Select the dtype of all arithmetic: `precision`, or without it float64 for a float64 x, else float32."""
+    """Select the dtype of all arithmetic: `precision` if given, else float64 for a float64 x, else float32."""
     check_precision(precision)
     if precision is not None:
         return precision

@@ -28,7 +28,7 @@ def is_absent_gpu(device: torch.device) -> bool:
 
 @cache
 def describe_device(device: torch.device) -> GpuModel:
-    """Return the properties of a device on which plans depend.
+    """Return the properties of a device that determine how launches are planned.
 
     For the meta device these are the properties of the GPU set by `set_absent_gpu`, or of an H200.
     """

@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
 
 
 class CacheWarmer:
-    """The kernels of some GPUs and row lengths that are to be compiled into Triton's cache.
+    """Kernels to compile into Triton's cache, for the given GPUs and row lengths.
 
     The constructor plans their launches, and replaces Triton's driver.
     """

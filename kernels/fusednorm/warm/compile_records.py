@@ -46,7 +46,7 @@ def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: 
 
 
 def prepare_lock_path() -> Path:
-    """Return the path of the file that a process locks while it compiles in advance; create its folder.
+    """Create the folder of a lock file and return the file's path; a process that compiles in advance locks it.
 
     The lock keeps other processes from compiling the same kernels.
     """

@@ -96,7 +96,7 @@ def _run_round(
 def _exchange_tickets(
     ticket_writer: int, result_reader: int, tickets: list[bytes], is_wanted: Callable[[], bool]
 ) -> Iterator[TicketResult]:
-    """Send tickets to the workers and yield their results, until all workers have ended or are not wanted."""
+    """Send tickets to the workers and yield results, until all workers have ended or `is_wanted` returns False."""
     tickets.reverse()
     polled_at = time.monotonic()
     while True:

@@ -67,7 +67,7 @@ def _record_calls(length: int, direction: str, dtype: torch.dtype, with_paramete
 
 
 def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """Yield the launches whose compiled kernel no earlier launch has."""
+    """Yield only the first launch of each compiled kernel, in the order of `launches`."""
     seen: set[Hashable] = set()
     for launch in launches:
         kind = make_kernel_key(launch)

@@ -34,7 +34,9 @@ class ProtocolAdapter(Protocol):
     """
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
-        """Describe the limits of such servers if they do not support the case; return None if they do."""
+        """Return why such servers do not support the case, as a text about their limits; return None if they
+        support it.
+        """
 
     def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """Make the HTTP request for a case."""

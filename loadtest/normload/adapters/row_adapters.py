@@ -29,8 +29,8 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
 def find_unsupported_reason(case: RequestCase) -> str | None:
-    """Return why a server that computes only LayerNorm of x does not support the case, as a text about its
-    limits; None if it does.
+    """Return why a server that can compute only LayerNorm of x does not support the case; None if it supports it.
+    The text names the server's limits.
     """
     if case.operation != "layer_norm" or case.make_nondefault_client_options() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"

@@ -88,7 +88,8 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The response of a client process to a command; an empty one reports that the process is ready.
+    """The result of a command, as a client process sends it.  A process also sends one without tallies when it is
+    ready.
 
     Attributes:
         tallies: of each phase.
@@ -211,7 +212,9 @@ class ClientWorker:
         )
 
     def _tally_records(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
-        """Add all new records of requests to the tallies of their phases; return the counts as progress."""
+        """Add the records that are new since the last call to the tallies of their phases.  Return the counts of
+        these requests as progress.
+        """
         new_records = self._sender.take_records()
         by_phase: dict[int, list[RequestOutcome]] = {}
         for place, record in new_records:

@@ -34,8 +34,8 @@ _TRUST = TlsSettings(verify=True)
 
 
 class SteppedConnection:
-    """The base class of connections whose exchanges are generators that yield whenever they must wait
-    for a socket.
+    """The base class of connections on which a generator sends each request and receives its response.  The
+    generator yields whenever it must wait for a socket.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -61,9 +61,7 @@ class SteppedConnection:
 
 
 class HttpLoadConnection(SteppedConnection):
-    """An HTTP connection that its first exchange opens, and that the next exchange after an error opens
-    again.
-    """
+    """An HTTP connection that opens at its first request, and again at the first request after an error."""
 
     def __init__(self, address: ServerAddress, timeout_s: float) -> None:
         """Args:
@@ -99,7 +97,7 @@ class HttpLoadConnection(SteppedConnection):
     def _exchange_bytes_in_steps(
         self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int
     ) -> Steps[ApiResponse]:
-        """Send a request and receive its response, in steps.
+        """Send a request and receive its response, as a generator that yields whenever it must wait for the socket.
 
         The connection is opened if it is closed or the server has ended it.  It is closed after an error,
         and if the server does not keep it.
@@ -131,8 +129,8 @@ class HttpLoadConnection(SteppedConnection):
             self._connection = None
 
     def _open_in_steps(self) -> Steps[http.ClientHttpConnection]:
-        """Connect to the first of the host's addresses that accepts, with TLS if the URL requires it, in
-        steps.
+        """Connect to the first address of the host that accepts, with TLS if the URL requires it.  The generator
+        yields whenever it must wait for the socket.
 
         Raises:
             OSError: of the last address, if none accepts.
@@ -166,9 +164,7 @@ FAILURES = (ClientError, httpx.TransportError, OSError, UnicodeError)
 
 
 def translate_failure(failure: BaseException) -> ClientError:
-    """Convert an exception that ended an exchange, one of `FAILURES`, to the `ClientError` that
-    describes it.
-    """
+    """Convert the exception with which an exchange failed, one of `FAILURES`, to a `ClientError`."""
     if isinstance(failure, ClientError):
         return failure
     if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, IncompleteResponseError):

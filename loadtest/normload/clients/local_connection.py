@@ -52,8 +52,8 @@ class _ArenaRequest:
 
 
 class LocalLoadConnection(SteppedConnection):
-    """A connection over shared memory that its first exchange opens, and that the next exchange after an
-    error opens again.
+    """A connection over shared memory that opens at its first request, and again at the first request after an
+    error.
     """
 
     def __init__(self, path: str, api_key: str | None, timeout_s: float) -> None:
@@ -157,8 +157,8 @@ class _LocalSocket:
         yield from self.run_exchanges(self.protocol.exchange_hello_and_read_offer())
 
     def has_no_input(self) -> bool:
-        """Return whether the socket has nothing to read; between requests, only the connection's end can be
-        read.
+        """Return whether the socket has nothing to read.  Between requests, it has something to read only if the
+        connection has ended.
         """
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -218,8 +218,8 @@ class _LocalSocket:
         return pending.response
 
     def close_when_unused(self) -> None:
-        """Close the socket: at once if a request is pending or the connection failed, else once no tensor
-        uses the connection's memory.
+        """Close the socket as soon as no tensor uses the connection's memory.  If a request is pending or the
+        connection failed, close it at once.
         """
         self.protocol.close_descriptors()
         if self.protocol.has_pending or self.protocol.make_failure is not None:

@@ -35,8 +35,8 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """The exact values of a tensor in a response, with the magnitudes of the summed terms, from which the
-    tolerance of each value is computed.
+    """The exact values of a tensor in a response.  The tolerance of each value is computed from the magnitudes of
+    the terms that were summed to it.
 
     Attributes:
         values: exact.
@@ -75,7 +75,7 @@ class _ForwardIntermediates:
 
 
 def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, ExpectedTensor]:
-    """Compute the exact tensors of the response to a case, by their names in the API."""
+    """Compute, in float64, the tensors of the correct response to a case; return them by their names in the API."""
     given = {name: torch.from_numpy(to_float64(tensor)) for name, tensor in tensors.items()}
     if case.norms:
         return {"y": _compute_chain(case, given)}
@@ -230,8 +230,8 @@ def _get_modulation(case: RequestCase, inputs: Mapping[str, Tensor]) -> tuple[Te
 
 
 def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute, for each element of h, the rstd of its row or group and the relative rounding noise of
-    x_hat.
+    """Compute, for each element of h, the rstd of its row or group.  Also compute the relative rounding noise of
+    x_hat, the normalised h.
     """
     grouped = _group_elements(case, h)
     mean = _make_scalar(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
@@ -260,7 +260,8 @@ def _ungroup_elements(case: RequestCase, grouped: Tensor, like: Tensor) -> Tenso
 def _compute_gradients(
     case: RequestCase, leaves: Mapping[str, Tensor], dy: Tensor, forward: _ForwardIntermediates
 ) -> dict[str, ExpectedTensor]:
-    """Compute the exact gradients by autograd, with the sizes that determine their tolerances.
+    """Compute the exact gradients with autograd.  Return with each the magnitudes of its summed terms, which
+    determine its tolerance.
 
     Args:
         leaves: the inputs of `forward` by name, for which gradients are computed.

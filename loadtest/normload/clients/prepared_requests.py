@@ -74,7 +74,9 @@ def prepare_request(
 def _make_shared_request(
     case: RequestCase, tensors: Mapping[str, HostTensor], call: ApiCall[Any]
 ) -> PreparedRequest:
-    """Make the request for a server that shares memory: the client's call in place of encoded bytes."""
+    """Make a request to be sent over shared memory.  It holds the client's call instead of the encoded bytes of an
+    HTTP request.
+    """
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     most_bytes = sum(output.max_bytes for output in (call.expected_results or {}).values())
     return PreparedRequest(case, tensors, b"", (), nbytes, most_bytes, call)

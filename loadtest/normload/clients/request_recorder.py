@@ -40,8 +40,7 @@ _MAX_UNRECORDED, _MAX_UNRECORDED_BYTES = 4096, 64 * 2**20
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request that was sent, first without and later with its response, or with the reason for its
-    failure.
+    """A request that was sent.  Its response, or the code of its failure, is set when the request ends.
 
     Attributes:
         connection: the connection that the request uses.
@@ -70,8 +69,7 @@ Records = list[tuple[int, RequestOutcome]]
 
 
 class RequestRecorder:
-    """The maker of the records (`RequestOutcome`) of one process's requests, which also checks
-    responses.
+    """The object that makes a record (`RequestOutcome`) of each request of one process.  It also checks responses.
 
     Requests that have ended wait here for their records, which are made while no response waits to be
     received.
@@ -142,8 +140,8 @@ class RequestRecorder:
         self._records.append((exchange.scheduled.phase_index, self.make_record(exchange, start)))
 
     def make_record(self, exchange: SentRequest, start: float) -> RequestOutcome:
-        """Make and return the record of a request that has ended; check its response first if that was
-        chosen.
+        """Make and return the record of a request that has ended.  If the request was chosen for a check, its
+        response is checked first.
 
         Args:
             exchange: the ended exchange.
@@ -195,7 +193,7 @@ class RequestRecorder:
 
 
 def get_error_code(error: ClientError) -> str:
-    """Return the code that the record of a request without a response gets, by the error that ended it."""
+    """Return the error code for the record of a request that ended with this error instead of a response."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

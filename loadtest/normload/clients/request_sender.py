@@ -175,7 +175,7 @@ class RequestSender:
         return HttpLoadConnection(self._address, self._timeout_s)
 
     def _send_due(self, run: _SegmentState) -> float | None:
-        """Send the requests that are due while connections are free.
+        """Send the requests that are due, until no connection is free.
 
         Return the seconds until the next request is due; None if no connection is free or no request
         remains. Requests that are due after the cutoff are recorded as not sent.
@@ -204,8 +204,8 @@ class RequestSender:
     def _start_request(
         self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free_since: float
     ) -> None:
-        """Send a request, up to the first wait for its socket; choose at random whether its response is
-        checked.
+        """Begin to send a request, as far as possible without waiting for its socket.  Whether its response will be
+        checked is chosen at random.
 
         Args:
             free_since: since when the connection has been free, by the clock.
@@ -245,8 +245,8 @@ class RequestSender:
                 self._advance(run, exchange, events)
 
     def _advance(self, run: _SegmentState, exchange: SentRequest, ready_events: int | None) -> None:
-        """Run an exchange up to its next wait for a socket, and register that wait; finish it if it has
-        ended.
+        """Continue an exchange until it must wait for a socket, and register that socket with epoll.  If the
+        exchange has ended, record it and free its connection.
 
         Args:
             ready_events: the events of the socket for which the exchange waited; None for its first step.

@@ -31,7 +31,7 @@ _Read = Callable[[TomlTable, str], Any]
 
 
 def _declare_key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
-    """Make the metadata of a `RequestCase` field that scenarios set by a key of the same name.
+    """Make the metadata of a field of `RequestCase`.  Scenarios set this field by a key of the same name.
 
     Args:
         read: takes the key's value from a scenario's table.
@@ -93,7 +93,7 @@ class RequestCase:
 
     @classmethod
     def from_table(cls, table: TomlTable) -> Self:
-        """Take a case's keys from a scenario's table; a field without a key has its default.
+        """Make a case from its keys in a scenario's table.  A field without a key has its default.
 
         Raises:
             ScenarioError: a key is missing, or its value is not one of the allowed.

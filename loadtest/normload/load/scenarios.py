@@ -67,8 +67,8 @@ class LoadPhase:
 
 @dataclass(frozen=True, slots=True)
 class LoadScenario:
-    """A parsed scenario: the requests, the phases, and the settings that the module's docstring
-    explains.
+    """A parsed scenario: its requests, its phases, and settings such as the warm-up and the number of cycles.  The
+    module's docstring explains the settings.
     """
 
     name: str

@@ -103,8 +103,8 @@ class ClosedLoopSchedule:
         self._requests = draws.draw_request_numbers()
 
     def take_due(self, now: float) -> ScheduledRequest | float | None:
-        """Take a request that is due now; before the start return the seconds until then, after the end
-        None.
+        """Take the next request, which is due now.  Before the phase's start, return the seconds until then; after
+        its end, return None.
         """
         if now >= self._end:
             return None
@@ -127,7 +127,9 @@ class ArrivalGenerator:
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
     def draw_request_numbers(self) -> Iterator[int]:
-        """Yield random indices into the request pool without end, by the requests' relative frequencies."""
+        """Yield random indices into the request pool, endlessly.  Each request is drawn with its relative
+        frequency.
+        """
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()
@@ -144,7 +146,8 @@ class ArrivalGenerator:
             start = end
 
     def _iterate_times(self, phase_index: int, phase: LoadPhase, start: float) -> Iterator[float]:
-        """Yield without end the times when a phase's requests are due: equally spaced, or a Poisson process.
+        """Yield the times when a phase's requests are due, endlessly.  They are equally spaced, or a Poisson
+        process.
 
         Args:
             phase_index: the phase's index, which is a part of the seed.

@@ -105,7 +105,7 @@ class Workload:
 
 
 def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> RequestCase:
-    """Change a LayerNorm or RMSNorm request at random, so that some have options of real models.
+    """Return the LayerNorm or RMSNorm request; some requests, chosen at random, get options that real models use.
 
     These are a weight offset, a float32 residual, heads with own weights, and float8 output.
     """
@@ -124,7 +124,7 @@ def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> R
 
 
 def _split_sometimes(case: RequestCase, choices: random.Random) -> RequestCase:
-    """Set, with a probability of 10 %, into how many tensors the request's rows or samples are split."""
+    """Return the request; with a probability of 10 %, its rows or samples are split into several tensors."""
     if choices.random() < 0.1 and case.shape[0] > 1:
         return replace(case, parts=choices.randint(2, min(MOST_PARTS, case.shape[0])))
     return case

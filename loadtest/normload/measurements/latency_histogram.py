@@ -96,7 +96,7 @@ class LatencyHistogram:
 
 
 def compute_upper_bounds_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute the largest latency in seconds that each of these buckets counts.
+    """Compute the upper bound of each of these buckets: the largest latency, in seconds, that it counts.
 
     Args: buckets: numbers of buckets.
     """

@@ -48,7 +48,8 @@ class LoadSweep:
 
 
 def evaluate_sweep(points: Sequence[SweepPoint]) -> LoadSweep | None:
-    """Find the knee, the sustained load and the peak rate of a sweep.
+    """Find a sweep's knee, sustained load and peak rate.  The knee is the load with the best ratio of rate to mean
+    latency.
 
     Return None if fewer than three different loads were answered.
     """

@@ -146,7 +146,7 @@ def _measure_round_trips(
 
 
 def _receive_fully(end: socket.socket, message: memoryview) -> bool:
-    """Fill a buffer with received bytes; return False if the other end was closed before."""
+    """Fill a buffer with received bytes.  Return False if the other end was closed before the buffer was full."""
     have = 0
     while have < len(message):
         got = end.recv_into(message[have:])

@@ -44,8 +44,8 @@ class PhaseResult:
 
 @dataclass(slots=True)
 class PhaseSummary:
-    """The summed results of the phases with one name, one in each cycle of the scenario, or of all
-    phases.
+    """The summed results of all phases that have the same name; each cycle of the scenario has one.  The summary
+    named 'all' sums every phase of the run.
 
     Attributes:
         name: of the phases; "all" for all phases.
@@ -89,7 +89,7 @@ class PhaseSummary:
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
     def sum_operation(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
-        """Sum one operation's requests: first all, then only those that ended within their phase.
+        """Return two sums of one operation's requests: of all of them, and of those that ended within their phase.
 
         The summary of all phases also counts late responses, up to the end of each segment.
         """
@@ -158,7 +158,9 @@ class RunResult:
         return sorted({operation for each in self.phases for operation in each.tally.list_operations()})
 
     def count_sent_by_status(self) -> Counter[int]:
-        """Count the requests that were sent, also in the warm-up, for each HTTP status; 0 is no response."""
+        """Count, for each HTTP status, the requests that were sent, including those of the warm-up.  Status 0
+        counts requests without a response.
+        """
         outcomes = self.apart + self.all_phases.total.outcomes
         counts: Counter[int] = Counter()
         for (status, code), count in outcomes.items():
@@ -191,7 +193,7 @@ class RunResult:
         return compute_rate(total.kernel_bytes, total.kernel_s)
 
     def find_sweep(self) -> LoadSweep | None:
-        """Find the knee, the sustained load and the peak rate of the phases with rates.
+        """Find the knee, the sustained load and the peak rate, by comparing the phases that send at a given rate.
 
         Return None if fewer than three different rates were answered.
         """

@@ -178,7 +178,7 @@ class PhaseTally:
         self.faults = (self.faults + other.faults)[:MAX_FAULTS]
 
     def sum_all(self, operation: str | None = None) -> RequestTotals:
-        """Sum the requests of all intervals, of one operation or, if None, of all."""
+        """Sum the requests of an operation over all intervals of the phase; None sums all operations."""
         total = RequestTotals()
         for (of, _), cell in self.cells.items():
             if operation in (None, of):
@@ -186,7 +186,8 @@ class PhaseTally:
         return total
 
     def sum_in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
-        """Sum the requests that ended within a time from the phase's start.  Rates are computed from these.
+        """Sum the requests that ended within `within_s` seconds of the phase's start.  Rates are computed from this
+        sum.
 
         Args:
             operation: None for all operations.

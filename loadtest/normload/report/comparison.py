@@ -41,7 +41,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MetricComparison:
-    """The comparison of one metric of one phase, before and after, with the interval of the difference.
+    """The values of one metric of one phase, before and after a change, with a confidence interval of the
+    difference.
 
     Attributes:
         phase, metric: identify the number.
@@ -69,8 +70,8 @@ class MetricComparison:
 
 @dataclass(frozen=True, slots=True)
 class _ComparedMetric:
-    """A metric that is compared, and a function that computes it for many random draws of a phase's
-    intervals.
+    """A metric that is compared between runs.  Its function computes one value for each random draw of a phase's
+    intervals of time.
 
     Attributes:
         name: in reports.
@@ -114,8 +115,8 @@ class _IntervalArrays:
         return len(self.seconds)
 
     def compute_percentiles(self, draw_counts: Floats, percent: float) -> Floats:
-        """Compute a percentile of the latencies for each draw, which counts each interval as often as it was
-        drawn.
+        """Compute a percentile of the latencies for each random draw of intervals.  An interval counts as often as
+        it was drawn.
 
         Args:
             draw_counts: how often each interval was drawn, [draws, intervals].
@@ -220,7 +221,7 @@ def describe_offered_load_differences(before: Sequence[RunResult], after: Sequen
 def _compare_single_runs(
     phase: str, metric: _ComparedMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
 ) -> MetricComparison:
-    """Compare a metric between one run before and one after.
+    """Compare a metric between one run before and one run after a change.
 
     The interval of the difference is computed from random draws of the runs' intervals.  The spread
     between runs is unknown (NaN); smaller differences than the usual spread are no change.
@@ -269,7 +270,7 @@ def _compare_repeated_runs(
 def compute_difference_interval(
     before: Sequence[float], after: Sequence[float], confidence: float
 ) -> tuple[float, float]:
-    """Compute a confidence interval of the difference of two means, after less before.
+    """Compute a confidence interval of the mean of `after` minus the mean of `before`.
 
     The numbers are assumed to have equal spread in both sets.
 
@@ -299,8 +300,8 @@ def compute_student_quantile(probability: float, degrees: int) -> float:
 
 
 def _compute_relative_deviation(metric: _ComparedMetric, values: Sequence[float]) -> float:
-    """Compute the standard deviation between runs, relative to their mean except for errors; NaN for one
-    run.
+    """Compute the standard deviation of a metric between runs, divided by the metric's mean; NaN for one run.  The
+    metric `ERRORS` is not divided by its mean.
     """
     if len(values) < 2:
         return math.nan
@@ -322,7 +323,8 @@ def _evaluate_change(
     spreads: tuple[float, float],
     least: float,
 ) -> MetricComparison:
-    """Make the comparison of a metric: it has changed if the entire interval is beyond `least`.
+    """Decide whether a metric has changed, and return the comparison.  It has changed if the entire confidence
+    interval is beyond `least`.
 
     Args:
         values: of the metric, before and after.
@@ -340,7 +342,8 @@ def _evaluate_change(
 
 
 def _draw_intervals(count: int, random: np.random.Generator) -> Floats:
-    """Draw the intervals of a phase with replacement, a thousand times, in blocks of neighbours.
+    """Draw a phase's intervals at random a thousand times: each draw takes `count` intervals with replacement, in
+    blocks of neighbours.
 
     Return how often each was drawn, [draws, count].
     """

@@ -56,9 +56,7 @@ def make_plot_data(result: RunResult) -> dict[str, Any]:
 
 
 def _make_time_series(result: RunResult) -> dict[str, Any]:
-    """Make the plots over the run's time: rates, bandwidths, latencies and errors, and their upper
-    bounds.
-    """
+    """Make the plots over the run's time: rates, latencies, errors, and bandwidths with their upper bounds."""
     bins = _make_bins(result.phases)
     outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
     peak = result.copy_bandwidth

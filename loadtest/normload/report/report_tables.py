@@ -95,8 +95,8 @@ def list_sentences(result: RunResult) -> list[str]:
 
 
 def _list_bandwidth_sentences(result: RunResult) -> list[str]:
-    """Describe the bandwidths end to end and of the kernels, relative to their upper bounds; unknown
-    ones are left out.
+    """Describe two bandwidths, end to end and of the kernels, as fractions of their upper bounds.  An unknown
+    bandwidth is left out.
     """
     sentences = []
     all_phases, echo = result.all_phases, result.echo
@@ -133,7 +133,7 @@ def _list_sweep_sentences(result: RunResult) -> list[str]:
 
 
 def _format_phase_row(part: PhaseSummary) -> list[str]:
-    """Format the cells of a phase, or of all phases, under `PART_HEADINGS`; a dash is an unknown value."""
+    """Format the row of one phase, or of all, with the columns `PART_HEADINGS`; a dash is an unknown value."""
     offered = "-" if math.isnan(part.offered) else f"{part.offered:.1f}"
     latency = part.total.latency
     return [
@@ -148,8 +148,8 @@ def _format_phase_row(part: PhaseSummary) -> list[str]:
 
 
 def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: float) -> list[str]:
-    """Format the cells of an operation after its name, under `OPERATION_HEADINGS`; a dash is an unknown
-    value.
+    """Format the cells that follow the name in an operation's row, whose columns are `OPERATION_HEADINGS`.  A dash
+    is an unknown value.
 
     Args:
         total: all requests.

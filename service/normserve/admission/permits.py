@@ -37,7 +37,7 @@ class ReleaseRate:
         self._bytes = 0.0
 
     def record_release(self, nbytes: int, requests: int = 1) -> None:
-        """Record that `requests` permits were released, of `nbytes` together."""
+        """Record that `requests` permits were released, with `nbytes` in total."""
         now = self._clock()
         decay_factor = math.exp((self._updated_at - now) / _MEMORY_S)
         self._requests = self._requests * decay_factor + requests
@@ -104,8 +104,8 @@ class AdmissionBudget:
         return self._tenants.sharing_count
 
     def acquire(self, nbytes: int, tenant: str = "", max_inflight_bytes: int | None = None) -> "Permit":
-        """Admit one request of `nbytes`, and return its permit; if it does not fit, unfinished bodies may be
-        aborted for it.
+        """Admit one request of `nbytes`, and return its permit.  If it does not fit, other requests may be aborted
+        while their bodies are still being received.
 
         Args:
             tenant: the tenant to which the request is charged.
@@ -153,7 +153,7 @@ class AdmissionBudget:
         self._release_rate.record_release(nbytes, requests)
 
     def grow_permit(self, permit: "Permit", nbytes: int) -> None:
-        """Add `nbytes` to a permit that is neither released nor revoked, for `Permit.grow`.
+        """Add `nbytes` to a permit, which must be neither released nor revoked.  Only `Permit.grow` calls this.
 
         Raises:
             OverloadedError: the budget or the tenant's limit is spent; the permit is unchanged.
@@ -182,7 +182,7 @@ class AdmissionBudget:
         del self._body_rates[permit]
 
     def _subtract_permit(self, permit: "Permit") -> None:
-        """Take a permit's request and bytes back from its tenant and from the sums over all tenants."""
+        """Subtract a permit's request and bytes from its tenant's counts and from the totals of all tenants."""
         holder = permit.tenant
         holder.request_count -= 1
         holder.used_bytes -= permit.nbytes

@@ -131,7 +131,8 @@ def _rank_candidates(
     now: float,
     looks_at_all: bool,
 ) -> list[tuple[bool, float, int, _H]]:
-    """List the permits that may be revoked, in the order of revocation, each after its sort keys.
+    """List the permits that may be revoked, in the order of revocation.  Each tuple has the sort keys and then the
+    permit.
 
     The keys are whether the body is not stalled, its relative rate, and the negative bytes of the
     permit. Unless `looks_at_all`, the list is empty if all candidates together cannot cover the

@@ -67,8 +67,8 @@ class TenantTable:
         self.priority_count = 0
 
     def add_tenant(self, name: str) -> Tenant:
-        """Add a tenant whose name is not in the table, and return it; first remove idle tenants if there are
-        many.
+        """Add a tenant whose name is not in the table, and return it.  If there are many tenants, idle ones are
+        removed first.
         """
         if len(self.by_name) >= self._prune_count:
             for idle in [tenant.name for tenant in self.by_name.values() if not tenant.is_sharing]:

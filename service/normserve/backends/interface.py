@@ -15,8 +15,8 @@ from normserve.memory.tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class LaunchDepth:
-    """The limits of the number of batches that a device has at once: copied in, computed and copied out
-    side by side.
+    """The limits on the number of batches in progress on a device.  They may be in copy-in, computation or copy-out
+    at the same time.
 
     Attributes:
         max_launches: of both lanes together.
@@ -100,7 +100,8 @@ class Backend(Protocol):
         """
 
     def is_better_unbatched(self, job: NormJob) -> bool:
-        """Return whether recurring jobs like this one are best computed one by one, in their client's memory.
+        """Return whether recurring jobs like this one should run alone, in their client's memory, and not in
+        batches.
 
         Called from any thread, after `start`.
         """

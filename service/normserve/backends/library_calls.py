@@ -73,9 +73,7 @@ def run_operation(
 def bind_operation(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], library_arguments: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
-    """Return a function that calls the library for an operation on these tensors, which need no
-    conversion.
-    """
+    """Return a function that calls the library for an operation on these tensors, which are passed as they are."""
     function, leading, options = _find_function(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
@@ -85,7 +83,8 @@ def bind_operation(
 
 
 def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
-    """Call the library's chain function with arguments like those of its other functions.
+    """Call the library's function for a chain of LayerNorms.  The arguments have the form that the library's other
+    functions take.
 
     Parameters are given by name, as `weight.0`, and output tensors as a `Forward`.
     """

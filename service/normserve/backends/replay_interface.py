@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 
 class CapturedLaunch(NamedTuple):
-    """A CUDA graph of a recurring job's launch; each replay computes the current content of the job's
-    memory.
+    """A CUDA graph of a recurring job's launch.  Each replay computes results from the inputs that are then in the
+    job's memory.
 
     Attributes:
         graph, stream: the driver's handles.
@@ -38,8 +38,8 @@ Times are by `time.perf_counter`, and the stages are copy-in, kernel and copy-ou
 
 
 class LaunchReplayer(Protocol):
-    """A loop that answers recurring requests on connections by replaying CUDA graphs, without Python's
-    lock.
+    """The interface of the C code that answers repeated requests.  It replays CUDA graphs and does not hold
+    Python's lock.
 
     Connections are identified by their file descriptors.  All methods are called on one thread.
     """
@@ -73,7 +73,8 @@ class LaunchReplayer(Protocol):
         admitted_bytes: int,
         retained: object,
     ) -> None:
-        """From now on, answer each request of exactly these bytes on a connection by replaying a graph.
+        """Register a graph for a connection.  From now on, each request with exactly the bytes `content` is
+        answered by a replay of the graph.
 
         Args:
             graph, stream, part_events: as of `CapturedLaunch`.
@@ -93,8 +94,8 @@ class LaunchReplayer(Protocol):
     def serve(
         self, requests: int, nbytes: int, may_launch: bool, poll_s: float, other_descriptor: int, max_s: float
     ) -> list[Event]:
-        """Receive requests, replay their graphs and send responses, until there is an event for the caller or
-        nothing to do.
+        """Receive requests, replay their graphs and send responses.  Return the events for the caller once there
+        are any, or once nothing is left to do.
 
         Args:
             requests, nbytes: how many requests, and of how many bytes, may be admitted.

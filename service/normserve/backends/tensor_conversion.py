@@ -81,8 +81,8 @@ def move_channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
 
 
 def restore_payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    """Return a result with its axes as in the request, channels last if the spec's layout is, and
-    contiguous.
+    """Return a contiguous result with its axes in the order of the request.  Channels are last if the spec's layout
+    has them last.
 
     This is the inverse of `move_channels_first`.
     """

@@ -13,8 +13,8 @@ _MOST_GROUPS = 32
 
 
 def make_warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
-    """Yield small batches of zeros: for each length, operation, direction and dtype one with float32
-    parameters and one without.
+    """Yield small batches of zeros: two for each length, operation, direction and dtype.  One has float32
+    parameters, the other has no parameters.
 
     In the order of need: forward before backward, and with parameters before without.  Chains are left
     out: they have any number of norms, each number with its own kernels, which are compiled at the

@@ -206,7 +206,8 @@ class Client:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """Run an operation; repeat it from the cached message of an equal earlier call if there is one.
+        """Run an operation and return its result.  If an equal earlier call is cached, its encoded message is sent
+        again.
 
         Otherwise build the call, send it, and cache it for later calls whose arguments have the same shapes and
         locations in shared memory.
@@ -234,7 +235,9 @@ class Client:
         return self._run_with_retries(exchange)
 
     def _run_call(self, call: ApiCall[R]) -> R:
-        """Send a call, again after failures that its retry policy covers, and return its result."""
+        """Send a call and return its result.  After a failure that the client's retry policy covers, the call is
+        sent again.
+        """
         return self._run_with_retries(
             lambda deadline: call.read_response(self._transport.exchange(call, deadline), self._options.api_key)
         )

@@ -4,7 +4,8 @@ _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def sanitise_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
-    """Make a server's text safe for messages: cut to `most` characters, with unprintable ones replaced.
+    """Make a server's text safe to quote in messages.  It is cut to `most` characters, and unprintable characters
+    are replaced.
 
     Any value but a str becomes "".  Half of a surrogate pair cannot be written to any file, and a control
     character may steer a terminal.

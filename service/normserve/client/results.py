@@ -8,7 +8,9 @@ T = TypeVar("T")
 
 
 class _LazyFields:
-    """The base class of `Timing`, whose fields are computed at the first access: few callers read them."""
+    """The base class of `Timing`.  It computes the fields only at the first access to one of them, because few
+    callers read them.
+    """
 
     __slots__ = ("_understand", "_values")
 

@@ -77,8 +77,8 @@ class RetryPolicy:
 
 
 class RetrySchedule:
-    """The retries of one call: counts its failed attempts, and computes the pause before the next one by the
-    policy.
+    """The state of one call's retries.  It counts the failed attempts, and computes the pause before the next
+    attempt from the policy.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class RetrySchedule:
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
     def _compute_backoff_pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
-        """Return an exponentially growing pause with jitter, which is at least the server's Retry-After.
+        """Return a pause in seconds that grows exponentially and has jitter.  It is at least as long as the
+        server's Retry-After.
 
         None if the Retry-After is longer than the policy's longest pause.
         """

@@ -143,7 +143,9 @@ def _get_local_socket_path(server: ClientOptions, user_transport: object) -> str
 
 
 def _make_request_encoder(server: ClientOptions) -> RequestEncoder:
-    """Make the encoder of requests to the server, with the credentials in the URL, or else with the API key."""
+    """Make the encoder of requests to the server.  Requests carry the credentials in the URL if there are any,
+    otherwise the API key.
+    """
     address, userinfo = server.address, ""
     if address.socket_path is None:
         url = httpx.URL(server.url)

@@ -31,8 +31,8 @@ def compute_ancillary_bytes(max_descriptors: int) -> int:
 
 
 class FrameReader:
-    """A splitter of received bytes into frames; it keeps an incomplete frame and the received
-    descriptors.
+    """A splitter of received bytes into frames.  It keeps an incomplete frame until the rest arrives, and received
+    file descriptors until they are taken.
 
     Attributes:
         max_bytes: the most bytes of a frame's content.
@@ -107,7 +107,7 @@ class FrameReader:
         self.descriptors.clear()
 
     def _add_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
-        """Add the descriptors that `recvmsg` received to those that were not taken.
+        """Keep the file descriptors that `recvmsg` received, along with earlier ones that were not taken yet.
 
         Raises:
             TooLargeError: there are too many, or the system dropped some; all are closed.
@@ -126,7 +126,8 @@ class FrameReader:
 
 
 class SendQueue:
-    """A queue of frames to send, which closes their descriptors after sending or discarding them.
+    """A queue of frames to send.  The file descriptors of a frame are closed after they are sent, or when the frame
+    is discarded.
 
     Attributes:
         last_on_lost: the `on_lost` of the last frame that was sent completely.
@@ -175,7 +176,7 @@ class SendQueue:
             self.send_all(connected, flags)
 
     def send_all(self, connected: socket.socket, flags: int = 0) -> None:
-        """Send the queued frames in order, until none is left or the socket accepts no more, which raises.
+        """Send the queued frames in order until none is left.  An error is raised when the socket accepts no more.
 
         Raises:
             BlockingIOError: the socket accepts no more now; the unsent bytes stay in the queue.

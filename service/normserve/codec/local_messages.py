@@ -207,7 +207,9 @@ class LazyLocalResponse(LocalResponse, omit_defaults=True):
 
 
 class StageMilliseconds(msgspec.Struct, gc=False):
-    """The milliseconds of an operation in each stage of the server, as the server encodes them."""
+    """The milliseconds that an operation spent in each stage of the server.  Only the server uses this class, to
+    encode them.
+    """
 
     recv: float
     queue: float
@@ -217,7 +219,7 @@ class StageMilliseconds(msgspec.Struct, gc=False):
 
 
 class ComputeResponse(msgspec.Struct, gc=False):
-    """The response to an operation as the server encodes it, with results that are encoded already.
+    """The server's response to an operation.  Its `results` are encoded in JSON already.
 
     Clients decode it as a `LocalResponse`.
     """

@@ -57,7 +57,9 @@ DATA_ALIGNMENT = 64
 
 
 class _NpyHeader(NamedTuple):
-    """The three fields of a header; their types are checked, but not yet whether they are supported."""
+    """The three fields of an npy header.  Their types have been checked, but not yet whether the values are
+    supported.
+    """
 
     descr: str
     fortran_order: bool

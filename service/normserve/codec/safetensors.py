@@ -84,7 +84,7 @@ class SafetensorsEntry:
         return self._view_as(_DTYPES, body)
 
     def view_result(self, body: memoryview) -> HostTensor:
-        """Return the tensor of a response as a view of its body.
+        """Return the tensor as a view of a response's body.  Unlike a request's tensors, it may be float8_e4m3fn.
 
         Raises:
             UnsupportedDtypeError: the element type is not float32, float16, bfloat16 or float8_e4m3fn.
@@ -237,8 +237,7 @@ def _format_label(name: str) -> str:
 
 
 def sort_by_element_size(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
-    """Sort the tensors' names by the size of an element, widest first: their data follow the header in
-    this order.
+    """Return the tensors' names in the order of their data in the body: those with the largest elements come first.
 
     Tensors of equal element size stay in the given order.  So every tensor starts at a multiple of
     its element size, which readers that reinterpret the buffer rely on.

@@ -19,8 +19,7 @@ _LARGE_BYTES = 256 * 2**10
 
 
 class Batcher:
-    """The waiting jobs, in a first-in, first-out queue for each lane; a lane is for small or for large
-    jobs.
+    """The waiting jobs, in two first-in, first-out queues, the lanes: one for small jobs, one for large jobs.
 
     The oldest job of a lane is taken together with others of its class, which may share a launch.
     """
@@ -101,8 +100,8 @@ class Batcher:
 
 
 class _LaneQueue:
-    """The waiting jobs of a lane in order of arrival, indexed by batch class: the jobs that may share a
-    launch.
+    """The waiting jobs of a lane in order of arrival.  They are also indexed by batch class; jobs of one class may
+    share a launch.
     """
 
     def __init__(self) -> None:

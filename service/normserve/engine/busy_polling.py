@@ -36,7 +36,9 @@ class BusyPoller:
         self._is_prompt = time.perf_counter() - self._sent_at <= SOON_S
 
     def record_sent(self) -> None:
-        """Record a sent message; if the last received one was prompt, poll for the next one from now on."""
+        """Record that a message was sent.  If the last received message came promptly, keep the event loop awake
+        for the next one.
+        """
         self._sent_at = time.perf_counter()
         if not self._is_prompt:
             return

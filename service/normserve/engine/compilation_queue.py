@@ -12,8 +12,8 @@ from normserve.jobs.job import NormJob
 
 
 class CompilationQueue:
-    """The classes whose kernels are compiled, and the jobs that wait for the compilation of another
-    class.
+    """The job classes whose kernels are compiled, and the waiting jobs of other classes, whose kernels are being
+    compiled.
 
     Jobs of one class need the same kernels.  Not thread-safe: it belongs to the event loop's thread.
     """
@@ -43,8 +43,8 @@ class CompilationQueue:
         self._compiled_classes.update(kinds)
 
     def add_waiting_job(self, kernel_class: Hashable, job: NormJob) -> bool:
-        """Add a job that waits for the kernels of its class; return whether it is the first one of the class, for
-        which the caller must start the compilation.
+        """Add a job that waits for the kernels of its class.  Return whether it is the first of its class; then the
+        caller must start the compilation.
 
         Raises:
             OverloadedError: the limit of compiled classes is reached, or the rate of compilations is too high.
@@ -60,7 +60,7 @@ class CompilationQueue:
     def end_compilation_and_take_jobs(self, kernel_class: Hashable, *, has_succeeded: bool) -> Collection[NormJob]:
         """Record that the compilation of a class has ended; remove and return the jobs that waited for it.
 
-        Args: compiled: whether it succeeded, so that later jobs of the class need not wait.
+        Args: has_succeeded: whether it succeeded, so that later jobs of the class need not wait.
         """
         jobs = self._waiting_jobs.pop(kernel_class)
         for job in jobs:
@@ -79,7 +79,7 @@ class CompilationQueue:
         return tuple(self._waiting_classes)
 
     def _reserve_compilation(self) -> None:
-        """Count a new compilation against the limits of classes and of compilations per minute.
+        """Count a new compilation against two limits: on the number of classes, and on the compilations per minute.
 
         Raises:
             OverloadedError: a limit is reached.

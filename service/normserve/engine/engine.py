@@ -156,7 +156,8 @@ class Engine:
         return self._executor.backend.shareable_device
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """Make an object that answers repeated requests by captured launches, in place of `submit`.
+        """Make an object that answers repeated requests by running captured launches again, instead of queueing
+        jobs with `submit`.
 
         Return None if the backend captures no launches.  Called once the engine is ready.
         """
@@ -176,8 +177,8 @@ class Engine:
         return self.state is EngineState.READY and not self._dispatcher.is_launching
 
     def record_failed_replay(self, code: int) -> NormserveError:
-        """Record that the replay of a captured launch has failed, and the device with it; return the error
-        for the caller.
+        """Record that running a captured launch again has failed, which means that the device has failed.  Return
+        the error for the caller.
 
         Args: code: the error code of the CUDA driver.
         """
@@ -358,7 +359,7 @@ class Engine:
         self._metrics.set_ready(state is EngineState.READY)
 
     async def _run_on_executor(self, request: Callable[[Reply], None]) -> object:
-        """Wait for work of the executor, which replies to a callback; return its value or raise its error.
+        """Start work on the executor and wait for its reply; return the value or raise the error.
 
         Args: request: starts the work with the callback.
         """

@@ -127,8 +127,8 @@ class _WorkerThread:
 
 
 class Executor:
-    """The threads that use the device: one owns and launches, others wait for its batches or compile
-    kernels.
+    """The threads that use the device.  One thread owns the device and launches batches; others wait for launched
+    batches or compile kernels.
 
     The owner's thread launches batches one after another.  For each lane, another thread waits for
     the batches in flight, so that the owner is free to launch the next batch, and a small batch need
@@ -183,8 +183,8 @@ class Executor:
         return self._run_catching(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
     def run_and_poll_inline(self, batch: Batch) -> WorkOutcome:
-        """Run a batch on the caller's thread and poll it briefly; the outcome's value is its `BatchResult`, or a
-        `PendingLaunch`, which is for `submit_wait`, if the batch takes longer.
+        """Run a batch on the caller's thread and poll it briefly; the outcome's value is its `BatchResult`.  If the
+        batch takes longer, the value is a `PendingLaunch` to pass to `submit_wait`.
 
         The backend must allow it for this size (`Backend.max_inline_bytes`), and all batches of the owner's
         thread must have ended: a backend runs one batch at a time.
@@ -201,7 +201,7 @@ class Executor:
         return _WATCHED_S
 
     def poll_launch(self, outcome: WorkOutcome) -> WorkOutcome | None:
-        """Return the outcome of a batch in flight if it has ended, else None; do not wait.
+        """Return the outcome of a batch in flight if it has ended, else None, without waiting.
 
         Args: outcome: of the launch, with the `PendingLaunch`.
         """
@@ -213,7 +213,9 @@ class Executor:
             return self._make_failed_outcome(outcome.started_at, error)
 
     def submit_wait(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
-        """Queue a batch in flight for the thread that waits for its lane; `reply` gets the `BatchResult`."""
+        """Queue a batch in flight for the thread that waits for the batches of its lane; `reply` gets the
+        `BatchResult`.
+        """
         started, flight = outcome.started_at, outcome.value
         assert isinstance(flight, PendingLaunch)
         self._waiting_threads[lane].enqueue(
@@ -227,15 +229,17 @@ class Executor:
         return meaning
 
     def submit_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
-        """Queue the loading of a layer's parameters, in parallel with batches; `reply` gets the backend's
-        handle.
+        """Queue a layer's parameters to be loaded in parallel with batches; `reply` gets the backend's handle for
+        them.
         """
         self._compiler.enqueue(
             _WorkItem(lambda: self.backend.load_parameters(op, weight, bias), reply, QueueLane.SMALL)
         )
 
     def submit_compilation(self, job: NormJob, reply: Reply) -> None:
-        """Compile the kernels of the job's class, in parallel with batches."""
+        """Queue the compilation of the kernels of the job's class, in parallel with batches; `reply` is called
+        after it.
+        """
         self._compiler.enqueue(
             _WorkItem(lambda: self.backend.compile_and_load_kernels(job), reply, QueueLane.SMALL)
         )

@@ -141,9 +141,7 @@ class PendingJobs:
         )
 
     def _fail_expired(self) -> None:
-        """End the jobs that have not begun to run by their deadlines with an error; set the timer to the
-        next one.
-        """
+        """Fail the jobs that have not begun to run by their deadlines, and set the timer to the next deadline."""
         self._timer, self._next_expiry_at = None, math.inf
         now = time.perf_counter()
         may_be_late = [(job, waiting) for job, waiting in self._pending.items() if waiting.can_expire]

@@ -205,7 +205,7 @@ class DeadlineExceededError(NormserveError):
 
 
 class ConfigurationError(NormserveError):
-    """The server cannot start with its settings, however often it is started; in no response."""
+    """The server cannot start with its settings, however often it is started.  No response has this error."""
 
 
 class DeviceFailureError(NormserveError):

@@ -97,7 +97,7 @@ class ApplicationServices:
         self.keyring = self._load_keyring()
 
     def _make_layer_changes(self) -> LayerChanges:
-        """Make the object that registers and removes layers: in a fleet, in all processes."""
+        """Make the object that registers and removes layers, in all processes if this is one of a fleet."""
         make = functools.partial(load_layer_onto_device, self.engine, self.layers)
         place = self.sibling_processes.position
         if place is None:
@@ -169,7 +169,8 @@ class ApplicationServices:
         return make_backend_by_name(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
 
     async def warm_up_and_accept_jobs(self) -> None:
-        """Start the device, register the checkpoint's layers, then begin to accept jobs.
+        """Start the device, register the layers of the checkpoint and of the other processes, then begin to accept
+        jobs.
 
         Raises:
             NormserveError: the device cannot be used, or the checkpoint cannot be read.

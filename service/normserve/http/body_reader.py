@@ -46,7 +46,7 @@ class BodyReader:
     grace_s: float = 0.0
 
     async def receive_body_and_mark_in_progress(self, exchange: HttpExchange) -> memoryview:
-        """Receive the body of an operation, and record the time that its reception took.
+        """Receive the body of an operation, record how long that took, and mark the request as in progress.
 
         Once the body is complete, the request counts as in progress, which the stall detector watches.
 
@@ -60,7 +60,8 @@ class BodyReader:
         return body
 
     async def admit_and_receive_body(self, exchange: HttpExchange) -> memoryview:
-        """Acquire a permit, then receive the body into a slab.  After an error the permit is released.
+        """Acquire the permit that admits the request, then receive the body into a slab.  After an error the permit
+        is released.
 
         A permit admits one request, and limits the memory that it uses.
 

@@ -17,7 +17,7 @@ class DirectRoute(APIRoute):
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the handler with the request alone; leave other methods to FastAPI, which refuses them."""
+        """Call the handler with only the request; FastAPI gets requests with another method, and refuses them."""
         if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return

@@ -41,7 +41,7 @@ class LaunchMeasurements(NamedTuple):
 def record_result(record: RequestRecord, result: NormResult, encoding_began: float) -> LaunchMeasurements:
     """Write a result's times into the request's record; return the measurements for the response's headers.
 
-    Args: began: when serialisation of the response began, by `time.perf_counter`.
+    Args: encoding_began: when serialisation of the response began, by `time.perf_counter`.
     """
     record.record_result(result, encoding_began)
     record.stage_seconds["serialize"] = time.perf_counter() - encoding_began

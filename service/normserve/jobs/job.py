@@ -309,7 +309,7 @@ class RegisteredLayer:
 
 
 class ReplaySlot:
-    """The state shared by recurring jobs, which use the same memory and differ only in its content.
+    """The state that recurring jobs share.  Such jobs use the same memory, and differ only in the memory's content.
 
     Attributes:
         prepared: the backend's own object, made of the first job for later ones; opaque elsewhere.
@@ -325,7 +325,7 @@ class ReplaySlot:
 
 @dataclass(slots=True, eq=False)
 class NormJob:
-    """The validated computation of one request, whose tensors fit the spec and one another; never changed.
+    """The validated computation of one request: its tensors fit the spec and one another.  A job is never changed.
 
     Attributes:
         tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
@@ -407,7 +407,7 @@ class NormJob:
 
     @property
     def _unit_shape(self) -> tuple[int, ...]:
-        """The shape of one unit of x, of which a launch may have any number.
+        """The shape of one unit of x, which is a row or a sample.  A launch may have any number of units.
 
         A unit is a row, all heads of a row, or a sample of GroupNorm.
         """

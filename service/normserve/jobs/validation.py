@@ -158,7 +158,9 @@ def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], w
 
 
 def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
-    """Check rank and sizes of x; return the length of its parameters, which is N, or C of GroupNorm."""
+    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or C for
+    GroupNorm.
+    """
     if spec.op is not Op.GROUP_NORM:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")

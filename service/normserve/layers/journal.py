@@ -47,7 +47,7 @@ class LayerJournal:
     async def stage(
         self, name: str, change_id: str, query: bytes | None, body: Iterable[bytes | memoryview]
     ) -> None:
-        """Write a change to the staging file, as preparation: it is not in effect yet.
+        """Write a change of a layer to the staging file.  The change has no effect before `commit_staged`.
 
         Raises:
             StorageError: it could not be written; no file is left.

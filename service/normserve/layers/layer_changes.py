@@ -55,7 +55,8 @@ class LayerChanges:
         return layer, self._registry.put_or_replace(layer)
 
     async def remove(self, name: str) -> None:
-        """Remove a layer from this process, unless this kind of process does not allow changes of layers.
+        """Remove a layer from this process.  Raise an error if this kind of process does not allow changes of
+        layers.
 
         Raises:
             UnknownLayerError: there is none of that name.
@@ -69,7 +70,8 @@ class LayerChanges:
 
 
 class FleetLayerChanges(LayerChanges):
-    """Registration and removal of layers in all processes of a server, its fleet, one change at a time.
+    """Registration and removal of layers in all processes of a server (its fleet).  Only one change is made at a
+    time.
 
     The journal defines the layers.  A change writes its layer beside the journal, has every sibling
     make the layer as well, and only then moves it into the journal: from then on it is in effect, and
@@ -268,9 +270,9 @@ class FleetLayerChanges(LayerChanges):
         return layer
 
     async def _handle_prepare(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
-        """Make the layer that a sibling has staged, so that later it only has to be registered.
+        """Make the layer that a sibling has staged, so that only its registration remains to be done.
 
-        When the connection ends, change the layer to its state in the journal.
+        When the connection ends, bring the layer to the state that the journal then has.
         """
         if not self._is_synchronised:
             return b""

@@ -12,8 +12,8 @@ _POLL_S = 0.005
 
 
 class ProcessLock:
-    """A lock that is held by one task of one of several processes; it consists of two locked files, `turn`
-    and `lock`.
+    """A lock that one task of one process holds at a time, among several processes.  It consists of two locked
+    files, `turn` and `lock`.
 
     The holder of the turn waits for the lock, and all other processes wait for the turn. With one file
     alone, a process whose own tasks queue for the lock would take it again each time before another
@@ -27,7 +27,7 @@ class ProcessLock:
 
     @contextlib.asynccontextmanager
     async def hold(self, timeout_s: float | None) -> AsyncIterator[None]:
-        """Take the lock, after waiting for its holders, and hold it during the block.
+        """Wait for the lock, take it, and hold it during the block.
 
         Args:
             timeout_s: longest wait for it; None waits for as long as it takes.

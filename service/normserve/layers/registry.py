@@ -112,8 +112,8 @@ class LayerRegistry:
             raise UnknownLayerError("no layer of that name is registered") from None
 
     def resolve(self, op: Op, text: str) -> RegisteredLayer:
-        """Return the layer that a request names; for a chain, one layer that combines those named, separated
-        by commas.
+        """Return the registered layer that a request names.  For a chain, the request names several layers,
+        separated by commas, which are combined into one.
 
         Equal texts give the same chain until layers change.
 

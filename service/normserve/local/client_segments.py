@@ -161,7 +161,7 @@ class _SegmentAccounts:
 
 
 class OrphanedSegments:
-    """Segments that clients have freed or whose connections have ended, until the server unmaps them.
+    """The segments that clients have freed, and those of ended connections, until the server unmaps them.
 
     The segments of an ended connection are kept until the client's process ends.
     """
@@ -236,8 +236,8 @@ class OrphanedSegments:
 
 
 class HostSegmentAllocator:
-    """An allocator of host memory segments that clients share with the server, limited by user.  Only the
-    event loop's thread may use it.
+    """The server's allocator of host memory segments that it shares with clients.  Each user's bytes are limited.
+    Only the event loop's thread may use the allocator.
     """
 
     def __init__(
@@ -293,8 +293,8 @@ class HostSegmentAllocator:
 
 
 class DeviceSegmentAllocator:
-    """An allocator of device memory segments that clients share with the server, limited by user.  Only the
-    event loop's thread may use it.
+    """The server's allocator of device memory segments that it shares with clients.  Each user's bytes are limited.
+    Only the event loop's thread may use the allocator.
     """
 
     def __init__(self, most_bytes: int, find: Callable[[], ShareableDevice | None]) -> None:

@@ -83,8 +83,8 @@ class FrameSocket:
         return 0 if self._replayer is None or not self.is_open else self._replayer.count_launches(self.descriptor)
 
     def attach_replayer(self, replayer: LaunchReplayer) -> None:
-        """Let a native replayer receive from the socket in place of Python.  It answers frames that it knows,
-        and passes the bytes of all others to `handle_bytes`.
+        """Let a replayer, C code that answers repeated requests, receive from the socket in place of Python.  It
+        answers frames that it knows, and passes the bytes of all others to `handle_bytes`.
         """
         was_reading, wanted = self._is_receiving, self._is_receiving_wanted
         self.set_receiving(wanted=False)
@@ -116,7 +116,8 @@ class FrameSocket:
     def send_frame(
         self, frame: bytes, owned_descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send a frame, or queue it until the client reads.  Its descriptors are closed once it has been sent.
+        """Send a frame with its file descriptors, or queue it until the client reads.  The descriptors are closed
+        once they are sent.
 
         Args:
             on_lost: called when the connection ends, before `on_end`, if the client has certainly not read the
@@ -133,7 +134,7 @@ class FrameSocket:
             self.set_receiving(wanted=self._is_receiving_wanted)
 
     def close(self) -> None:
-        """Close the connection.  First call `on_lost` of each frame that the client did not read, then `on_end`."""
+        """Call `on_lost` for each frame that the client did not read, then `on_end`, and close the connection."""
         if not self.is_open:
             return
         self.set_receiving(wanted=False)
@@ -156,7 +157,9 @@ class FrameSocket:
         self._socket.close()
 
     def _read_socket(self) -> None:
-        """Receive the bytes that are available and handle them.  A connection error counts as the client's end."""
+        """Receive the bytes that are available and handle them.  A connection error is handled as if the client had
+        closed the connection.
+        """
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -205,7 +208,9 @@ class FrameSocket:
             self._frame_timer = None
 
     def _flush(self) -> None:
-        """Send as many queued frames as the socket accepts, and update the timers and reception accordingly."""
+        """Send as many queued frames as the socket accepts.  Then update the send timer, and start or stop reading
+        from the socket.
+        """
         try:
             self._send_queue.send_all(self._socket)
         except (BlockingIOError, InterruptedError):
@@ -233,8 +238,8 @@ class FrameSocket:
             self._loop.remove_writer(self._socket)
 
     def _update_replayer(self) -> None:
-        """Report to the replayer whether Python has a partial frame or unsent responses.  While Python has
-        either, the replayer leaves the socket to it.
+        """Report to the replayer whether Python has a partial frame or unsent responses.  The replayer then passes
+        received bytes, or its own responses, to Python.
         """
         if self._replayer is not None and self.is_open:
             self._replayer.set_caller_state(

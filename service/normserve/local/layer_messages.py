@@ -31,8 +31,8 @@ _Answer = tuple[Any, int]
 
 @dataclass(frozen=True, slots=True)
 class MessageOrigin:
-    """The connection's session and segments, and the exchange of one message, which a handler of the message
-    needs.
+    """The objects that a handler of one message needs: the connection's session and segments, and the exchange
+    (message and response).
 
     Attributes:
         segment_table: the segments of the message's tensors.

@@ -40,9 +40,8 @@ class LocalSession:
         self._has_received_hello = False
 
     def has_lasting_permission(self, sufficient_scopes: Set[KeyScope]) -> bool:
-        """Return whether the client may send messages that need one of these scopes, without a check of each
-        message,
-        until the server's keys change.  Keys that expire or have a rate or memory limit do not qualify.
+        """Return whether the client has one of these scopes until the server's keys change, so that its messages
+        need no checks.  Keys that expire or have a rate or memory limit do not qualify.
         """
         if self._key_authorisation is None:
             return True

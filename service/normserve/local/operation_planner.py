@@ -182,8 +182,8 @@ class OperationPlanner:
         arena: SegmentTable,
         prepared: PreparedCallCache,
     ) -> RequestPlan:
-        """Find the request's tensors and result buffers in the client's memory and check them.  Decide whether
-        its jobs may share a launch with others or be replayed.
+        """Check a request's tensors and result buffers in the client's memory, and return the request's plan.  Also
+        decide whether later jobs of the plan may share a launch with others, or replay a captured launch.
         """
         located = {name: arena.find_tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
@@ -229,8 +229,8 @@ def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> 
 
 
 def _find_compared_parameter_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
-    """Return the names of the small parameters (weights, biases), whose bytes jobs must have in common to
-    share a launch.
+    """Return the names of the small parameters, such as weights and biases.  Jobs may share a launch only if these
+    have equal bytes.
     """
     names = filter(is_parameter, tensors)
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)

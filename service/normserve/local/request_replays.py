@@ -52,8 +52,8 @@ _INFER = frozenset([KeyScope.INFER])
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedRequest:
-    """The data kept for a request whose repetitions the replayer answers: for their metrics and permits, and
-    to keep the captured launch alive.
+    """The data of a request whose repetitions the replayer (C code) answers.  They are needed for metrics and
+    permits, and keep the captured launch alive.
 
     Attributes:
         record: that of the request that Python code answered.
@@ -67,8 +67,8 @@ class _ReplayedRequest:
 
 
 class RequestReplays:
-    """The requests of all connections whose repetitions a native replayer answers without Python.  Only the
-    event loop's thread may use it.
+    """The requests that a native replayer (C code) answers without Python when they are repeated, for all
+    connections.  Only the event loop's thread may use this object.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class RequestReplays:
         admitted_bytes: int,
         responder: LocalResponder,
     ) -> None:
-        """Let the replayer answer equal frames of this connection from now on, by the request's captured launch.
+        """Let the replayer answer later frames with the same bytes on this connection.  It replays the request's
+        captured launch.
 
         Nothing is done if its launch was not captured, its frame is long, its layer has changed, its timeout is
         short,
@@ -160,8 +161,8 @@ class RequestReplays:
         )
 
     def remove_replays(self, responder: LocalResponder) -> None:
-        """Let the replayer answer no more requests of a connection, which has ended or has freed memory that
-        they may use.
+        """Stop the replayer's answers on a connection that has ended, or whose client has freed memory that replays
+        may use.
         """
         if (
             responder.frame_socket is None
@@ -176,8 +177,8 @@ class RequestReplays:
         self.collect_samples()
 
     def collect_samples(self) -> None:
-        """Fetch the timings of requests that the replayer has answered, and count these in the metrics and the
-        admission budget.
+        """Fetch the timings of requests that the replayer has answered.  Count these requests in the metrics and
+        the admission budget.
         """
         if self._replayer is None:
             return
@@ -272,8 +273,8 @@ class RequestReplays:
         self._pending_launches, self._pending_bytes = launches, nbytes
 
     def _handle_event(self, event: Event) -> None:
-        """Handle a replayer's event: a client that left, a frame to be answered in Python, unsent bytes, or a
-        failed launch.
+        """Handle an event of the replayer, the C code that answers repeated requests.  The event is a client that
+        left, a frame that Python must answer, bytes that Python must send, or a failed launch.
         """
         kind, descriptor, tag, code, payload = event
         if kind == LEFT:
@@ -299,8 +300,8 @@ def _rank_unsent_first(event: Event) -> bool:
 
 
 def _make_failed_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
-    """Make the metrics record of a replayed request that failed or whose client left, from that of the
-    original request.
+    """Make the metrics record of a replayed request that failed or whose client left.  It is a copy of the original
+    request's record, with this status and error and without durations.
     """
     began = time.perf_counter()
     return replace(

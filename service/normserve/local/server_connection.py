@@ -175,8 +175,9 @@ class LocalServerConnection:
         return len(self._tasks) + len(self._computations.in_progress) < MOST_UNDER_WAY
 
     def _begin_message(self, tag: int, message: ParsedMessage, began: float, ended: float) -> None:
-        """Start to handle a message: an operation by its job, a cancellation or a freed segment at once, any
-        other in a task.  `began` and `ended` are the times of its frame's reception.
+        """Start to handle a message.  An operation is submitted as a job.  A cancellation or freed segment is
+        handled at once, any other message in a task.  `began` and `ended` are the times when its frame began and
+        ended to be received.
         """
         if isinstance(message, _UNANSWERED):
             self._handle_unanswered_message(message)
@@ -359,8 +360,8 @@ class ConnectionComputations:
 
 
 class LocalComputation(LocalExchange):
-    """One operation of a client on the same host, whose response is sent from the engine's callback.  No
-    task waits for it.
+    """One operation of a client on the same host.  The response is sent from the engine's callback, and no task
+    waits for the operation.
     """
 
     is_traced = True
@@ -413,7 +414,7 @@ class LocalComputation(LocalExchange):
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
         """Send the response for a result.  Then let the replayer answer repetitions of the request, unless the
-        client has freed its memory.
+        client has freed the request's memory.
         """
         request, plan, record, service = self._request, self._plan, self.record, self._computations.services
         began = time.perf_counter()

@@ -174,7 +174,7 @@ class ThrottledLogger:
         self._omitted_count = 0
 
     def warning(self, message: str, *arguments: object) -> None:
-        """Log a warning, unless the last one was less than a second ago: then only count it.
+        """Log a warning if the last one was logged at least a second ago.  Otherwise only count the warning.
 
         The next line that is logged has the count.
         """

@@ -24,7 +24,7 @@ _S = TypeVar("_S", bound="HostSegment")
 
 
 class HostSegment(mmap.mmap):
-    """A mapping of host memory that processes share, unmapped after its last view.
+    """A mapping of host memory that several processes share.  It is unmapped once it has no views.
 
     A `memoryview` of the segment keeps it mapped.
     """

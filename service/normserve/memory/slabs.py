@@ -151,8 +151,8 @@ class SlabPool:
         return idle.pop()
 
     def _collect_returned(self) -> None:
-        """Make the slabs that were returned idle; if idle slabs exceed the limit, free those of the longest
-        unused sizes.
+        """Count the returned slabs as idle.  If the idle slabs exceed their limit, free slabs of the sizes that
+        were unused for longest.
         """
         while not self._returned.empty():
             memory = self._returned.get()

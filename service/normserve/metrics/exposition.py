@@ -100,7 +100,8 @@ def make_process_up_family() -> MetricFamily[Gauge]:
 
 
 def merge_expositions(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
-    """Merge the rendered metrics of several processes, and add the metric of the processes that answered.
+    """Merge the rendered metrics of several processes.  Also add a metric that shows for each expected process
+    whether it answered.
 
     The series of each process have a label with its name.
 

@@ -14,8 +14,8 @@ _BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
 
 @dataclass(slots=True)
 class _LaunchRecord:
-    """The counts and durations of one launch until the metrics are updated, without references to its
-    memory.
+    """The counts and durations of one launch, kept until they are added to the metrics.  It does not refer to the
+    launch's memory.
     """
 
     request_count: int
@@ -65,7 +65,7 @@ class LaunchMetrics:
         self._compile_seconds().inc(seconds)
 
     def observe_launch(self, batch: Batch, execution: BatchResult) -> None:
-        """Record a launch; the metrics are updated for many recorded launches at once, here or by `flush`."""
+        """Record a launch.  The metrics are updated here once enough launches are recorded, or by `flush`."""
         launch = _LaunchRecord(
             len(batch.jobs),
             batch.nbytes,
@@ -83,7 +83,7 @@ class LaunchMetrics:
     def observe_replays(
         self, job: NormJob, result_bytes: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
     ) -> None:
-        """Count replayed launches of one job each, which differ only in their durations.
+        """Count replayed launches of one job each.  The launches are equal except for their durations.
 
         Args:
             job: any of their jobs.

@@ -20,7 +20,7 @@ SPANS_DROPPED = ("queue_full", "export_failed")
 
 
 class Metrics:
-    """All metrics of this process; its methods are the only place where they are updated."""
+    """All metrics of this process.  Only the methods of this class update them."""
 
     def __init__(self, process: str | None = None) -> None:
         """Args: process: this process's name in a fleet, which becomes a label of every series; None for a single
@@ -45,8 +45,8 @@ class Metrics:
         return self._prepared_calls.get_counters(owner)
 
     def track_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Set the functions that return the requests in progress and their bytes, which are called at each
-        scrape.
+        """Set two functions, which are called at each scrape.  One returns the number of requests in progress, the
+        other their bytes.
         """
         self._state_gauges.sources += [
             (self._state_gauges.inflight_requests(), requests),
@@ -60,8 +60,8 @@ class Metrics:
     def track_local_clients(
         self, connections: Callable[[], int], nbytes: Callable[[], int], device_bytes: Callable[[], int]
     ) -> None:
-        """Set the functions that count clients on the same host and the memory shared with them, called at
-        each scrape.
+        """Set three functions, which are called at each scrape.  They return the connections of clients on the same
+        host, and the host and device bytes shared with them.
         """
         state = self._state_gauges
         state.sources += [(state.local_connections(), connections), (state.local_bytes(), nbytes)]
@@ -150,8 +150,8 @@ class Metrics:
         self._request_metrics.observe_request(record)
 
     def observe_replays(self, record: RequestRecord, times: RequestTimes, job: NormJob) -> None:
-        """Count requests that were answered by replays of a captured launch, and differ only in their
-        durations.
+        """Count requests that replays of one captured launch have answered.  The requests are equal except for
+        their durations.
 
         Args:
             record: of any of them.

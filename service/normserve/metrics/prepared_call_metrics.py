@@ -10,8 +10,8 @@ OWNERS = ("process", "connection")
 
 
 class PreparedCallCounters(NamedTuple):
-    """The counters of caches of prepared calls: requests that were parsed and planned before, and need
-    only be computed.
+    """The counters of one or more caches of prepared calls.  A prepared call is a request that was parsed and
+    planned before, and need only be computed.
 
     One set counts for the process's cache, one for those of all connections.
 
@@ -26,7 +26,9 @@ class PreparedCallCounters(NamedTuple):
 
 
 class PreparedCallMetrics:
-    """The metrics of caches of prepared calls, which are requests that were parsed and planned before."""
+    """The metrics of the caches of prepared calls.  A prepared call is a request that was parsed and planned
+    before.
+    """
 
     def __init__(self, make: MetricRegistry) -> None:
         self._events = make.add_counter(

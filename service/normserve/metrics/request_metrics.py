@@ -163,7 +163,7 @@ class RequestMetrics:
             self._key_bytes(name, "out")
 
     def observe_request(self, record: RequestRecord) -> None:
-        """Record a request that ends now; the metrics are updated for many requests at once, here or by
+        """Record a request that ends now.  The metrics are updated here once enough requests are recorded, or by
         `flush`.
         """
         record.duration_s = time.perf_counter() - record.began_at

@@ -47,8 +47,8 @@ class ReplicaScaling(BaseModel):
         return self
 
     def make_replica_settings(self, settings: Settings) -> Settings:
-        """Return one replica's settings: those given, with its device's backend, its number of CPU threads, and
-        Ray's address accepted.
+        """Return a copy of the settings for one replica.  It has the device's backend and its number of CPU
+        threads, and accepts any host name unless allowed hosts are set.
 
         Raises:
             ValueError: the settings enable clients that share memory, which needs one process on their host, or
@@ -109,7 +109,7 @@ class ReplicaMetricsTable:
         self._states: dict[str, tuple[int, float, bytes]] = {}
 
     def publish(self, process: str, version: int, text: bytes) -> dict[str, bytes]:
-        """Store a replica's metrics text, unless one with a higher number is stored; return the texts of all live
+        """Store a replica's metrics text, unless a later version is stored already.  Return the texts of all live
         replicas.
 
         Replicas that have not published for ten seconds are dropped.
@@ -137,7 +137,8 @@ class ReplicaSiblings(SiblingProcesses):
         self._version = 0
 
     async def render_metrics(self, own: bytes) -> bytes:
-        """Return the metrics of all live replicas; only this replica's if the state table does not answer.
+        """Return the metrics of all live replicas, or only this replica's if the `ReplicaMetricsTable` does not
+        answer.
 
         This replica's metrics are published first, so that no counter decreases if another replica is scraped next.
 
@@ -155,8 +156,8 @@ class ReplicaSiblings(SiblingProcesses):
             await asyncio.sleep(_POST_S)
 
     async def _publish(self, text: bytes) -> Mapping[str, bytes]:
-        """Publish this replica's metrics text under the next number, and return the texts of all live replicas.
-        Return {} if the state table does not answer in time.
+        """Publish this replica's metrics text with the next version number, and return the texts of all live
+        replicas.  Return {} if the `ReplicaMetricsTable` does not answer in time.
         """
         self._version += 1
         with contextlib.suppress(TimeoutError, ConnectionError):

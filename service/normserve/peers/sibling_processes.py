@@ -183,7 +183,8 @@ class SiblingProcesses:
         return await asyncio.start_unix_server(serve, self.position.get_socket_path(self.position.index))
 
     def require_changeable_layers(self) -> None:
-        """Raise an error if registered layers cannot be changed while the server runs; a subclass may raise one.
+        """Raise an error if registered layers cannot be changed while the server runs.  This class allows changes;
+        a subclass may raise the error.
 
         Raises:
             NormserveError: layers cannot be registered or removed here.

@@ -102,8 +102,8 @@ class ChildSlot:
         return self._is_reported_ready and self.is_reachable
 
     async def run_process(self) -> int:
-        """Start a process in this slot and wait until it ends; return its exit code.  Connections that the
-        process had not received are passed to their `on_not_received`.
+        """Start a process in this slot and wait until it ends; return its exit code.  For each sent connection that
+        the process has not received, `on_not_received` is called.
         """
         here, there = socket.socketpair()
         here.setblocking(False)

@@ -99,8 +99,8 @@ class HttpServer(uvicorn.Server):
     async def _serve_connection(
         self, connection: socket.socket, on_end: Callable[[], None], exceeded_limit: str | None
     ) -> None:
-        """Set up HTTP on a connection, after the TLS handshake if there is TLS, and call `on_end` when it has
-        ended.
+        """Set up HTTP on a connection; with TLS, the handshake is done first.  `on_end` is called when the
+        connection has ended.
 
         Returns once the connection is set up, not at its end.
 

@@ -18,7 +18,9 @@ from normserve.settings import Settings
 
 
 def make_local_limits(settings: Settings, on_refused: Callable[[str], None]) -> ConnectionLimits:
-    """Make the limits on connections by Unix socket of clients that share memory, in total and by user."""
+    """Make the limits on connections over the Unix socket where clients share memory: one in total and one per
+    user.
+    """
     return ConnectionLimits(
         max_all=settings.max_connections,
         max_per_address=settings.local_connections,

@@ -257,7 +257,8 @@ class OwnerServer(HttpServer):
 
 
 def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
-    """Run a server that owns a device until a signal stops it or it fails; return the process's exit code.
+    """Run the server of a process that owns a device.  Return the exit code after a signal has stopped the server
+    or it has failed.
 
     Args:
         app: the application; made from the settings by default.

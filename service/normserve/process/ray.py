@@ -47,8 +47,8 @@ class RayReplica:
             raise RuntimeError("the device has failed")
 
     async def _publish(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
-        """Publish this replica's metrics in the shared state table; return the texts of all live replicas.
-        Errors of Ray are raised as ConnectionError.
+        """Publish this replica's metrics in the shared `ReplicaMetricsTable`, and return the texts of all live
+        replicas.  Errors of Ray are raised as ConnectionError.
         """
         try:
             texts: Mapping[str, bytes] = await self._metrics_table.publish.remote(process, number, text)

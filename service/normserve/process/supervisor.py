@@ -111,8 +111,8 @@ class FleetSupervisor:
         return self._exit_code
 
     async def _keep_running(self, process: ChildSlot) -> None:
-        """Run a process, and another one in its place whenever it ends, after a growing pause.  Return when the
-        server stops or the process cannot start.
+        """Run a process and restart it whenever it ends, after a pause that grows.  Return when the server stops or
+        the process cannot start.
         """
         pause = _FIRST_PAUSE_S
         while not self._stop_event.is_set():
@@ -169,8 +169,8 @@ class FleetSupervisor:
             process.request_stop()
 
     def _link_process(self, process: ChildSlot) -> None:
-        """Connect a started front end with each running owner of a device, or a started owner with each running
-        front end, by a socket pair.
+        """Connect a process that has started with its running counterparts by socket pairs.  The counterparts of a
+        front end are the processes that own devices, and the reverse.
         """
         if process in self._front_ends:
             pairs = [(process, owner) for owner in self._owners]

@@ -50,8 +50,8 @@ connection.
 
 
 def encode_connection(number: int, exceeded_limit: str | None) -> int:
-    """Combine a connection's number and the limit that it exceeds, if any, in one number, which is sent as a
-    message.
+    """Encode a connection's number, and the limit that it exceeds if there is one, as one number.  This number is
+    sent as a message.
     """
     return number if exceeded_limit is None else number | _BEYOND[exceeded_limit]
 
@@ -151,8 +151,8 @@ def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
 
 
 class SupervisorChannel:
-    """A serving process's end of its connection to the supervisor.  Over it clients' connections arrive, and
-    readiness is reported.
+    """A serving process's end of its connection to the supervisor.  It receives clients' connections, and reports
+    whether the process is ready.
     """
 
     def __init__(

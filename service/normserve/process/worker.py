@@ -15,8 +15,8 @@ from normserve.process.owner_server import run_server
 
 
 def main() -> int:
-    """Run a server that owns a device, with settings and index from standard input and connections from the
-    supervisor's channel.  Return the exit code.
+    """Run a server that owns a device; return the exit code.  Standard input has the settings and the index, and
+    the supervisor's channel the connections.
     """
     settings, place = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, str(place.index))

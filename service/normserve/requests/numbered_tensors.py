@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class TensorSplit(NamedTuple):
-    """The number of rows or samples of each numbered tensor (x.0, x.1, ...), by which results are divided
-    again.
+    """The number of rows or samples of each numbered tensor (x.0, x.1, ...).  Results are split into parts of these
+    lengths.
     """
 
     counts: tuple[int, ...]
 
     def split_results(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        """Split each result into those of the numbered tensors, such as y.0 and y.1.  Gradients of parameters
-        are left unsplit, as sums over all rows.
+        """Split each result into one part for each numbered tensor, such as y.0 and y.1.  Gradients of parameters
+        are sums over all rows, and are not split.
         """
         return self._split_each(results, _cut_rows)
 
@@ -35,7 +35,8 @@ class TensorSplit(NamedTuple):
         return self._split_each(results, lambda spec, start, stop: (spec[0], (stop - start, *spec[1][1:])))
 
     def _split_each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
-        """Split each result by `cut` and number the pieces; gradients of parameters are returned unchanged.
+        """Split each result with the function `cut`, and number the parts.  Gradients of parameters are returned
+        unchanged.
 
         Args:
             cut: returns the piece of a result between a start and a stop along the first axis.
@@ -55,8 +56,8 @@ class TensorSplit(NamedTuple):
 def concatenate_tensors(
     tensors: Mapping[str, HostTensor], body: memoryview, charge: Callable[[int], None]
 ) -> tuple[Mapping[str, HostTensor], TensorSplit | None]:
-    """Join numbered tensors, such as x.0 and x.1, along the first axis, and return the lengths to split
-    results by.  A request with a single x is returned unchanged, with None.
+    """Join numbered tensors, such as x.0 and x.1, along the first axis.  Also return the lengths by which results
+    are split.  A request with a single x is returned unchanged, with None.
 
     Args:
         body: the buffer of the tensors; those that are adjacent in it are joined without a copy.
@@ -108,8 +109,8 @@ def _check_numbered_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[
 
 
 def _check_numbered(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
-    """Check that a tensor is sent for each x.N, with equal dtypes, matching lengths (`counts`) and equal
-    further axes.
+    """Check that there is one tensor for each x.N, such as dy.N, and that all have equal dtypes.  Their lengths
+    must be `counts`, and their further axes equal.
     """
     if extra := group.keys() - set(numbers):
         raise UnexpectedTensorError(f"{base}.{min(extra)} was sent without x.{min(extra)}")

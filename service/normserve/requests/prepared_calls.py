@@ -103,8 +103,8 @@ class PreparedCallCache:
         return holder.nbytes * len(self._tenants) > self.max_bytes
 
     def _find_over_share(self) -> "_TenantEntries":
-        """Return the entries of a tenant that exceed an equal share; one exists while all entries exceed
-        `max_bytes`.
+        """Return the entries of a tenant that has more than an equal share of the cache.  There is one while the
+        cache exceeds `max_bytes`.
         """
         while True:
             tenant, holder = next(iter(self._tenants.items()))

@@ -205,7 +205,7 @@ class RequestLifecycle(ABC):
         return convert_unexpected_error(error)
 
     def finish_request(self, *, is_delivered: bool) -> None:
-        """End the request, after its response was sent or because it never will be.
+        """End the request, because its response was sent or will never be sent.
 
         The processing ends, the permit is released, and the request is traced, counted and logged.
         """

@@ -34,8 +34,8 @@ def _validate_layer_name(text: str) -> str:
 
 
 def _validate_layer_names(text: str) -> str:
-    """Return the text unchanged, names of a chain's layers joined by commas; raise ValueError if one is
-    invalid or they are too many.
+    """Check a chain's layer names, which are joined by commas, and return the text unchanged.  Raise ValueError if
+    a name is invalid or there are too many.
     """
     names = text.split(",")
     if len(names) > MAX_NORMS or not all(map(is_layer_name, names)):

@@ -179,8 +179,8 @@ class RequestTracer:
 
 
 def _make_attributes(record: RequestRecord) -> Attributes:
-    """Return the span attributes for a request's record.  None has text that the client can choose, except
-    its API key's name.
+    """Return the span attributes for a request's record.  No attribute has text that the client can choose, except
+    the name of its API key.
     """
     attributes: Attributes = {
         "normserve.op": record.op,

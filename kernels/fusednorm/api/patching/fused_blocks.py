@@ -121,7 +121,7 @@ def compute_norm_and_activation(
 
 
 def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """Make the forward that fuses GroupNorms with their activations for a Sequential or a ResnetBlock2D.
+    """Make the new forward of a Sequential or a ResnetBlock2D; it fuses each GroupNorm with its activation.
 
     Return None for a module of another class, and for a Sequential without a patched GroupNorm before an
     activation.

@@ -85,7 +85,7 @@ class RecognisedNorm:
 
     @property
     def description(self) -> str:
-        """The name of the operation, for a report; of a probed module also its weight offset and class."""
+        """The operation's name, for a report, followed by a probed module's weight offset and class."""
         if self.probed is None:
             return self.operation
         offset = ", weight_offset=1" if self.probed.weight_offset else ""
@@ -171,14 +171,14 @@ def get_input_name(module: nn.Module) -> str:
 
 
 def _recognise_layer_norm(module: Any) -> RecognisedNorm:
-    """Return the result for a torch.nn.LayerNorm, after a check of its shapes and eps."""
+    """Check the shapes and eps of a torch.nn.LayerNorm, and return its `RecognisedNorm`."""
     _check_shapes(module, tuple(module.normalized_shape))
     _check_eps(module.eps)
     return RecognisedNorm("layer_norm")
 
 
 def _recognise_rms_norm(module: Any) -> RecognisedNorm:
-    """Return the result for a torch.nn.RMSNorm, after a check of its shapes and eps."""
+    """Check the shapes and eps of a torch.nn.RMSNorm, and return its `RecognisedNorm`."""
     _check_shapes(module, tuple(module.normalized_shape))
     if module.eps is not None:
         _check_eps(module.eps)
@@ -186,7 +186,7 @@ def _recognise_rms_norm(module: Any) -> RecognisedNorm:
 
 
 def _recognise_group_norm(module: Any) -> RecognisedNorm:
-    """Return the result for a torch.nn.GroupNorm, after a check of its shapes and eps."""
+    """Check the shapes and eps of a torch.nn.GroupNorm, and return its `RecognisedNorm`."""
     _check_shapes(module, (module.num_channels,))
     _check_eps(module.eps)
     return RecognisedNorm("group_norm")
@@ -200,7 +200,7 @@ _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
 
 
 def _recognise_timm_norm_by_results(module: Any, base: type[nn.Module]) -> RecognisedNorm:
-    """Recognise a norm of timm, whose results on random data must be those of torch's class `base`.
+    """Recognise a norm of timm as a norm of torch's class `base`, after a comparison of results on random data.
 
     Raises:
         UnpatchableModuleError: the results differ, or the kernels do not support the module.

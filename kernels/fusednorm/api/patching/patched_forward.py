@@ -20,9 +20,9 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 
 class PatchedForward:
-    """A module's new `forward`, which computes the calls that this library supports.
+    """A module's new `forward`; it calls this library where possible, else the forward of the module's class.
 
-    It is an attribute of the instance.  Other calls run the forward of the module's class.
+    It is an attribute of the instance.
 
     Args:
         module: the module whose forward it replaces.

@@ -19,7 +19,7 @@ def layer_norm_chain(
     out_dtype: torch.dtype | None = None,
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Tensor:
-    """Compute consecutive LayerNorms of x [rows, cols], as `fusednorm.reference.chain.layer_norm_chain`.
+    """Compute consecutive LayerNorms of x [rows, cols], as `fusednorm.reference.chain.layer_norm_chain` does.
 
     Args: memory_like: as of `layer_norm_forward`.
     """

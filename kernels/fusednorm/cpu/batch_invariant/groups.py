@@ -142,7 +142,7 @@ def group_norm_backward(
 
 
 class _ChunkedSamples:
-    """x, and its division into chunks of complete groups that are computed one after another.
+    """A tensor x, divided into chunks of complete groups; the chunks are computed one after another.
 
     Attributes:
         x: [B, C, *spatial].
@@ -241,7 +241,7 @@ class _GroupChunk:
     def normalise(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute GroupNorm of the chunk's h; return the result, and the mean and rstd of each group."""
+        """Compute GroupNorm of h, the chunk's x + residual; return the result, and each group's mean and rstd."""
         weight, bias = self.slice_channels(weight), self.slice_channels(bias)
         samples, channels, positions = h.shape
         return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)

@@ -239,7 +239,7 @@ def _is_small_result(x: Tensor) -> bool:
 
 
 class RowResults:
-    """The results of a forward pass over rows, written chunk by chunk: y, and those that are wanted besides."""
+    """The results of a forward pass over rows: y, and others if wanted.  They are written chunk by chunk."""
 
     def __init__(
         self,

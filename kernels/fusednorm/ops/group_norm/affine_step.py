@@ -13,7 +13,8 @@ from fusednorm.arguments.arrays import Array
 
 
 class AffineParameters(NamedTuple):
-    """The optional parameters of a GroupNorm call: weight and bias per channel, scale and shift per sample too.
+    """The optional parameters of a GroupNorm call: weight and bias per channel; scale and shift per sample and
+    channel.
 
     Attributes:
         weight, bias: [C].

@@ -180,7 +180,8 @@ def find_measured_channels_last_config(
 def find_cooperative_blocks(
     sample: SampleShape, itemsize: int, multiprocessors: int
 ) -> BackwardCooperativeBlock | None:
-    """Find the configuration in which several programs share channels-last groups, a block of columns each.
+    """Find the configuration in which several programs share channels-last groups.  Each of them has a block
+    of columns.
 
     The result is None if no such configuration can run: C is not a multiple of 16 bytes, too many groups
     share 16 bytes, or the device's resident programs or L2 cannot hold the groups.

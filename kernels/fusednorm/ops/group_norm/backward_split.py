@@ -30,7 +30,8 @@ def plan_split_backward_launches(
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
-    """Plan a split backward pass: sums of channels, their reduction to groups, dx, and parameter gradients.
+    """Plan the launches of a backward pass in which no program waits for another.  They compute the sums of
+    channels, the sums of groups, dx, and the parameter gradients.
 
     Args:
         kernels: the kernel for the sums of channels and the kernel for dx.

@@ -271,7 +271,8 @@ Fewer = TypeVar("Fewer", bound=_ResidentDataclass)
 def fit_resident_programs(
     config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra_registers: int = 0, members: int = 1
 ) -> Fewer | None:
-    """Reduce the number of resident programs of `config` until each thread's registers suffice.
+    """Reduce the number of resident programs of `config` until each thread has enough registers for its data.
+    Return the changed copy.
 
     Fewer programs on a multiprocessor leave more registers for each thread.  The result is None if the
     registers do not suffice even for one program, or if fewer than `members` programs would be resident.

@@ -160,7 +160,7 @@ def _find_tile(sample: SampleShape, itemsize: int) -> GroupNormForwardTile | Non
 
 
 def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormForwardConfig]:
-    """Yield the measured configurations for such samples, in the order of the tables.
+    """Yield the measured configurations for samples of this shape, in the order of the tables of measurements.
 
     If several programs share a group, the number of chunks is reduced so that they have equal shares.
     """
@@ -202,7 +202,7 @@ def _count_warps(elements: int, a_thread: int) -> int:
 
 
 def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
-    """List the numbers of groups that may form a block of columns, starting with the fewest wasted lanes.
+    """List how many groups a block of columns may have, starting with the number that wastes the fewest lanes.
 
     A block's width is a multiple of 16 bytes, unless no number of the sample's groups is; then a block has
     all groups.  Blocks have at least MIN_RUN_BYTES bytes of columns if the sample has enough groups, and at
@@ -223,7 +223,8 @@ def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
 def _find_block(
     sample: SampleShape, itemsize: int, multiprocessors: int, can_wait: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
-    """Find the configuration over blocks of columns that wastes the fewest lanes; None if streaming is faster.
+    """Find the configuration for blocks of columns with the fewest wasted lanes.  The result is None if
+    streaming is faster.
 
     Streaming, which reads each sample twice, is faster if registers do not hold enough.  From
     STREAM_POSITIONS positions on, streaming is also faster if programs would share a block or keep sums of

@@ -147,7 +147,7 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
 
 @triton.jit
 def _sum_rows_in_tiles(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
-    """Sum rows by `_sum_rows` in tiles of ROWS rows, or of fewer if there are few rows."""
+    """Return the sums of `_sum_rows`, read in tiles of ROWS rows or, if there are few rows, in smaller tiles."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
         sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS)
@@ -191,7 +191,7 @@ def group_norm_reduce_sums_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce the partial sums of one group's channels to the group's two sums, per program.
+    """Reduce the partial sums of a group's channels to the two sums of the group.  Each program has one group.
 
     The two are sums of g = slope * dz and of g * x_hat over the group.
     """
@@ -245,7 +245,7 @@ def group_norm_reduce_samples_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Reduce one sample's partial sums to dscale and dshift of a block of channels, per program.
+    """Reduce partial sums to dscale and dshift.  Each program has one sample and one block of channels.
 
     Also stores the sample's terms of the sums for dbias and dweight.
     """
@@ -293,7 +293,8 @@ def group_norm_reduce_rows_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Sum two [rows, columns] tensors over one run of rows per program, and cast to the outputs' dtypes.
+    """Sum two [rows, columns] tensors over rows, and cast the sums to the outputs' dtypes.  Each program has
+    one run of rows.
 
     With one run of all rows the results are dbias and dweight.  With many runs they are shorter [runs,
     columns] tensors, which a second launch sums.

@@ -23,7 +23,7 @@ AnyCall = TypeVar("AnyCall", GroupNormForwardCall, GroupNormBackwardCall)
 
 
 def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
-    """Plan copies of the tensors of a call whose memory layout, NCHW or NHWC, is not x's.
+    """Plan copies of those tensors of a call that are not in x's memory layout, NCHW or NHWC.
 
     Returns the call with the copies in place of these tensors, and the launches that make the copies.
     """
@@ -60,7 +60,7 @@ def group_norm_layout_copy_kernel(
     COLUMN_VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one block of one sample from [N, rows, columns] to [N, columns, rows], per program.
+    """Copy [N, rows, columns] to [N, columns, rows].  Each program copies one block of one sample.
 
     The compiler exchanges the block through shared memory, so that both accesses are of adjacent elements.
     """

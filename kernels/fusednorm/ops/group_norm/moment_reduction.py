@@ -77,7 +77,8 @@ def reduce_to_mean_and_variance(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Merge the partial moments of one group of one sample into its mean, `rest` and population variance.
+    """Merge the partial moments of one group of one sample.  Return the group's mean, in two parts
+    (mean + rest), and its population variance.
 
     The results are scalars.  The mean is mean + rest, as in `merge_moments`.
 
@@ -140,7 +141,8 @@ def group_norm_reduce_moments_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the partial moments of one group per program, and write its mean and rstd.
+    """Merge the partial moments of each group, and write the group's mean and rstd.  Each program has one
+    group.
 
     If rest_ptr is not None, the rounding error of the mean is written too.
     """

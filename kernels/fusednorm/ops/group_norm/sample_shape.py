@@ -72,7 +72,8 @@ def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
 
 
 def can_stay_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Return whether L2 can hold what the programs will read a second time: `tiles` tiles of x and dy a program.
+    """Return whether L2 can hold the tiles that programs read a second time, `tiles` tiles of x and of dy for
+    each program.
 
     These are the tiles that a program read last.  A tile has 16 bytes per thread.
     """

@@ -220,7 +220,8 @@ class LayerNormForwardCall(LayerNormCall):
         return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
     def can_merge_equal_sets(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
-        """Return whether a kernel may merge the moments of lanes by `merge_equal_sets`, which is faster.
+        """Return whether a kernel may merge lanes' moments by `merge_equal_sets`, which is faster than
+        `merge_sets`.
 
         `merge_equal_sets` needs one lane per thread.  The result is also True if accesses are NARROW, because a
         kernel then merges no lanes.  `access` is the result of `make_access_options`, and `tensors` are those of

@@ -186,7 +186,8 @@ def _compute_row_mean_and_variance_after_norms(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute the moments of a row after the first norms of the chain, by reading x and applying these norms.
+    """Compute the moments that a row has after the first norms of the chain.  For this, x is read and these
+    norms are applied to it.
 
     The results are rough, shift and variance, as in `compute_row_mean_and_variance`: the mean is rough + shift.
     The moments of the first norms are in `roughs`, `shifts` and `rstds`.

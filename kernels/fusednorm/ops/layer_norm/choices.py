@@ -117,12 +117,13 @@ def _choose_forward(
 
 
 def _fit_programs_with_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormForwardResident | None:
-    """Reduce the programs of `choice` until registers suffice for a residual.
+    """Reduce the number of resident programs of `choice` until each thread's registers suffice for a residual.
+    Return the changed copy.
 
-    The result is None if they do not suffice for one program.
+    The result is None if the registers do not suffice for one program.
 
-    A residual doubles the bytes of a row, so a prefetch of one row per multiprocessor is enough: 1.01 of a copy
-    with one, 0.98 with two (8192 columns in bfloat16, 4096 in float32).
+    A residual doubles the bytes of a row, so a prefetch of one row per multiprocessor is enough: 1.01 of a
+    copy's speed with one, 0.98 with two (8192 columns in bfloat16, 4096 in float32).
     """
     registers = 2 * choice.chunks * 2 * itemsize + _REGISTERS_BESIDE
     programs = REGISTERS_PER_SM // (32 * choice.num_warps * registers)

@@ -35,7 +35,8 @@ def backpropagate_epilogue(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Compute dz, the gradient of the affine step's output z, from dy, back through dropout and the activation.
+    """Compute dz from dy, back through dropout and the activation.  Here, dz is the gradient of z, the affine
+    step's output.
 
     The tiles are [ROWS, COLS] from column `first_col` on; `row` is [ROWS, 1] int64.
     """

@@ -168,7 +168,8 @@ class Keyring:
         return self._by_name.get(name)
 
     def _reuse_or_make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
-        """Return the token bucket for a key's rate limit; None if the key has no limit.
+        """Return the token bucket for a key's rate limit: `before` if the limit is unchanged, else a new one.
+        Return None if the key has no limit.
 
         The bucket `before` the change is kept, with its tokens, if the limit is unchanged.
         """

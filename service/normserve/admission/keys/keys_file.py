@@ -265,7 +265,7 @@ class KeysFileReader:
                 apply(keys)
 
     def _read_if_changed(self) -> tuple[ApiKey, ...] | None:
-        """Read the keys if the file has changed since the last read.
+        """Read and return the keys if the file has changed since the last read; else return None.
 
         Return None if it is unchanged, or if it changed again during the read: the next poll then reads it.
         """
@@ -287,7 +287,9 @@ class KeysFileReader:
         return keys
 
     def _warn_if_world_accessible(self, mode: int) -> None:
-        """Warn if `mode` lets every user read or write the file; not again until a read finds this corrected."""
+        """Warn if the file's `mode` lets every user read or write it.  The warning is repeated only if the mode was
+        correct in between.
+        """
         exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
         if exposed and not self._has_warned:
             log.warning("the file of API keys can be read or written by every user: %s", self._path)

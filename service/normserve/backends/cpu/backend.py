@@ -160,8 +160,8 @@ class CpuBackend:
         return {"resident": pages * resource.getpagesize()}
 
     def _make_result_memory_argument(self, batch: Batch) -> dict[str, Any]:
-        """Return the library's argument that decides where a large output y is written; empty for operations
-        that do not take it.
+        """Return the library's keyword argument that decides where a large output y is written.  Return {} for
+        operations without this argument.
 
         It is written over the input, which is cached, if that is no longer needed; else into the job's
         result buffer, or into a slab.

@@ -275,8 +275,7 @@ class TritonBackend:
         return pipeline.start_launches(make_launches, places)
 
     def _record_loaded_kernels(self, places: BatchBuffers) -> None:
-        """Record that a launch has run, after which equal launches need neither compilation nor loading of
-        kernels.
+        """Record that the kernels of this launch are loaded, so that equal launches need not compile or load them.
 
         Launches are equal if they run the same kernels on the same number of rows.
         """
@@ -312,7 +311,7 @@ class TritonBackend:
         return try_register_memory(memory)
 
     def get_captured_launch(self, replay_slot: ReplaySlot) -> CapturedLaunch | None:
-        """Return the graph that was captured for the jobs of a replay slot; None before the capture."""
+        """Return the CUDA graph captured for the recurring jobs of a replay slot; None before the capture."""
         prepared = replay_slot.prepared
         if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.captured_graph) is None:
             return None
@@ -321,7 +320,9 @@ class TritonBackend:
         return CapturedLaunch(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """Make a replayer for the calling thread; None if the C extension could not be loaded."""
+        """Make a replayer for the calling thread; a replayer is C code that answers repeated requests.  Return None
+        if the C extension could not be loaded.
+        """
         if self._replayer_class is None:
             return None
         # Makes the device's context the thread's own.

@@ -123,7 +123,8 @@ class BatchBufferAllocator:
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
     def prepare_buffers(self, batch: Batch) -> BatchBuffers:
-        """Allocate a slab for a batch's results, and copy the tensors of small jobs into it as well.
+        """Borrow a slab of host memory for a batch's results.  If the jobs are small, also copy their tensors into
+        the slab.
 
         There is no slab for the results of a single large job that has result buffers of its own.
 
@@ -141,8 +142,8 @@ class BatchBufferAllocator:
         )
 
     def describe_job_buffers(self, job: NormJob) -> BatchBuffers:
-        """Describe the buffers of a single job that has its own tensors and result buffers; nothing is
-        allocated.
+        """Return the `BatchBuffers` of a job that runs directly in its own tensors and result buffers.  Nothing is
+        allocated or copied.
         """
         batch = Batch((job,))
         return BatchBuffers(batch, self._get_layout(batch), None, is_packed=False)
@@ -178,7 +179,7 @@ def is_packed(batch: Batch) -> bool:
 
 
 def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
-    """Copy the jobs' tensors into a slab: those of one name one after another, from the name's offset on.
+    """Copy all jobs' tensors into a slab.  The tensors of one name follow one another, from that name's offset on.
 
     A parameter is equal in all jobs, and is copied once.
     """
@@ -193,7 +194,8 @@ def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> N
 def make_tensors_in_buffers(
     places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
 ) -> dict[str, HostTensor]:
-    """Make a tensor of the given dtype and shape in the buffer of each name; the buffers may be larger.
+    """Make a tensor of the given dtype and shape at the start of each named buffer.  A buffer may be larger than
+    its tensor.
 
     Args: kind: `DeviceTensor` if the buffers are device memory.
     """
@@ -214,7 +216,7 @@ def view_slice(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
-    """View the given tensors of a layout in a device buffer, which holds the slab's bytes from offset
+    """Return views of the given tensors in a device buffer.  The buffer corresponds to the slab's bytes from offset
     `first` on.
     """
     return {

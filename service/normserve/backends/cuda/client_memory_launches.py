@@ -88,8 +88,8 @@ class ClientMemoryLaunch:
 
 
 class ChunkExecutionContext:
-    """Streams and a block of device memory that large jobs, computed in chunks of rows, use one after
-    another.
+    """The streams and the block of device memory for large jobs that are computed in chunks of rows.  The jobs use
+    them one after another.
     """
 
     def __init__(self, streams: StreamFactory, graphs: GraphCapturer, device: str) -> None:
@@ -251,8 +251,8 @@ def _make_client_memory_call(places: BatchBuffers, library: ModuleType) -> Calla
 
 
 def _view_as_device_tensor(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """View a client's registered host memory or shared device memory as a CUDA tensor, which keeps it
-    mapped.
+    """Return a CUDA tensor over a client's registered host memory or shared device memory.  The tensor keeps the
+    memory mapped.
     """
     if not len(data):
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")

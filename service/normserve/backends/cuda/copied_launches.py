@@ -185,15 +185,17 @@ def _launch_chunk(
     outputs: Mapping[str, Tensor],
     result_copies: Copies,
 ) -> Copies:
-    """Launch the kernels of one chunk; return `result_copies`, the copies of its results to the host."""
+    """Launch the kernels of one chunk.  Return `result_copies` unchanged; they copy the chunk's results to the
+    host.
+    """
     inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
     bind_operation(library, spec, inputs, {"out": make_output_argument(spec, outputs)})()
     return result_copies
 
 
 def try_divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
-    """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed apart; empty
-    if not divided.
+    """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed separately.  Return ()
+    if the job is not divided.
 
     Only large forward jobs without dropout are divided: a gradient of parameters is a sum over all
     rows, and dropout's mask depends on a row's number.

@@ -31,7 +31,8 @@ class CudaStreams:
 
 
 class _CurrentStreamSetter:
-    """A context manager that makes a stream the thread's current one, and does not restore the one before.
+    """A context manager that makes a stream the thread's current one.  At its end the stream stays current; the
+    previous one is not restored.
 
     The next batch sets its own stream, which is often the same one.
     """

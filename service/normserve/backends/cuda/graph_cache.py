@@ -60,7 +60,7 @@ class RepeatedCall:
         self._graph: CapturedGraph | None = None
 
     def run(self) -> None:
-        """Replay the graph if there is one; else, or if that fails, make the call."""
+        """Replay the graph if there is one.  Make the call if there is no graph or the replay fails."""
         if self._graph is not None:
             try:
                 self._graph.replay()
@@ -82,7 +82,7 @@ class RepeatedCall:
         return self._times == _CALLS_BEFORE_CAPTURE
 
     def capture(self) -> None:
-        """Capture the call as a graph, which later runs replay; after an error, which is logged, never try
+        """Capture the call as a graph, which `run` then replays.  An error is logged, and the capture is not tried
         again.
 
         Called on the call's stream, but outside its measured time.
@@ -105,7 +105,7 @@ class RepeatedCall:
 
 
 class GraphCache:
-    """The graphs on a device, at most a fixed number: a new one beyond the limit releases the oldest.
+    """A limited number of captured graphs on a device.  A new graph beyond the limit releases the oldest one.
 
     Not thread-safe.
     """

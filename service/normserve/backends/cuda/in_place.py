@@ -27,8 +27,8 @@ Call = Callable[..., Forward | Backward]
 
 
 def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
-    """Return a function that launches the kernels directly on a packed batch's pinned slab, without
-    copies.
+    """Return a function that launches the kernels directly on a packed batch's pinned slab, without copies; or
+    return None.
 
     None if copies are better, as the batch is large or not packed, or if it has no rows or its slab is
     not pinned. The function takes a registered layer's parameters by name, and is kept for later

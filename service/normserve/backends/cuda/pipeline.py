@@ -64,7 +64,8 @@ class StagedLaunch(Protocol):
 
 
 class PartEvents(NamedTuple):
-    """The events around the computation of one of the parts in which a batch is copied and computed.
+    """The events around the computation of one part of a batch.  A batch is copied and computed in one or more
+    parts.
 
     Attributes:
         arrived: the end of its copy-in.
@@ -204,7 +205,7 @@ def _poll_event(event: StreamEvent, seconds: float) -> bool:
 
 
 class StreamPipeline:
-    """The streams for copy-in, computation and copy-out of one lane of batches, small or large ones."""
+    """The streams for copy-in, computation and copy-out of one kind of batches, for example of the small ones."""
 
     def __init__(self, streams: StreamFactory, *, apart: bool = True) -> None:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""

@@ -78,7 +78,7 @@ def convert_tensor(tensor: HostTensor, like: T) -> T:
 
 
 def parse_dtype(dtype: object) -> tuple[DType, bool]:
-    """Parse a dtype that is given by name, of numpy or of torch.
+    """Parse a dtype, which is given as its name, as numpy's dtype or as torch's.
 
     Returns:
         the element type, and whether the dtype was torch's.
@@ -159,7 +159,7 @@ def _is_torch_tensor(value: object) -> bool:
 
 
 def _find_dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
-    """Return the API's element type of this name.
+    """Return the API's element type whose name is `dtype_name`.
 
     Args:
         name: the argument's name, for the error's message.

@@ -53,7 +53,8 @@ class AsyncConnectionPool:
         self._idle = IdleConnectionStack(most, keep_s)
 
     async def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Return an idle connection or open one, after waiting while the limit of connections is in use.
+        """Return an idle connection, or open one if none is idle.  If the maximum number of connections is in use,
+        this waits until one is released.
 
         The caller must `release` the connection in any case, and enforce the deadline on the entire wait.
 
@@ -97,7 +98,8 @@ class AsyncConnectionPool:
         self._idle.close_all()
 
     def _reset(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make the pool empty for this event loop; connections and semaphores of another loop cannot be used.
+        """Empty the pool for use on this event loop, because connections and semaphores of another loop cannot be
+        used.
 
         In a forked process, the idle connections belong to the parent and are not closed.
         """
@@ -161,7 +163,8 @@ class AsyncConnectionPool:
 
 
 async def run_steps(steps: Steps[R]) -> R:
-    """Run a generator of socket steps on the event loop, and return its result.
+    """Run a generator that pauses where it must wait for a socket, and return its result.  The event loop waits for
+    the socket.
 
     The generator yields a descriptor with the events to wait for, and is sent the events that occurred.
     There is no deadline; the wait ends with the task's cancellation.
@@ -182,7 +185,9 @@ async def run_steps(steps: Steps[R]) -> R:
 
 
 class _StepRunner:
-    """A runner of socket steps in callbacks of the event loop, which wakes the task only for the result."""
+    """An object that resumes a generator, in callbacks of the event loop, whenever the socket is ready.  The
+    waiting task wakes only for the generator's result.
+    """
 
     def __init__(self, steps: Steps[Any]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -85,7 +85,9 @@ class SocketReceiver:
         return not self._poll.poll(0)
 
     def _take_buffered(self, most_bytes: int) -> memoryview:
-        """Remove at most `most_bytes` bytes from the buffer; the view is valid until the next reception."""
+        """Remove at most `most_bytes` bytes from the buffer and return a view of them.  The view is valid until
+        bytes are received again.
+        """
         begin = self._begin
         self._begin = min(self._end, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._begin]
@@ -181,7 +183,7 @@ class SocketReceiver:
             raise self._make_broken_error(error) from error
 
     def _receive_in_turns(self, view: memoryview) -> Steps[None]:
-        """Fill the memory over TLS, with a wait after every `TURN_BYTES`.
+        """Fill the memory with bytes received over TLS, with a wait after every `_TURN_BYTES` bytes.
 
         In this wait other connections get a turn, and the caller checks the deadline: decrypted bytes can keep
         arriving without any wait for the socket.
@@ -402,7 +404,7 @@ class ClientHttpConnection(SocketReceiver):
         self.idle_since = time.monotonic()
 
     def _try_send_in_one_call(self, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send as much of a request as one system call accepts; return whether that is all.
+        """Send as much of a request as one system call accepts; return whether that was the entire request.
 
         A non-blocking socket does not wait; a blocking one waits for its short send timeout at most.
         """
@@ -419,7 +421,8 @@ class ClientHttpConnection(SocketReceiver):
         return self._socket.sendmsg(views[:_MOST_PARTS], (), self._send_flags)
 
     def _receive_early_response(self) -> bool:
-        """Receive during sending, and return whether to stop sending the request.
+        """Receive bytes that the server sends before the request is sent completely.  Return whether to stop
+        sending the request.
 
         That is so if a final response has begun or the server closed the connection.  Complete interim responses
         (1xx) are dropped.
@@ -444,7 +447,8 @@ class ClientHttpConnection(SocketReceiver):
 
 
 def _join_into_first_tls_record(views: list[memoryview]) -> list[memoryview]:
-    """Join as many of the first views as fit into one TLS record; return that and the other views.
+    """Join the first views, as many as fit into one TLS record.  Return the joined view, followed by the other
+    views.
 
     This saves a record and a system call for each joined view.
     """

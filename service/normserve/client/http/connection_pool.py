@@ -61,7 +61,8 @@ class ConnectionPool:
         self._reset()
 
     def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Return an idle connection or open one, after waiting while the limit of connections is in use.
+        """Return an idle connection, or open one if none is idle.  If the maximum number of connections is in use,
+        this waits until one is released.
 
         The caller must `release` the connection in any case.
 
@@ -205,7 +206,8 @@ def _pack_timeval(seconds: float) -> bytes:
 
 
 def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
-    """Run a generator of socket steps in this thread, waiting for each event, and return its result.
+    """Run a generator that pauses where it must wait for a socket, and return its result.  This thread waits for
+    the socket.
 
     The generator yields a descriptor with the events to wait for, and is sent the events that occurred.
 

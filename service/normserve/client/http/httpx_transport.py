@@ -27,7 +27,8 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class SocketTransport(httpx.HTTPTransport):
-    """An httpx transport for `httpx.Client` that keeps as many connections open as may be in use at once.
+    """An httpx transport for `httpx.Client` that keeps every connection open after its request.  There are at most
+    `max_connections`.
 
     Examples:
         >>> import httpx
@@ -51,7 +52,7 @@ class SocketTransport(httpx.HTTPTransport):
 
 
 class AsyncSocketTransport(httpx.AsyncHTTPTransport):
-    """httpx's transport for `httpx.AsyncClient`, except that it keeps every connection open after its request.
+    """An httpx transport for `httpx.AsyncClient` that keeps every connection open after its request.
 
     There are at most `max_connections`.
 
@@ -266,7 +267,8 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: _Options = None,
     ) -> httpcore.NetworkStream:
-        """Connect to the first address of a host that accepts, with all attempts within the request's deadline.
+        """Connect to the first of a host's addresses that accepts a connection.  All attempts together end at the
+        request's deadline.
 
         The inner backend would give each address the full timeout.
         """

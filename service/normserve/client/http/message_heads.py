@@ -76,7 +76,7 @@ class ResponseHeadParser:
         self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
     def parse(self, raw: bytes) -> ResponseHead:
-        """Parse a head, the empty line at its end included.
+        """Parse a response head, which includes the empty line at its end.
 
         Raises:
             httpx.RemoteProtocolError: the bytes are no head of a response.
@@ -113,7 +113,9 @@ class ResponseHeadParser:
         return ResponseHead(status, headers, length, chunks, stays)
 
     def _parse_by_pattern(self, raw: bytes) -> ResponseHead | None:
-        """Parse a head by a pattern of an earlier head with the same names; return None if no pattern matches."""
+        """Parse a head with a regular expression that was made from an earlier head with the same header names.
+        Return None if no stored expression matches.
+        """
         if raw.isascii():
             text = raw.decode("ascii")
             for pattern, names in self._patterns:

@@ -75,7 +75,8 @@ class ServerAddress:
         return self.socket_path if self.socket_path is not None else f"{self.host}:{self.port}"
 
     def make_target(self, path: str) -> str:
-        """Return the target of a request line: `path` between the path and the query of the server's URL.
+        """Return the target of a request line.  It is the server URL's path, then `path`, then the server URL's
+        query.
 
         Args: path: relative to the server's URL; it may have a query.
         """

@@ -47,7 +47,7 @@ def wrap_tls(connected: socket.socket, address: ServerAddress, context: ssl.SSLC
 
 
 def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
-    """Connect a non-blocking socket; the caller waits between the steps.
+    """Connect a non-blocking socket; the generator pauses where the caller must wait for the socket.
 
     Raises:
         OSError: the connection cannot be made.
@@ -64,7 +64,8 @@ def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
 
 
 def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
-    """Do the TLS handshake of a non-blocking socket; the caller waits between the steps.
+    """Do the TLS handshake of a non-blocking socket; the generator pauses where the caller must wait for the
+    socket.
 
     Raises:
         OSError: the handshake failed.
@@ -80,7 +81,7 @@ def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
 
 
 def compute_attempt_s(remaining_s: float | None, *, is_last: bool) -> float | None:
-    """Return the most seconds for connecting to one of a server's addresses; None is without limit.
+    """Return how many seconds the attempt to connect to one of a server's addresses may take.  None means no limit.
 
     All addresses but the last get a short time, so that an unreachable one does not use up the deadline.
     """

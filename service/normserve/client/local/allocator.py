@@ -42,7 +42,9 @@ class FreeRanges:
         return self._ranges == [(0, self._nbytes)]
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate from the first free range that is large enough; return the offset, or None if no range is."""
+        """Allocate from the first free range that is large enough.  Return the offset, or None if no free range is
+        large enough.
+        """
         for index, (start, stop) in enumerate(self._ranges):
             if stop - start >= nbytes:
                 if stop - start == nbytes:
@@ -151,7 +153,7 @@ class ArenaAllocator(ABC, Generic[_B]):
         return self._segments[place.segment].address + place.offset
 
     def enqueue_release(self, place: SegmentRange) -> None:
-        """Queue a range whose block has no views left; the next allocation makes the range free.
+        """Queue the release of a range whose block has no views left; the next allocation frees the range.
 
         Garbage collection may call this in the middle of an allocation, so no lock is awaited here.  After
         `call_when_empty` this also checks whether the range was the last one in use.
@@ -161,7 +163,9 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._call_back_if_empty()
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
-        """Call `then` once no range is in use, possibly now; nothing may be allocated from here on."""
+        """Call `then` as soon as no range is in use, at once if none is.  Nothing may be allocated after this
+        call.
+        """
         self._on_empty = then
         self._call_back_if_empty()
 
@@ -180,7 +184,9 @@ class ArenaAllocator(ABC, Generic[_B]):
 
     @abstractmethod
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[_B]:
-        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
+        """Make a block for each range.  When the last view of a block has ended, the block queues the release of
+        its range.
+        """
 
     def _add_segment(self, part: MappedSegment) -> None:
         """Add a segment, all of which is free.
@@ -196,7 +202,9 @@ class ArenaAllocator(ABC, Generic[_B]):
             self.nbytes += part.nbytes
 
     def _allocate_ranges(self, sizes: Sequence[int]) -> Sequence[SegmentRange] | None:
-        """Allocate a range for each size, at the lowest addresses; return None where not all of them fit."""
+        """Allocate one range for each size, at the lowest addresses that are free.  If not all of them fit,
+        allocate none and return None.
+        """
         with self._lock:
             self._collect_returned()
             self._merge_cached()
@@ -211,7 +219,9 @@ class ArenaAllocator(ABC, Generic[_B]):
         return places
 
     def _allocate_exact_ranges(self, places: Sequence[SegmentRange]) -> bool:
-        """Allocate exactly these ranges; return False and allocate none where not all of them are free."""
+        """Allocate exactly these ranges and return True.  If not all of them are free, allocate none and return
+        False.
+        """
         with self._lock:
             self._collect_returned()
             if self._cached_ranges.issuperset(places):
@@ -248,7 +258,8 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._allocated_count -= 1
 
     def _call_back_if_empty(self) -> None:
-        """Free the queued ranges; if no range is in use then, call the function given to `call_when_empty`, once.
+        """Free the queued ranges.  If no range is in use after that, call the function that was given to
+        `call_when_empty`, only once.
 
         If another thread holds the lock, nothing is done here, since that thread checks again.
         """
@@ -315,7 +326,9 @@ class HostArena(ArenaAllocator[ArenaBlock]):
         return self.locate_address(_get_address(data))
 
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
-        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
+        """Make a block for each range.  When the last view of a block has ended, the block queues the release of
+        its range.
+        """
         blocks = []
         for place in places:
             # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.

@@ -36,7 +36,7 @@ class SharedArrayMemory(Protocol):
     """The interface of shared memory for one kind of arrays: numpy arrays, torch CPU tensors or CUDA tensors."""
 
     def make_signature_part(self, value: Any) -> tuple[Hashable, ...]:
-        """Return an array's part of the key that identifies a repeated call: its location, dtype and shape.
+        """Return the location, dtype and shape of an array, as a part of the key that identifies a repeated call.
 
         It is () for other values, and for arrays whose bytes in memory are not those that are sent.  The
         location is None where the array is outside shared memory, and must be copied.
@@ -58,7 +58,7 @@ class SharedArrayMemory(Protocol):
         """Return `copy_or_enqueue_all`'s target for an array of at least one element, without keeping its range."""
 
     def copy_or_enqueue_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        """Copy contiguous arrays to their targets in shared memory.
+        """Copy contiguous arrays to their targets in shared memory; on a device, only queue the copies.
 
         Copies on a device are only queued on its current stream; `find_busy_stream` returns the stream to wait for.
         """
@@ -68,7 +68,9 @@ class SharedArrayMemory(Protocol):
 
 
 class _HostArrayMemory:
-    """The methods that numpy arrays and torch CPU tensors in shared host memory have in common."""
+    """The base class of `NumpyArrayMemory` and `TorchArrayMemory`, with the methods that do not differ between
+    them.
+    """
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
@@ -132,7 +134,8 @@ class TorchArrayMemory(_HostArrayMemory):
             ctypes.memmove(address, source.data_ptr(), nbytes)
 
     def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
-        """Return a function that makes a CPU tensor of this dtype and shape over a block, which the tensor keeps.
+        """Return a function that makes a CPU tensor of this dtype and shape over a block.  The tensor keeps the
+        block alive.
 
         bfloat16 and float8, which numpy lacks, are made as integers of the same size and viewed as the dtype.
         """
@@ -174,7 +177,8 @@ class CudaArrayMemory:
         return self._arena.make_unowned_tensor(place, dtype, shape)
 
     def copy_or_enqueue_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        """Copy tensors to their targets in shared memory, several tensors of one dtype in one launch.
+        """Queue copies of tensors to their targets in shared memory, with one launch for several tensors of one
+        dtype.
 
         The copies are only queued on the current stream.
         """

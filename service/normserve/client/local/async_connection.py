@@ -80,7 +80,8 @@ class AsyncLocalClientConnection:
             raise
 
     async def run_exchanges(self, exchanges: Exchanges[_R]) -> _R:
-        """Run a generator of requests: send each, pass the response back to the generator, and return its result.
+        """Send each request that a generator yields, and pass the response back to the generator.  Return the
+        generator's result.
 
         If the generator yields a CUDA stream, wait until the stream's work is finished.
 
@@ -127,7 +128,7 @@ class AsyncLocalClientConnection:
         return pending.response
 
     def close_when_unused(self) -> None:
-        """Close the connection, possibly now, once no array or call uses its shared memory.
+        """Close the connection as soon as no array or call uses its shared memory, at once if none does.
 
         Memory that is kept only for pending requests is released first, because their responses may never
         arrive.
@@ -137,7 +138,7 @@ class AsyncLocalClientConnection:
             self.protocol.call_when_unused(partial(self._call_or_enqueue_on_loop, self._free_segments_and_close))
 
     def _call_or_enqueue_on_loop(self, work: Callable[[], None]) -> None:
-        """Call `work` on the connection's event loop.
+        """Call `work` at once, or have the connection's event loop call it.
 
         Call it directly if this thread runs the loop, or if the loop is closed.
         """
@@ -216,7 +217,9 @@ def _resolve(answered: "asyncio.Future[None]") -> None:
 
 
 class AsyncLocalTransport:
-    """An `AsyncCallTransport` to a server on the same host, which reads and writes tensors in shared memory."""
+    """An `AsyncCallTransport` that sends calls to a server on the same host, with their tensors in shared
+    memory.
+    """
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -226,7 +229,7 @@ class AsyncLocalTransport:
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Send a call and return its response, with any status; its tensors are in shared memory.
+        """Send a call and return its response, whatever its status.  The tensors of both are in shared memory.
 
         Raises:
             ConnectionFailedError: no connection could be made, or it broke.
@@ -243,7 +246,8 @@ class AsyncLocalTransport:
     async def try_exchange_cached(
         self, link: AsyncLocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
+        """Repeat a call by sending its cached message again.  Return the call's result, or None if the caller must
+        build and send the call.
 
         None means that the call is not cached, the connection is closed, memory is lacking, or the results have
         another shape or dtype than those of the earlier call.
@@ -302,7 +306,9 @@ class AsyncLocalTransport:
     async def _run_exchanges(
         self, exchanges: Callable[[LocalClientProtocol], Exchanges[_R]], deadline: Deadline
     ) -> _R:
-        """Run a generator of requests over the usable connection, or a new one, within the deadline."""
+        """Send the requests that a generator yields, within the deadline, and return the generator's result.  A
+        connection is opened first if none is usable.
+        """
         try:
             async with deadline.make_asyncio_timeout():
                 link = await self._get_or_open_connection()
@@ -316,7 +322,7 @@ class AsyncLocalTransport:
         self._connection = None
 
     async def _get_or_open_connection(self) -> AsyncLocalClientConnection:
-        """Return the usable connection; if there is none, connect, and give up the earlier connection."""
+        """Return the current connection if it is usable.  Otherwise open a new one, and give up the current one."""
         link = self._connection
         if link is not None and link.is_usable:
             return link
@@ -331,7 +337,7 @@ class AsyncLocalTransport:
             return self._connection
 
     def _retire_connection(self) -> None:
-        """Give up the current connection, if any, which closes once its shared memory is unused."""
+        """Give up the current connection, if any; it closes as soon as its shared memory is unused."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._connection is not None:

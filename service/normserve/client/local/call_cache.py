@@ -108,7 +108,7 @@ class EncodedCall:
 
 @dataclass(frozen=True, slots=True)
 class CachedCall:
-    """An answered call that can be repeated from its message: that message, and the layout of its result.
+    """The message of an answered call and the layout of its result, from which the call can be repeated.
 
     Attributes:
         message: without copied tensors, and without ranges for the results.
@@ -130,7 +130,8 @@ class CachedCall:
     encoded_calls: list[EncodedCall] = field(default_factory=list)
 
     def encode_and_store_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
-        """Encode the message with these memory ranges for copied inputs and results, and store it for repetitions.
+        """Encode the message for these memory ranges of copied inputs and results.  Store the encoded message for
+        repetitions, and return it.
 
         Only the newest few encoded messages are kept.
 
@@ -164,7 +165,8 @@ class CachedCall:
 
 
 class PendingCachedCall:
-    """A repetition of a cached call in progress, which keeps the memory of its copied inputs and results.
+    """A repetition of a cached call, from its preparation to its result.  It keeps the memory of the copied inputs
+    and the results allocated.
 
     Attributes:
         content: the message, encoded.
@@ -191,7 +193,7 @@ class PendingCachedCall:
         copy(self._encoded_call.copy_targets, [outside_tensors[copied.name] for copied in self._call.copied_inputs])
 
     def make_result_arrays(self) -> None:
-        """Make the result arrays over their memory, while the server still computes the contents."""
+        """Make the arrays of the result over memory to which the server may not have written the results yet."""
         made, call, blocks = self._fields, self._call, self._blocks
         if call.copied_inputs:
             blocks = blocks[len(call.copied_inputs) :]
@@ -199,7 +201,9 @@ class PendingCachedCall:
             made[result.field_index] = result.make_array(block)
 
     def try_make_result(self, response: frames.LazyLocalResponse) -> Any:
-        """Return the call's result; None if the response is an error, or if its tensors have another layout."""
+        """Return the call's result.  Return None if the response is an error, or its tensors do not have the cached
+        names, dtypes and shapes.
+        """
         call = self._call
         if response.status != 200:
             return None
@@ -222,8 +226,8 @@ Calls with the same key differ only in the contents of their tensors and the add
 
 
 class CallCache:
-    """A cache of the encoded requests of one connection, from which an equal call is sent without being encoded
-    again.
+    """A cache of one connection's encoded requests.  A call that equals an earlier one is sent from the cache,
+    without being encoded again.
 
     There is one cache for each kind of arrays: numpy arrays, torch CPU tensors and CUDA tensors.
 
@@ -242,7 +246,8 @@ class CallCache:
     def compute_signature(
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
-        """Return the key that identifies a repeated call, and its tensors to copy; None if it cannot be cached.
+        """Return the key that identifies equal calls, and the tensors that must be copied into shared memory.
+        Return None if the call cannot be cached.
 
         It can be cached if each argument is a plain value, an array of this cache's kind, or a list of names or
         of arrays in shared memory.
@@ -281,7 +286,9 @@ class CallCache:
         return tuple(parts), elsewhere
 
     def _make_list_signature_part(self, value: Any) -> tuple[Hashable, ...]:
-        """Return the key of a list of names or of arrays in shared memory; return () for any other value."""
+        """Return the part of a call's key for a list of names, or of arrays in shared memory; return ()
+        otherwise.
+        """
         kind = type(value)
         if kind is not list and kind is not tuple:
             return ()
@@ -298,7 +305,8 @@ class CallCache:
     def try_prepare_call(
         self, cached_call: CachedCall, outside_tensors: Mapping[str, Any]
     ) -> PendingCachedCall | None:
-        """Allocate memory for a repetition of a cached call, and copy its inputs; return None if memory is lacking.
+        """Allocate memory for a repetition of a cached call, and copy the inputs that are outside shared memory.
+        Return the pending call, or None if memory is lacking.
 
         Ranges of earlier repetitions are tried first, because a message with those is already encoded.  Nothing
         is sent here.
@@ -326,7 +334,8 @@ class CallCache:
         response: frames.LazyLocalResponse,
         api_key: str | None,
     ) -> Any:
-        """Return the result in the response to a repeated call; None if its tensors have another layout.
+        """Return the result in the response to a repeated call.  Return None if its tensors do not have the cached
+        names, dtypes and shapes.
 
         None is returned, too, if the server refuses the message because its memory ranges no longer fit.
 

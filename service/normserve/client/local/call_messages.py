@@ -101,7 +101,7 @@ def make_compute_message(
 
 
 def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
-    """Return the message of an operation with the caller's current trace span, if a span is current.
+    """Add the caller's current trace span, if there is one, to the message of an operation; return the message.
 
     Other messages are returned unchanged.
 
@@ -140,7 +140,7 @@ def _make_administration_message(call: ApiCall[Any], located: Mapping[str, Tenso
 
 
 def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
-    """Return a tensor's number of bytes, after a check that it is row-major and as long as its shape requires.
+    """Check that a tensor is row-major and as long as its shape requires; return its number of bytes.
 
     Raises:
         ValueError: the tensor is not.
@@ -243,7 +243,7 @@ def make_timing(response: frames.LocalResponse) -> Timing:
 def _read_timing_fields(
     stages: dict[str, float], kernel_bytes: int, bandwidth: float, batch_size: int, request_id: str
 ) -> tuple[Mapping[str, float], int, float, int, str]:
-    """Return the fields of a `Timing`, in order, with the server's values made valid.
+    """Return the fields of a `Timing`, in order, with the server's invalid values left out or corrected.
 
     Negative durations are left out, and texts are made short and printable.
     """

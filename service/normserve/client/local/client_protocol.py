@@ -87,7 +87,8 @@ class PendingLocalRequest(msgspec.Struct):
 
 
 class LocalClientProtocol:
-    """The state of a connection over shared memory, without its socket: arenas, pending requests and responses.
+    """The requests, responses and shared memory (arenas) of a connection to a server on the same host, without the
+    socket.
 
     An arena is the memory, of the host or of a device, that the connection shares with the server.  Threads
     may share one protocol if only one of them at a time calls `deliver_responses`.
@@ -201,7 +202,9 @@ class LocalClientProtocol:
             pending.retained = None
 
     def call_when_unused(self, leave: Callable[[], None]) -> None:
-        """Call `leave` once no block of the arenas is in use; nothing may be allocated from here on."""
+        """Call `leave` as soon as no block of the arenas is in use, at once if none is.  Nothing may be allocated
+        after this call.
+        """
         self._device_offer.call_when_empty(self.arena, leave)
 
     def encode_free_all(self) -> bytes:
@@ -219,7 +222,8 @@ class LocalClientProtocol:
         self._device_offer.read_hello_document(reply.document)
 
     def exchange_call(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
-        """Send a call and return its response; first request more shared memory if the tensors do not fit.
+        """Send a call and return its response.  If the tensors do not fit into the shared memory, more is first
+        requested from the server.
 
         Memory for gradients of a registered layer's parameters is first allocated for parameters that all heads
         share.  If the layer has separate parameters for each head, the server refuses that memory as too small,
@@ -338,7 +342,7 @@ class LocalClientProtocol:
         raise_for_status(reply)
 
     def _map_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
-        """Map the segment in a response, if there is one, and add it to the arena of its memory.
+        """If a response contains a new memory segment, map it, and add it to the host's or the device's arena.
 
         Args:
             request: the request for the segment, which states its size; None if the response is to another

@@ -64,7 +64,8 @@ class PollingReceiver:
         self._polled_s = 0.0
 
     def receive(self) -> Any:
-        """Receive and return the result of `recvmsg`: by polling if the last response was quick, else by sleeping.
+        """Call `recvmsg` and return its result.  If the last response arrived quickly, poll for data; otherwise
+        sleep until data arrive.
 
         Raises:
             BlockingIOError: nothing arrived in time; the next call sleeps until something does.
@@ -174,7 +175,8 @@ class LocalClientConnection:
         return self.is_open and self._owner_process_id == _process
 
     def run_exchanges(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
-        """Run a generator of requests: send each, pass the response back to the generator, and return its result.
+        """Send each request that a generator yields, and pass the response back to the generator.  Return the
+        generator's result.
 
         If the generator yields a CUDA stream, wait until the stream's work is finished.
 
@@ -213,7 +215,7 @@ class LocalClientConnection:
             raise
 
     def close_when_unused(self) -> None:
-        """Close the connection, possibly now, once no array or call uses its shared memory.
+        """Close the connection as soon as no array or call uses its shared memory, at once if none does.
 
         Memory that is kept only for pending requests is released first, because their responses may never
         arrive.
@@ -287,7 +289,8 @@ class LocalClientConnection:
         return True
 
     def _wait_response(self, pending: PendingLocalRequest, deadline: Deadline) -> LazyLocalResponse:
-        """Wait for the response to a request, and receive for all waiting threads if no other thread does so.
+        """Wait for the response to a request, and return it.  If no other thread is receiving, this thread receives
+        for all waiting threads.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended or failed.
@@ -314,7 +317,7 @@ class LocalClientConnection:
                 return pending.response
 
     def _wait_reception(self, deadline: Deadline) -> None:
-        """Wait until the thread that receives has finished its turn; the caller holds the lock.
+        """Wait until the thread that is now receiving has stopped; the caller holds the lock.
 
         Raises:
             RequestTimeoutError: the deadline passed before.
@@ -399,7 +402,7 @@ def _pack_timeval(seconds: float) -> bytes:
 
 
 class LocalTransport:
-    """A `CallTransport` to a server on the same host, which reads and writes tensors in shared memory."""
+    """A `CallTransport` that sends calls to a server on the same host, with their tensors in shared memory."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
@@ -409,7 +412,7 @@ class LocalTransport:
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
-        """Send a call and return its response, with any status; its tensors are in shared memory.
+        """Send a call and return its response, whatever its status.  The tensors of both are in shared memory.
 
         Raises:
             ConnectionFailedError: no connection could be made, or it broke.
@@ -427,7 +430,8 @@ class LocalTransport:
     def try_exchange_cached(
         self, link: LocalClientConnection, cache: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """Repeat a call from its cached message; return its result, or None if the caller must build and send it.
+        """Repeat a call by sending its cached message again.  Return the call's result, or None if the caller must
+        build and send the call.
 
         None means that the call is not cached, the connection is closed, memory is lacking, or the results have
         another shape or dtype than those of the earlier call.

@@ -53,7 +53,7 @@ class DeviceBlock:
 
 
 class _UnownedAddress:
-    """A device address in the form from which torch makes a tensor, without keeping the memory allocated."""
+    """A device address over which torch can make a tensor that does not keep the memory allocated."""
 
     __slots__ = ("__cuda_array_interface__", "address")
 
@@ -116,7 +116,9 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._add_segment(MappedSegment(number, segment, segment.address, nbytes))
 
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[DeviceBlock]:
-        """Make a block for each range; when the last view of a block ends, the block queues the range's return."""
+        """Make a block for each range.  When the last view of a block has ended, the block queues the release of
+        its range.
+        """
         return [DeviceBlock(self, place, self.get_address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
@@ -133,7 +135,8 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
     def make_unowned_tensor(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """Make a tensor over a range that does not keep the range allocated; the shape must have an element.
+        """Make a tensor, of at least one element, over a range of shared memory.  The tensor does not keep the
+        range allocated.
 
         It is no inference tensor, so that it can be a target of copies in any mode.
         """
@@ -143,7 +146,8 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
     def make_tensor_factory(
         self, dtype: DType, shape: tuple[int, ...]
     ) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
-        """Return a function that makes a tensor of this dtype and shape over a block, which the tensor keeps alive.
+        """Return a function that makes a tensor of this dtype and shape over a block.  The tensor keeps the block
+        alive.
 
         The shape must have at least one element.
         """
@@ -192,7 +196,8 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         return None if is_idle else BusyStream(self._torch.cuda, stream)
 
     def enqueue_release(self, place: SegmentRange) -> None:
-        """Queue a range without views; it is free once the work that the current stream has now is finished.
+        """Queue the release of a range that no tensor views any more.  The range becomes free when the work now on
+        the current stream has finished.
 
         Under CUDA graph capture the range is never free again, because replays of the graph use its memory.
         After `call_when_empty` no allocation would check the stream later, so this waits for the stream.
@@ -212,7 +217,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         super().enqueue_release(place)
 
     def call_when_empty(self, then: Callable[[], None]) -> None:
-        """Call `then` once no range is in use, possibly now; nothing may be allocated from here on.
+        """Call `then` as soon as no range is in use, at once if none is.  Nothing may be allocated after this call.
 
         Streams that may still use ranges without views are waited for first.
         """
@@ -229,7 +234,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         self._segments.clear()
 
     def _collect_returned(self) -> None:
-        """Take the ranges that have returned; a range whose stream is still busy stays pending."""
+        """Free the queued ranges whose streams are idle; ranges whose streams are still busy stay queued."""
         if self._pending_returns:
             dying = self._take_pending_returns()
             self._return_idle(
@@ -243,7 +248,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
     def _return_idle(
         self, pending_returns: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
     ) -> None:
-        """Return the ranges whose streams are idle, and put the other ranges back among the pending ones.
+        """Queue the ranges whose streams are idle to become free, and keep the other ranges pending.
 
         Args:
             pending_returns: ranges without views, each with the stream that may still use it.
@@ -293,7 +298,8 @@ class BusyStream:
 
 
 def try_make_device_arena(offer: Any) -> DeviceArena | None:
-    """Make an arena for the device that a server offers; None without a valid offer or a usable device.
+    """Make the arena of shared memory for the device that a server offers.  Return None if the offer is invalid or
+    the device cannot be used.
 
     Args: offer: the server's description of its device, an object with the device's `uuid`.
     """
@@ -353,7 +359,8 @@ class DeviceMemoryOffer:
         self._arena.add_device_segment(number, descriptor, nbytes)
 
     def call_when_empty(self, host: HostArena, then: Callable[[], None]) -> None:
-        """Call `then` once no block of either arena, host or device, is in use; allocate nothing from here on.
+        """Call `then` as soon as no block of the host's or the device's arena is in use, at once if none is.
+        Nothing may be allocated after this call.
 
         Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a
         reference cycle is collected without the connection's open socket.

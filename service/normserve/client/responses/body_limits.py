@@ -70,7 +70,8 @@ class LimitedBody:
         return memoryview(self._content)
 
     def _refuse(self, reason: str) -> None:
-        """Refuse a body that is too long or compressed: drop an error's body, which is not essential.
+        """Drop a body that is too long or compressed if the response is an error, whose body is not essential.
+        Otherwise raise an error with this reason.
 
         Raises:
             UnexpectedAnswerError: the response is not an error, so its body is needed.

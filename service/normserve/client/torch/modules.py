@@ -12,7 +12,9 @@ from normserve.codec.api_names import ACTIVATIONS, ActivationName
 
 
 class _ClientHolder:
-    """A holder of the client of a module, so that copies of the module share the client and pickles omit it."""
+    """An object that holds a module's client.  Copies of the module share the client, and pickles of the module
+    omit it.
+    """
 
     def __init__(self, client: Client | None = None) -> None:
         self.client = client

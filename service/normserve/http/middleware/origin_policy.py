@@ -69,7 +69,7 @@ class OriginPolicy:
         }
 
     def check_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
-        """Check a request's host and origin; return the response's CORS headers, and the response to a
+        """Check a request's host and origin; return the CORS headers, and the complete response if it is a
         preflight.
 
         The second value is None unless the request is a CORS preflight, which no route handles.
@@ -111,7 +111,7 @@ class OriginPolicy:
     def _check_origin(
         self, origin: bytes, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> tuple[Headers, Response | None]:
-        """Check the origin of a request; return the CORS headers, and for a preflight the response.
+        """Check the origin of a request; return the CORS headers, and the complete response if it is a preflight.
 
         Raises:
             ForbiddenOriginError: the origin is neither the server's own nor an allowed one.
@@ -176,8 +176,8 @@ def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
 
 
 def _normalise_host(host: str) -> str | None:
-    """Return a host name or address from the settings, spelled as by `_parse_authority`; None if it is
-    neither.
+    """Return a host of the settings, spelled as `_parse_authority` returns it; None if it is no host name or
+    address.
     """
     bare = host.count(":") > 1 and not host.startswith("[")
     found = _parse_authority(f"[{host}]" if bare else host)

@@ -93,7 +93,9 @@ class RequestMiddleware:
             self._finish_exchange(exchange, outgoing)
 
     def _make_exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpExchange:
-        """Make the exchange of a request, with its id and a new record; the sender has no key yet."""
+        """Make the exchange of a request, with its id and a new record; the sender is known by address only, not
+        yet by key.
+        """
         client = scope["client"]
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
         record = RequestRecord(transport=transport, began_at=scope["state"]["reception"].began_at)

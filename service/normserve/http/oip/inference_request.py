@@ -182,7 +182,7 @@ def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:
 
 
 def _make_format_error(reason: str) -> MalformedPayloadError | InvalidParameterError:
-    """Make the error for a header that the JSON decoder refused, from the decoder's message.
+    """Turn the JSON decoder's message about a refused header into an error.
 
     For an unknown field, the error names the most similar known field.
     """

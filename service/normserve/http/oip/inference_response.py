@@ -22,9 +22,9 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 def require_expressible(
     model: InferenceModel, request: InferenceRequest, job: NormJob, tensor_split: TensorSplit | None = None
 ) -> None:
-    """Refuse a request whose response cannot have the requested form, before the computation.
+    """Before the computation, refuse a request if its response cannot have the requested form.
 
-    Args: several: how results are divided if x was sent as several tensors.
+    Args: tensor_split: how results are divided if x was sent as several tensors.
 
     Raises:
         UnexpectedTensorError: these inputs produce none of the requested outputs.

@@ -149,7 +149,7 @@ class InferenceRoutes:
         body: memoryview,
         tenant: str,
     ) -> InferenceRequest:
-        """Return the request that a body contains, checked against the model.
+        """Return the checked request that a body contains, from the cache or by parsing the JSON.
 
         The request is taken from the cache if the same JSON was parsed before for this tenant, model and
         body length.  JSON that is long or contains tensor values is not cached.
@@ -186,7 +186,7 @@ def _parse_inference_body(
     json_bytes: int | None,
     body_bytes: int,
 ) -> InferenceRequest:
-    """Parse the JSON of a body and check it against the model; a body without JSON is x alone.
+    """Parse the JSON of a body and check it against the model; without JSON, the body is the tensor x alone.
 
     Args:
         row_shape: the shape of one row of a layer's x; None for an operation.

@@ -12,7 +12,7 @@ VERSION = "1"
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """An operation or a registered layer, under one name.
+    """A model of the inference protocol: one operation or one registered layer, under the model's name.
 
     Attributes:
         is_layer: whether its parameters are those of the registered layer of this name.

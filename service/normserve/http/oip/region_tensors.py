@@ -33,9 +33,7 @@ _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx
 
 @dataclass(frozen=True, slots=True)
 class RegionTransfer:
-    """Copies between clients' system shared memory and the server's slabs, on other threads if they are
-    long.
-    """
+    """Copies data between clients' system shared memory and the server's slabs; other threads make long copies."""
 
     slab_pool: SlabPool
 
@@ -163,7 +161,7 @@ class RegionTensorAccess:
         return RegionBindings(inputs, outputs, is_on_device=True)
 
     async def read_inputs(self, bindings: RegionBindings) -> dict[str, memoryview]:
-        """Return the inputs in regions, by name: copies from system shared memory, views of CUDA memory.
+        """Return the inputs in regions by name, as copies of system shared memory or as views of CUDA memory.
 
         Raises:
             UnusableRegionError: a region's file has become shorter.

@@ -67,7 +67,7 @@ class RelayApplication:
         return any(owner.is_busy for owner in self._owners)
 
     def connect_owner(self, connected: socket.socket) -> None:
-        """Begin to relay requests to an owner, over a connected socket."""
+        """Begin to relay requests to a process that owns a device, over a connected socket."""
         owner = _OwnerSession(connected, self._busy_poller)
         owner.on_lost = functools.partial(self._remove_owner, owner)
         owner.link.send_message(relay_messages.FrontEndHello(self._index, os.getpid()))
@@ -76,7 +76,7 @@ class RelayApplication:
         self._report_counts_to_first_owner()
 
     def _remove_owner(self, owner: "_OwnerSession") -> None:
-        """Remove an owner whose link has ended, and send the counts to another owner from then on."""
+        """Remove a process whose link has ended; from then on another process gets the counts for the metrics."""
         self._owners.remove(owner)
         # From now on, the counts go to another owner.
         self._report_counts_to_first_owner()
@@ -100,7 +100,8 @@ class RelayApplication:
         self._report_counts_to_first_owner()
 
     async def _refuse_request(self, scope: Scope, send: Send) -> None:
-        """Answer a request with an error, because no owner is connected or its owner has ended.
+        """Answer a request with an error, because no process with a device is connected, or the chosen one has
+        ended.
 
         The response is the same for all requests, and needs no check of host or key.  The next owner counts it.
         """
@@ -113,7 +114,8 @@ class RelayApplication:
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _report_counts_to_first_owner(self) -> None:
-        """Send the counts of connections, refusals and late disconnects to the first owner, for its metrics.
+        """Send the numbers of connections, refusals and unread responses to one process that owns a device, for its
+        metrics.
 
         If messages to that owner are still unsent, the counts are sent after them.
         """
@@ -131,7 +133,8 @@ class RelayApplication:
         self._unreported_disconnects = 0
 
     def _choose_next_owner(self) -> "_OwnerSession | None":
-        """Return the next owner in turn among those that accept work; None if no owner is connected.
+        """Choose, in turn, the process that gets the next request, among those that accept work; None if none is
+        connected.
 
         If none accepts work, return one that does not: it refuses the request with a reason.
         """
@@ -178,7 +181,7 @@ class _OwnerSession:
         return self._is_reported_ready and time.monotonic() - self._last_message_at < _QUIET_S
 
     async def relay_request(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Relay a request; return False if the owner ended before it began a response."""
+        """Relay a request; return False if the process that owns the device ended before it began a response."""
         number = next(self._request_numbers)
         relayed = self._requests[number] = _ForwardedRequest(self, number, scope, receive, send)
         try:
@@ -192,7 +195,7 @@ class _OwnerSession:
         return bool(self._requests)
 
     def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
-        """Begin to report a body's number of received bytes to the owner, every 20 ms until it is complete."""
+        """Begin to report every 20 ms how many bytes of a body have been received, until the body is complete."""
         self.receiving_bodies[number] = reception
         if self._progress_timer is None:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
@@ -209,7 +212,7 @@ class _OwnerSession:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
 
     def _on_message(self, message: Any) -> None:
-        """Handle a message of the owner: its readiness, a change of shared slabs, or about a request."""
+        """Handle a message of the device's process about its readiness, shared slabs or one request."""
         match message:
             case relay_messages.OwnerReadiness():
                 self._is_reported_ready, self._last_message_at = message.is_ready, time.monotonic()
@@ -283,7 +286,7 @@ class _ForwardedRequest:
         return self._has_response_started
 
     async def _wait_link_writable(self) -> bool:
-        """Wait until the operating system has taken all earlier messages to the owner.
+        """Wait until the operating system has taken all earlier messages to the process that owns the device.
 
         Return False if the client disconnected first.
         """
@@ -300,7 +303,7 @@ class _ForwardedRequest:
         return not disconnected.done()
 
     def handle_or_enqueue_message(self, message: Any) -> None:
-        """Queue the owner's message about this request, which `try_relay` handles.
+        """Queue a message about this request for `try_relay`, or act on it at once.
 
         None means that the owner has ended.  A request to stop the reception of the body takes effect at
         once, and is not queued.
@@ -341,14 +344,14 @@ class _ForwardedRequest:
         )
 
     async def _wait_message_or_end(self) -> Any:
-        """Wait for the owner's next message; return None if the owner has ended."""
+        """Wait for the next message about this request; return None if the device's process has ended."""
         if not self._messages:
             self._message_arrival = asyncio.get_running_loop().create_future()
             await self._message_arrival
         return self._messages.popleft()
 
     async def _handle_message(self, message: Any) -> None:
-        """Send the response or the piece in the owner's message, or receive the body as it requests."""
+        """Send the client the response or piece in a message, or receive the body if the message requests that."""
         match message:
             case relay_messages.OperationResponse():
                 await self._send_response_and_report(message.make_response(self._request_id))
@@ -446,7 +449,7 @@ class _ForwardedRequest:
             more = more and until_end
 
     def _cancel_body(self) -> None:
-        """Stop the reception of the body, which the owner no longer needs."""
+        """Stop receiving the body, because the process that owns the device no longer needs it."""
         self._is_body_cancelled = True
         if self._is_body_receiving:
             self._incoming_body.abort(NotReadyError("no more of the body is wanted"))
@@ -454,8 +457,8 @@ class _ForwardedRequest:
             self._part_task.cancel()
 
     def _report_sent(self, *, is_last: bool) -> None:
-        """Report to the owner that the operating system has taken the complete response, or a piece if not
-        `is_last`.
+        """Report that the operating system has taken bytes of the response: all of them if `is_last`, else one
+        piece.
 
         The report states whether the client was connected until the end of the response.
         """
@@ -474,7 +477,7 @@ def _refuse_allocation(nbytes: int) -> memoryview:
 
 
 def _decline_message(link: RelayLink, message: Any) -> None:
-    """Answer the owner's message about a request that has ended here, so that the owner does not wait.
+    """Answer a message about a request that has ended here, so that the process that sent it does not wait.
 
     A response is reported as not delivered, and the reception of a body as aborted.
     """

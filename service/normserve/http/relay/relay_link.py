@@ -123,7 +123,7 @@ class RelayLink:
         self._resolve_flushed()
 
     def _close_or_end_sending(self) -> None:
-        """End the link after an error in this process.
+        """After an error in this process, close the link, or only its sending side while memory is shared.
 
         If the other process writes to memory of this one, only the sending side is closed now: the memory
         must stay shared until the other process closes its side.

@@ -13,7 +13,7 @@ from normserve.http.responses import make_response_headers
 
 
 class RequestHead(msgspec.Struct, array_like=True, gc=False):
-    """The head of an HTTP request, without data of its connection, so that many requests have equal heads.
+    """The head of an HTTP request; it has no data of the connection, so that repeated requests have equal heads.
 
     The owner parses equal heads only once.
     """
@@ -51,7 +51,7 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
 
 
 class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """A front end's report that it has received a complete body into the slab for it.
+    """A front end's report that it has received a complete body into its range of a shared slab.
 
     Attributes:
         nbytes: the body's length.
@@ -167,7 +167,7 @@ FromFrontEnd = (
 
 
 class OwnerReadiness(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """An owner's report whether it accepts work, which is repeated regularly as a heartbeat."""
+    """Tells a front end whether the process that owns the device accepts work; sent regularly as a heartbeat."""
 
     is_ready: bool
 
@@ -189,7 +189,7 @@ class SharedSlabRemoved(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """An owner's instruction to receive a body of announced length into a range of a shared slab.
+    """Instructs the front end to receive a body of announced length into a range of a shared slab.
 
     Attributes:
         number: the request's number.
@@ -204,14 +204,14 @@ class BodyIntoSlabRequest(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class BodyPartRequest(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """An owner's instruction to send a body in pieces: only the next one, or all."""
+    """Instructs the front end to send a body in pieces, either only the next one or all."""
 
     number: int
     all: bool
 
 
 class BodyStopRequest(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """An owner's instruction to stop the reception of a body.
+    """Instructs the front end to stop receiving a body.
 
     If the body is received into a slab, the front end then sends `BodyAborted`, unless it has sent
     `BodyReceived` before.
@@ -264,7 +264,7 @@ class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class ResponseAborted(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """An owner's report that a response stays incomplete, because the application ended before its end."""
+    """Tells the front end that a response stays incomplete, because the application ended without completing it."""
 
     number: int
 

@@ -52,7 +52,7 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class RelayServer:
-    """The owner's end of the relay: answers the requests that front ends relay to this process.
+    """Answers the requests that front end processes relay to this process, which owns a device.
 
     Only the event loop's thread may use it.
     """
@@ -143,7 +143,8 @@ class RelayServer:
         )
 
     def _admit_or_close_front_end(self, front_end: "_FrontEndSession") -> None:
-        """Answer the first message of a front end with the readiness of this process.
+        """Answer the first message of a front end with this process's readiness; close the link if it is a second
+        one.
 
         If the same front end is already connected, its second link is closed.
         """
@@ -155,7 +156,7 @@ class RelayServer:
     def _begin_request(
         self, front_end: "_FrontEndSession", request: relay_messages.RequestStarted
     ) -> RelayedOperation | RelayedRequest:
-        """Begin to answer a relayed request: directly if it is a plain operation, else by the application."""
+        """Begin to answer a relayed request, if possible without the ASGI application."""
         head = self._prepare_scope(request)
         if head.header is not None and self._dispatcher is not None:
             if request.body is not None:
@@ -175,7 +176,7 @@ class RelayServer:
         scope: Scope,
         prepared: PreparedHeader,
     ) -> RelayedOperation | None:
-        """Begin an operation whose body the front end has still to receive, into a slab of this process.
+        """Begin an operation, and have the front end receive its body into a slab of this process.
 
         Return None if the application must handle the request.  If the reception of the body is aborted
         later, the application sends the error.
@@ -195,7 +196,8 @@ class RelayServer:
         return operation if operation.try_start_receiving(request.content_length) else None
 
     def _prepare_scope(self, request: relay_messages.RequestStarted) -> "_PreparedScope":
-        """Return the ASGI scope of a request's header, together with the prepared header of an operation.
+        """Return the ASGI scope of a request, together with its parsed and checked header if it is for an
+        operation.
 
         Requests from one address with identical headers share the cached object.  Where keys are required,
         only headers with a valid key are cached.
@@ -230,7 +232,7 @@ class RelayServer:
 
 
 class _PreparedScope(NamedTuple):
-    """A request's header as an ASGI scope, together with the prepared header if it is of an operation.
+    """A request's ASGI scope, together with its parsed and checked header if it is for an operation.
 
     Attributes:
         scope: the scope without data of the connection.
@@ -296,7 +298,8 @@ class _FrontEndSession:
         self._link.close()
 
     def locate_and_share_slab(self, view: memoryview) -> SlabLocation | None:
-        """Return the slab and the offset of bytes in shared memory; None for other memory.
+        """Return the shared slab that contains these bytes, and their offset in it; None if they are in other
+        memory.
 
         If the front end has not mapped the slab, send it the slab's file descriptor first.
         """

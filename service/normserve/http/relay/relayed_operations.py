@@ -139,7 +139,7 @@ class RelayedOperation(CallbackRequest):
 
         An invalid body is answered with an error at once.
 
-        Args: received_s: seconds from the end of the header to the end of the body.
+        Args: receive_s: seconds from the end of the header to the end of the body.
         """
         self.record.received_bytes = len(body)
         self.record_received(receive_s)
@@ -174,7 +174,7 @@ class RelayedOperation(CallbackRequest):
         self._finish_sent(relay_messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
     def _finish_sent(self, sent: relay_messages.ResponseSent) -> None:
-        """Finish the request, whose response has been sent or never will be."""
+        """Finish the request, after the report that its response was sent or could not be sent."""
         if "kernel" in self.record.stage_seconds:
             self.record.stage_seconds["send"] = sent.seconds
         self._retained = ()
@@ -221,7 +221,8 @@ class RelayedOperation(CallbackRequest):
         measured: LaunchMeasurements,
         shared_parts: Sequence[tuple[bytes | relay_messages.SharedSlabRange, object]],
     ) -> None:
-        """Send a response in shared slabs, and keep its memory until the front end has sent it.
+        """Send a response that refers to shared slabs; keep the objects that hold its bytes until the front end has
+        sent them.
 
         Args: shared_parts: the pieces of the body, each with the object that must live until then.
         """
@@ -411,7 +412,7 @@ class OperationDispatcher:
         return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
 
     def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
-        """Parse and check a request header, once for all requests that repeat it.
+        """Parse and check a request's header; the result serves all requests with the same header.
 
         Return None if the application must handle these requests: they are invalid, or not for an
         operation.

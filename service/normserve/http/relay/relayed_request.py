@@ -27,7 +27,7 @@ _COPIED_HERE_BYTES = 256 * 1024
 
 
 class FrontEndConnection(Protocol):
-    """The owner's connection to the front end that has the client's connection.
+    """The connection from the process that owns the device to the front end that serves the client.
 
     Attributes:
         slab_pool: memory that can be shared with the front end.
@@ -136,7 +136,8 @@ class RelayedIncomingBody(IncomingBody):
         return self._shared_memory is not None
 
     async def receive_into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
-        """Receive the body like `IncomingBody`; have the front end write it to the allocated memory.
+        """Receive the body like `IncomingBody.receive_into`, but have the front end write it to the allocated
+        memory.
 
         A chunked body is sent in pieces instead.
         """
@@ -196,7 +197,7 @@ class RelayedIncomingBody(IncomingBody):
             self._ended_at = message.ended
 
     def on_body_part(self, piece: relay_messages.BodyPart) -> None:
-        """Append the next piece to the body, or return it from the waiting `receive_message`."""
+        """Append the next piece to the body, or give it to a handler that waits in `receive_message`."""
         if self._next_part is not None:
             if not self._next_part.done():
                 self._next_part.set_result(piece)
@@ -272,7 +273,8 @@ class RelayedResponseSender(ResponseSender):
         return self._send_s
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Pass a complete response to the front end; return when its kernel has taken the last byte.
+        """Pass a complete response to the front end; return when its last byte has been given to the operating
+        system.
 
         Long buffers are passed in shared slabs, into which others are copied.  Nothing is sent to a client
         that has disconnected.
@@ -290,8 +292,7 @@ class RelayedResponseSender(ResponseSender):
         self._record_sent(await self._send_and_wait(response))
 
     async def send_message(self, message: Message) -> None:
-        """Pass an ASGI message of the application to the front end; return when its kernel has taken the
-        bytes.
+        """Pass an ASGI message to the front end; return when its bytes have been given to the operating system.
 
         The start of the response is kept until its first piece.
         """
@@ -344,7 +345,7 @@ class RelayedResponseSender(ResponseSender):
 async def share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object]:
-    """Return a buffer as bytes, or as a range of a shared slab, for a message to the front end.
+    """Return a buffer for a message, as bytes if it is short, else if possible as a range of a shared slab.
 
     A long buffer outside shared memory is copied to a slab, on another thread.  The second value must
     live until the response has been sent.
@@ -361,7 +362,8 @@ async def share_response_bytes(
 def try_share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object] | None:
-    """Return a buffer as bytes, or as a range of a shared slab, for a message to the front end.
+    """Return a buffer as bytes or as a range of a shared slab, like `share_response_bytes`, if this needs no long
+    copy.
 
     Return None if that needs a long copy, which would block the event loop.  The second value must live
     until the response has been sent.

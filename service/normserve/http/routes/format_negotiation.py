@@ -53,7 +53,7 @@ def detect_format(body: memoryview) -> str:
 
 
 def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
-    """Return an error about an unreadable body, with hints at the cause from the body's first bytes.
+    """Add hints to an error about an unreadable body, from the body's first bytes; return the new error.
 
     Args:
         declared: the format of Content-Type; None if it has none.

@@ -81,7 +81,8 @@ class LayerRoutes:
         return JSONResponse(describe_layer(layer), status_code=200 if replaced else 201)
 
     def _require_safetensors_and_charge(self, request: Request, body_format: str, nbytes: int) -> None:
-        """Require that the body is safetensors, and charge the permit for the layer's copy of the body.
+        """Require that the body is safetensors; charge the request's permit for the memory of the layer's copy of
+        the body.
 
         Raises:
             UnsupportedMediaTypeError: the body has another format.

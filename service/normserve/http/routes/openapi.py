@@ -83,7 +83,7 @@ def make_operation_id(method: str, path: str) -> str:
 
 
 def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
-    """List the documented routes as copies without HEAD, which every GET route also accepts."""
+    """Yield a copy of each documented route without HEAD, a method that every GET route also accepts."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             alone = copy.copy(route)
@@ -92,7 +92,8 @@ def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
 
 
 def _describe_parameters(operation: dict[str, Any], path: str) -> None:
-    """Set an operation's path parameters and examples; drop those that FastAPI derives from handlers.
+    """Drop the parameters that FastAPI derived from the handler, add those in the path, and set examples.
+    Documented query parameters are kept.
 
     Derived parameters are recognised by their title.
     """

@@ -315,7 +315,7 @@ def get_cacheable_header(body: memoryview) -> bytes:
 
 
 def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
-    """Before the computation, refuse a job whose result the response's format cannot represent.
+    """Before the computation, refuse a job if the response's format cannot represent its result.
 
     Raises:
         NotAcceptableError: npy cannot represent several tensors or this dtype.

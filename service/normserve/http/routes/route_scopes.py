@@ -88,8 +88,8 @@ class RouteScopes:
         return self._scopes_by_template.get((method, template)) != PUBLIC
 
     def find_accepted_scopes(self, scope: Scope) -> Needed | None:
-        """Return the scopes of which a request's key must have one: empty if it needs none, None if no key
-        suffices.
+        """Return the scopes of which a request's key must have one.  An empty result means that no key is needed,
+        None that no key suffices.
 
         No key is accepted for a route that declares no scopes.  A request that no route handles needs any key:
         clients without one cannot find out which paths exist.

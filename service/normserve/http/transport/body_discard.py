@@ -41,7 +41,7 @@ class DiscardLimits:
         self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
     def try_acquire_long_slot(self, status: int) -> Callable[[], None] | None:
-        """Take a slot, which allows one connection a long time for discarding a body; None if all are taken.
+        """Take one of the slots for discarding a body for a long time; return a function that releases it, or None.
 
         Requests that are refused by their key or host have separate, fewer slots.
 
@@ -76,7 +76,7 @@ class BodyDiscard:
         self._completion: asyncio.Future[None] | None = None
 
     async def wait_small_body(self) -> None:
-        """Wait until a small body is complete, but at most two seconds.
+        """Wait up to two seconds for the end of the body, before the response is sent; for small bodies only.
 
         The response is sent afterwards, since many clients read only after they have sent their request.
         """
@@ -88,7 +88,7 @@ class BodyDiscard:
             timer.cancel()
 
     def try_start_long_limit(self, timeouts: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
-        """Begin to limit the time for the remaining bytes: return True for the long limit, False for two seconds.
+        """Start to limit the time for the remaining bytes; return False if the limit is only two seconds.
 
         The limit is two seconds if too many bytes remain, or no slot is free.
 

@@ -63,7 +63,8 @@ class ConnectionPolicy:
 
 
 class ExchangeProtocol(HttpToolsProtocol):
-    """A connection from the end of each header on: receives bodies and sends responses, in order.
+    """A connection that receives the bodies of requests and sends the responses, in order, but does not parse
+    headers.
 
     Clients that are late or slow are disconnected.  A subclass parses the headers.
 
@@ -103,7 +104,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.chunked_decoder: ChunkedBodyDecoder | None = None
 
     def admit(self, address: str, exceeded_limit: str | None) -> float:
-        """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
+        """Admit the connection, before `connection_made`; return how many seconds its TLS handshake may take.
 
         If it exceeds a limit, the oldest idle connection is closed in its place.  If none is idle, this one
         may send only one probe.
@@ -218,7 +219,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._complete_body()
 
     def on_body(self, body: bytes) -> None:
-        """Append bytes to the body that a handler receives, or else pass them to uvicorn.
+        """Append bytes to the body that a handler receives; if none receives it, pass the bytes to uvicorn.
 
         The bytes of a discarded body are ignored.
         """
@@ -230,7 +231,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def _complete_body(self) -> None:
-        """Mark the request's body as complete; if it was discarded, end that.
+        """Mark the request's body as complete; if it was being discarded, stop the discarding.
 
         If the response is complete, too, the connection waits for the next request.
         """
@@ -350,7 +351,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         await send(message)
 
     async def _begin_discard(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
-        """Begin to discard the rest of a request's body, before the response is sent; wait if the body is small.
+        """Begin to discard the rest of a request's body; if the body is small, wait for its end before the response
+        is sent.
 
         The connection is kept for the next request if the body is completed in time.
         """
@@ -418,7 +420,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._refuse_input(self._refusal_error)
 
     def _on_header_timeout(self) -> None:
-        """Refuse an incomplete header with an error; close a connection that has sent none."""
+        """Answer an incomplete header with an error; close the connection if no header has begun."""
         if self._is_header_open:
             self._refuse_input(RequestTimeoutError("the header was not complete in time"))
         else:
@@ -457,7 +459,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_client(self) -> None:
-        """End the sending side now, and close the connection when the client has, at the latest after a
+        """Stop sending now, and close the connection when the client has closed its side, at the latest after a
         second.
 
         If the client sent data after a close, the connection would be reset, and the client might not read

@@ -34,7 +34,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.on_connection_lost: Callable[[], None] | None = None
 
     def admit(self, address: str, exceeded_limit: str | None) -> float:
-        """Admit the connection, before `connection_made`; return the seconds for its TLS handshake.
+        """Admit the connection, before `connection_made`; return how many seconds its TLS handshake may take.
 
         Args:
             address: the client's address, in the form that the limits of connections use.

@@ -35,7 +35,7 @@ _find_end = re.compile(rb"\r\n\r\n").search
 
 
 class HttpParserProtocol(ExchangeProtocol):
-    """A connection that splits the received bytes into headers, which httptools parses, and bodies."""
+    """A connection that splits the received bytes into headers and bodies; httptools parses the headers."""
 
     def __init__(self, policy: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(policy, **of_uvicorn)
@@ -214,7 +214,7 @@ class HttpParserProtocol(ExchangeProtocol):
         self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
 
     def _find_connection_limit_error(self) -> NormserveError | None:
-        """Return the error for a request on a connection beyond a limit.
+        """Return the error for a request if its connection exceeds a limit on the number of connections.
 
         Return None within all limits, and for a probe.
         """

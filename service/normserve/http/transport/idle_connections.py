@@ -35,7 +35,7 @@ class IdleConnectionQueue:
         self._idle_since.pop(connection, None)
 
     def try_close_oldest(self, address: str | None) -> bool:
-        """Close the connection that has been idle for longest.
+        """Close the connection that has been idle for longest; return True if one was closed.
 
         Return False if no connection has been idle for at least a second.
 

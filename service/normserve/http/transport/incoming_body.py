@@ -118,7 +118,7 @@ class IncomingBody:
             self._completion.set_result(None)
 
     def abort(self, error: NormserveError) -> None:
-        """Abort the reception: the waiting handler gets `error`, and uvicorn gets later bytes of the body."""
+        """Abort the reception; the waiting handler gets `error`, and later bytes of the body go to uvicorn."""
         self.is_receiving = False
         # A copy that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)

@@ -74,7 +74,7 @@ class ResponseSender(ABC):
 
 
 class SocketResponseSender(ResponseSender):
-    """The sender of a response over a socket, which replaces the transport in uvicorn's request cycle.
+    """The sender of a response over a socket; uvicorn's request cycle uses it in place of the transport.
 
     Small writes are gathered, so that header and body are sent together.
 
@@ -251,7 +251,7 @@ def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[by
 
 
 class HalfClosedMonitor:
-    """Aborts the connection of a client that has ended its sending side, once it has disconnected.
+    """Detects when a client that has ended its sending side disconnects, and then aborts the connection.
 
     The end of the client's data does not show whether it still reads, and the event loop detects
     nothing else.

@@ -12,7 +12,7 @@ _SECOND_LOOK_S = 0.01
 
 @dataclass(slots=True)
 class TransferProgress:
-    """The speed limits of one transferred body, of a request or a response, and its progress so far.
+    """The speed limits of one body of a request or a response, and how much of it has been transferred.
 
     Attributes:
         began_at: when the wait for the body began, by `time.perf_counter`.
@@ -37,7 +37,8 @@ class TransferProgress:
         self._last_progress = self.began_at
 
     def update_and_check(self, now: float, received: int) -> str | None:
-        """Record that `received` bytes have been transferred; describe the limit that the body violates.
+        """Record that `received` bytes have been transferred; return a description of the limit that the body
+        violates.
 
         Return None if the body is fast enough.
         """

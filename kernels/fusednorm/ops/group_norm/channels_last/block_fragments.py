@@ -25,7 +25,7 @@ from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_wi
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The elements of a block of adjacent channels that a program's threads load at once.
+    """The shape of the tile that a program's threads load at once from a block of adjacent channels.
 
     Attributes:
         vec: channels of one access; each thread makes one access.
@@ -71,7 +71,7 @@ def make_block_options(
 
 @triton.jit
 def store_group_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
-    """Store each group's mean, mean + rest, and its rstd where `mask` is true.
+    """Store each group's mean and rstd where `mask` is true.  The stored mean is the sum of `mean` and `rest`.
 
     If mean_ptr is None, nothing is stored, because the statistics are not wanted.
     """
@@ -90,7 +90,8 @@ def compute_lane_rows(ROWS: tl.constexpr, CV: tl.constexpr):
 def compute_lane_columns(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Compute which columns of the sample each lane loads, [LANES, VEC], and which lanes' vectors exist.
+    """Compute the columns of the sample that each lane loads, [LANES, VEC], and the mask of lanes whose
+    vectors exist.
 
     The second result is a mask, [LANES, 1]; if all vectors exist (EVEN), a constant that the compiler
     removes.
@@ -131,7 +132,8 @@ def compute_group_moments(
     chunks, residuals, rows, channels, membership,
     FULL: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute each group's mean, in two parts, and its sum of squared deviations over a fragment.
+    """Compute each group's moments over a fragment.  They are the mean, in two parts (mean + rest), and the
+    sum of squared deviations.
 
     The results are mean, rest and squares, [GROUPS] each: the group's mean is mean + rest.  The fragment is
     `rows` positions of a block of columns, held in registers.  A thread's sums are about a pivot, the mean of
@@ -183,7 +185,7 @@ def _reshape_by_position(value, ROWS: tl.constexpr):
 
 @triton.jit
 def _expand_groups_to_runs(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr):
-    """Give each run of columns of each lane, [LANES, SUMS], its group's value from [GROUPS].
+    """Expand one value per group, [GROUPS], to a value for each run of columns in each lane, [LANES, SUMS].
 
     A run is adjacent columns of a lane within one group.
     """
@@ -209,7 +211,7 @@ def merge_member_moments(mean, rest, square, count, total):
 
 @triton.jit
 def expand_groups_to_columns(value, membership, ROWS: tl.constexpr, SUMS: tl.constexpr, VEC: tl.constexpr):
-    """Give each column of each lane, [LANES, VEC], its group's value from [GROUPS]."""
+    """Expand one value per group, [GROUPS], to a value for each column of each lane, [LANES, VEC]."""
     runs: tl.constexpr = membership.shape[0]
     value = tl.sum(tl.where(membership, value[None, :], 0.0), 1)
     wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // SUMS))

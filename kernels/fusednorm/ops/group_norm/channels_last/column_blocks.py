@@ -32,7 +32,8 @@ def count_max_overlaps(interval_size: int, window_size: int) -> int:
 
 @triton.jit
 def make_vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
-    """Make the mask of the vectors of a block that exist.  If all do (EVEN), it is a constant.
+    """Make the mask of those vectors of a block that lie within the sample's columns.  If all do (EVEN), it is
+    a constant.
 
     The compiler removes the constant.  `vector` is a vector's index in the block of `block_units` vectors,
     `first_column` its first column in the sample.

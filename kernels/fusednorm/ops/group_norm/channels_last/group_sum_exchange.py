@@ -22,7 +22,7 @@ from fusednorm.jit.reductions import sum_pair_to_scalars
 
 @triton.jit
 def locate_group_total(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
-    """Compute the address of the slot to which a group's total is posted in the round `tag`.
+    """Compute the address in the exchange buffer to which a group's total is posted in the round `tag`.
 
     The slots for the parts of its `contributors` follow, PAIR_WORDS each.  `team` is the index of the
     programs that together process `team_groups` groups.
@@ -37,7 +37,8 @@ def locate_group_total(exchange_ptr, team, tag, group, team_groups, contributors
 
 @triton.jit
 def collect_and_sum_partials(total_ptr, tag, present, SLOTS: tl.constexpr):
-    """Wait until all programs have posted their parts of a group's two sums, and add the parts up to scalars.
+    """Wait for all parts of a group's two sums from the programs that share the group, and return both sums as
+    scalars.
 
     The parts are in the slots after `total_ptr`.  `present` [SLOTS] is the mask of slots that have a part;
     the first one has.
@@ -52,7 +53,8 @@ def collect_and_post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the parts of the groups that this program leads, and post each group's total.
+    """Wait for all parts of the sums of each group that this program leads, add them up, and post the group's
+    total.
 
     The leader of a group is the program that adds up the group's parts.  A program leads every `members`th
     of `groups`, from its own number `member` on.

@@ -52,7 +52,8 @@ class AnyStreamConfig(Protocol):
 
 
 def find_stream_warps(sample: SampleShape, itemsize: int) -> int | None:
-    """Find the number of warps with which one access per thread covers all columns of one or more positions.
+    """Find the number of warps with which one access per thread covers all channels of one position, or of
+    several positions.
 
     The number leaves few lanes idle.  The result is None if the columns need more warps than the largest
     program has, or if a sample has 2^30 or more positions.
@@ -77,7 +78,8 @@ def count_stream_splits(sample: SampleShape, itemsize: int) -> int:
 
 
 def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: SampleShape) -> Config | None:
-    """Find the measured configuration for samples with exactly as many columns and about as many positions.
+    """Find the configuration that was measured for samples with as many columns as `sample` and about as many
+    positions.
 
     The sample's positions must be at most an entry's limit, and above the limit / MEASURED_RANGE.  The
     result is None if no entry covers the sample.

@@ -39,7 +39,8 @@ def load_clamped_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load CHUNKS tiles [LANES, VEC] from ptr + start on, with the last position in place of absent ones.
+    """Load CHUNKS tiles [LANES, VEC] from ptr + start on.  Where a position does not exist, the last one is
+    loaded instead.
 
     The result is () if ptr is None.  A position has c columns.  Tiles have the dtype of memory.  `position` and
     `column` are those of `locate_lanes`.

@@ -11,7 +11,7 @@ from fusednorm.jit.prefetch import prefetch
 
 @triton.jit
 def compute_run_positions(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
-    """Compute the position of each element of a tile in its channel's run of positions, [LANES, GROUP].
+    """Compute each element's index among those positions of its channel that the tile covers, [LANES, GROUP].
 
     A tile has UNITS lanes for each channel, and a lane has GROUP elements.
     """

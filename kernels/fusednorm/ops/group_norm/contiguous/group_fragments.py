@@ -22,7 +22,8 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import divide_by_multiplic
 
 @triton.jit
 def locate_frame(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """Compute where a group's frame starts in x, and how many of its elements precede the group.
+    """Compute where a group's 16-byte-aligned frame starts in x, and how many of the frame's elements precede
+    the group.
 
     A frame starts at the last multiple of 16 bytes (GROUP elements) that is not after the group's start.
     `row` (int64) is the group's index among those of all samples, `length` its number of elements.
@@ -138,11 +139,12 @@ def compute_group_lane_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute count, mean, shift and sum of squared deviations of each lane of a fragment, [lanes, 1] each.
+    """Compute each lane's moments over a fragment, [lanes, 1] each.  They are the count, the mean in two parts
+    (mean + shift), and the sum of squared deviations.
 
-    A lane is the elements that one thread loads.  A lane's mean is mean + shift.  The moments are computed
-    in one pass about a pivot, the mean of the lane's first vector: with n vectors per lane, the error from
-    cancellation is at most n * 2^-24 of the result.
+    A lane is the elements that one thread loads.  The moments are computed in one pass about a pivot, the
+    mean of the lane's first vector: with n vectors per lane, the error from cancellation is at most n *
+    2^-24 of the result.
     """
     lanes: tl.constexpr = BLOCK // GROUP
     element = make_chunk_offsets(BLOCK, GROUP)
@@ -198,7 +200,8 @@ def _compute_channels(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the channel, counted in its group, of each unit of chunk i of a fragment.
+    """Compute the channel of each unit of a fragment's chunk i.  Channels are counted from the first one of
+    the group.
 
     The fragment starts `first` elements into the group.  The unit is PARAMETERS, see `load_chunk_affine`.
     If PARAMETERS is "two", the result is the channel of each vector's first element, and the next channel's

@@ -36,7 +36,8 @@ def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
-    """Load a tile [1, UNITS, VEC] of h, and add it to the running sums of each vector lane, [1, UNITS, 1].
+    """Load a tile of h, [1, UNITS, VEC], and add it to two running sums for each of its vectors,
+    [1, UNITS, 1].
 
     The sums are of h - pivot and of (h - pivot)^2, with h = x + residual.  A thread computes its sum over
     VEC alone.
@@ -56,9 +57,8 @@ def compute_range_moments(
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Compute mean, `rest` and sum of squared deviations of the vectors first <= unit < last, [1, 1, 1] each.
-
-    The mean is mean + rest.
+    """Compute the moments of the vectors first <= unit < last, [1, 1, 1] each.  They are the mean, in two
+    parts (mean + rest), and the sum of squared deviations.
     """
     lane = tl.arange(0, UNITS)[None, :, None]
     units = last - first

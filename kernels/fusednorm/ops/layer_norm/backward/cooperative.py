@@ -42,7 +42,8 @@ class LayerNormBackwardCooperative:
 
 
 def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
-    """Plan a launch whose programs share rows, for dx and partial sums, and a launch that adds up the partial sums.
+    """Plan a launch whose programs share rows and compute dx and partial sums.  Another launch adds up the
+    partial sums.
 
     The call must have mean and rstd.
     """
@@ -94,7 +95,8 @@ def _compute_centred_and_dz(
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Compute d = h - mean, and dz, the gradient of the affine step's output, for a loaded range of a row.
+    """Compute d = h - mean and dz for a loaded range of a row.  Here, dz is the gradient of the affine step's
+    output.
 
     x, residual and dy are in the dtype of memory; x_hat is d * rstd.
     """
@@ -168,13 +170,13 @@ def layer_norm_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of rows, and partial sums for the parameters.  `members` programs share each row.
+    """Write dx, and partial sums for the parameter gradients.  `members` programs share each row.
 
     A member has BLOCK_N columns of the row.  Mean and rstd are inputs.  A program reads every range twice:
-    first for the range's part of c1 and c2 (the row's means of g * x_hat and of g in the formula of dx),
-    which it posts, and LAG rows later, when the other members have posted theirs, out of L1 or L2 for the
-    gradients.  Programs are persistent; the launch must be cooperative.  Instructions limit its speed in 16
-    bits, so it uses d, not x_hat, where possible.
+    first for the range's part of c1 and c2, which it posts, then LAG rows later, out of L1 or L2, for the
+    gradients.  LAG leaves the other members time to post theirs.  Here, c1 and c2 are the row's means of g
+    * x_hat and of g in the formula of dx.  Programs are persistent; the launch must be cooperative.
+    Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
     """
     allow_next_launch(EARLY_REDUCE)
     cols = col_units * VEC

@@ -22,7 +22,8 @@ from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load
 
 @dataclass(frozen=True, slots=True)
 class LayerNormBackwardSplit:
-    """A configuration in which no program waits: a kernel for the constants of each row, then a kernel for dx.
+    """A configuration in which no program waits for another.  One kernel computes four constants of each row,
+    then another kernel computes dx.
 
     The constants are mean, rstd, c1 and c2, where c1 and c2 are the row's means of g * x_hat and of g in the
     formula of dx.  In the second kernel, a program has `block_n` columns and processes tiles of `rows` rows;
@@ -121,7 +122,8 @@ def layer_norm_backward_split_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write the constants of one row per program, mean, rstd, c1 and c2, to `constants_ptr`, [rows, 4] float32.
+    """Write each row's constants mean, rstd, c1 and c2 to `constants_ptr`, [rows, 4] float32.  Each program
+    has one row.
 
     c1 and c2 are the row's means of g * x_hat and of g in the formula of dx.  If mean and rstd were not
     saved, a first sweep over the row computes them; the second sweep then finds x in the cache.
@@ -228,7 +230,8 @@ def layer_norm_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write dx of a range of BLOCK_N columns of many rows per program, and partial sums for the parameters.
+    """Write dx, and partial sums for the parameter gradients.  Each program handles a range of BLOCK_N columns
+    of many rows.
 
     A program processes every num_programs(1)-th tile of rows, last rows first.
     `layer_norm_backward_split_sums_kernel` wrote `constants_ptr`, [rows, 4], and left the last rows in the

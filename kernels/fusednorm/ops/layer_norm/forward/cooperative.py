@@ -89,11 +89,11 @@ def _collect_row_moments(
     exchange_ptr, team, tag, members, member, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_RANGES: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all programs that share a row, and merge them into its mean, shift and rstd.
+    """Wait for the moments of all programs that share a row.  Merge them into the row's mean, in two parts
+    (mean + shift), and its rstd.
 
-    The results are scalars.  The row's mean is mean + shift.  `member` [slots] is the index of each program
-    (member); `count` [slots] is its number of columns, 0 after the last member.  `team` is the index of
-    this set of programs.
+    The results are scalars.  `member` [slots] is the index of each program (member); `count` [slots] is its
+    number of columns, 0 after the last member.  `team` is the index of this set of programs.
     """
     present = member < members
     slot_ptrs = locate_slot(exchange_ptr, team, tag, tl.where(present, member, 0), members, DEPTH)
@@ -149,7 +149,7 @@ def layer_norm_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of rows.  `members` programs share each row, with a range of CHUNKS * BLOCK_N columns each.
+    """Write y.  `members` programs share each row, and each of them has a range of CHUNKS * BLOCK_N columns.
 
     A program reads every range twice.  The first read is for the moments, which it posts, and the sum with a
     residual, which it writes.  The second is LAG rows later, when the other members have posted their

@@ -46,7 +46,8 @@ MOMENTS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class LayerNormForwardSplit:
-    """A configuration in which no program waits: a kernel for moments of parts of rows, then a kernel for y.
+    """A configuration in which no program waits for another.  One kernel computes moments of parts of rows,
+    then another kernel writes y.
 
     A part has the fewest fragments of `chunks` chunks for which a row has at most MAX_PARTS parts.  For y, a
     program has a range of `apply_chunks` chunks of up to `rows` rows.  A chunk is 8 columns per thread; each
@@ -269,7 +270,7 @@ def layer_norm_forward_split_apply_kernel(
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write y of a range of CHUNKS * BLOCK_N columns of up to ROWS rows per program.
+    """Write y.  Each program handles a range of CHUNKS * BLOCK_N columns, in up to ROWS rows.
 
     `moments_ptr`, [rows, 4], has mean, shift and rstd of each row; the row's mean is mean + shift.  The last
     ranges are processed first: L2 still holds most of them.

@@ -28,8 +28,9 @@ class LayerNormForwardSweep:
 
     A row is read in chunks of `block_n` columns.  It is the only algorithm for heads whose rows do not fit
     one program: over 65536 columns in 16 bits and 32768 in float32, with a residual over 32768 and 24576.
-    Its other uses are such rows without heads up to 524288 columns where programs may not wait, and only the
-    statistics of shorter rows, for a cooperative backward; `LayerNormForwardSplit` would be slower there.
+    It has two other uses, for which `LayerNormForwardSplit` would be slower: such rows without heads up to
+    524288 columns if programs may not wait for one another, and passes that compute only the statistics of
+    shorter rows for a cooperative backward.
 
     A program prefetches the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """

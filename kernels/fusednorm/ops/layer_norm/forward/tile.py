@@ -116,7 +116,7 @@ def layer_norm_forward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one tile of ROWS complete rows per program, which is read once and held in registers.
+    """Write y of one tile of ROWS complete rows per program.  The tile is read once and held in registers.
 
     The tile is held as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes for row lengths like
     5 * 1024.  With a scale, y is float8: tiles are larger, so parameters are loaded late, and unless `ahead`

@@ -34,7 +34,8 @@ def make_gcc_command(target: Path) -> list[str]:
 
 
 def load_extension() -> Callable[..., LaunchReplayer] | None:
-    """Load the replayer's class from the C extension; None, with a warning, if that fails.
+    """Load the C extension and return its class `Replayer`, whose objects answer repeated requests.  If that fails,
+    log a warning and return None.
 
     The extension is compiled first if it is not in the cache.
     """

@@ -113,7 +113,7 @@ class FileRegion:
 
 
 class SharedMemoryFolder:
-    """A folder of shared memory files, of which clients may use those whose names begin with a prefix.
+    """A folder of shared memory files; clients may use the files whose names begin with a prefix.
 
     Attributes:
         prefix: the required beginning of the names.
@@ -176,7 +176,8 @@ class SharedMemoryFolder:
         return found[1]
 
     def _require_usable_file(self, status: os.stat_result) -> None:
-        """Require a regular file of this file system and this user, which has no second hard link.
+        """Require a regular file without other hard links, in this folder's file system and owned by the server's
+        user.
 
         Raises:
             UnusableRegionError: clients may not use this file.

@@ -7,7 +7,7 @@ Kind = Literal["system", "cuda"]
 
 
 class MemoryRegion(Protocol):
-    """A client's shared memory of either kind, open while anything refers to the region.
+    """A region of a client's system or CUDA shared memory, which stays open while anything refers to it.
 
     Attributes:
         kind: the kind of shared memory.

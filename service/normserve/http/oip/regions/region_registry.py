@@ -42,7 +42,7 @@ class RegionRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RegionName:
-    """The name of a region together with its owner, as each API key has its own names.
+    """The name of a region, together with the API key to which it belongs; each key has its own names.
 
     Attributes:
         owner: the name of the API key; None if no key is required.
@@ -53,7 +53,7 @@ class _RegionName:
 
 
 class RegionRegistry:
-    """The open memory regions of all clients, of both kinds, by owner and name.
+    """All open regions of clients' system and CUDA shared memory, which are found by API key and name.
 
     It belongs to the event loop's thread, except for `open_file_region`.  An unregistered region stays
     open for the requests that have found it, and counts until they have ended.

@@ -31,13 +31,14 @@ _SIZES = ["splits", "blocks", "fragments", "hw", "column_units", "groups", "chan
 
 @dataclass(frozen=True, slots=True)
 class BackwardColumnSplit(GroupNormBackwardConfig):
-    """A configuration in which no program waits: a kernel for sums, then a kernel for dx.
+    """A configuration in which no program waits for another.  One kernel computes sums, then another kernel
+    computes dx.
 
     In both kernels, a program has a range of positions of `columns` columns, a power of two.  A range is
     `fragments` fragments of `chunks` tiles; a tile has one vector per thread.
 
-    It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait, if
-    C is not a multiple of 16 bytes, or if samples are too large to share.
+    It is the only algorithm for C above 512 vectors (see `ForwardColumnSplit`) if programs may not wait for
+    one another, if C is not a multiple of 16 bytes, or if samples are too large to share.
     """
 
     columns: int
@@ -107,7 +108,8 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum dz and dz * x_hat over one range of positions of CV vectors of columns per program.
+    """Sum dz and dz * x_hat of each column.  A program sums over one range of positions, in a block of columns
+    that is CV vectors wide.
 
     The sums are written to [N, splits, C]; a range is `fragments` fragments of CHUNKS tiles.  Here, dz is
     the gradient of the affine step's output.
@@ -185,7 +187,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of one range of positions of CV vectors of columns per program.
+    """Write dx.  Each program handles one range of positions, in a block of columns that is CV vectors wide.
 
     The ranges that the kernel for sums read last are processed first: they are still in the cache.
     """

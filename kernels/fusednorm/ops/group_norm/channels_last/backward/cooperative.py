@@ -95,7 +95,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute dx of channels-last groups, and partial sums for the parameters; several programs share groups.
+    """Compute dx of channels-last groups, and partial sums for the parameter gradients.  Several programs
+    share each group and exchange its sums.
 
     The groups of a sample are processed in bundles: `bundle_groups` groups, which occupy `bundle_blocks`
     blocks of columns.  A unit is one sample's bundle.
@@ -103,9 +104,9 @@ def group_norm_nhwc_backward_cooperative_kernel(
     `members` programs share a unit; each has a block of `block_units` vectors over a range of FRAGMENTS *
     CHUNKS * ROWS positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most
     LABELS groups; a block touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block
-    is a group.  A program reads every fragment twice: first for sums, which it posts after the range's last
-    fragment, and LAG fragments later out of L1 or L2 for dx.  It writes sums over channels to [N, splits,
-    C].  Programs are persistent; the launch must be cooperative.
+    is a group.  A program reads every fragment twice: first for sums, then LAG fragments later, out of L1
+    or L2, for dx.  It posts its sums after the range's last fragment.  It writes sums over channels to
+    [N, splits, C].  Programs are persistent; the launch must be cooperative.
     """
     allow_next_launch(EARLY)
     BEHIND: tl.constexpr = FRAGMENTS - 1 + LAG
@@ -326,7 +327,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BackwardCooperativeBlock(GroupNormBackwardConfig):
-    """A configuration in which several resident programs share channels-last groups and exchange their sums.
+    """A configuration in which several resident programs share channels-last groups and exchange partial sums
+    of each group.
 
     Each program has a block of `columns` columns over a range of positions.  A range is `fragments`
     fragments, a fragment `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks with parts
@@ -368,7 +370,8 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         return self.count_splits(sample, itemsize) * self.count_bundle_blocks(sample)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether this configuration can process samples of this shape on a device with `multiprocessors`.
+        """Return whether this configuration can process samples of this shape on a device with
+        `multiprocessors` multiprocessors.
 
         The programs that share a bundle of blocks must be resident together, L2 must keep a fragment until its
         second read, C must be a multiple of 16 bytes, and offsets must fit 32 bits.

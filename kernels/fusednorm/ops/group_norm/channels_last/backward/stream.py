@@ -83,7 +83,7 @@ def accumulate_gradient_positions(
     seed, dropout_threshold, dropout_scale,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles to the running sums of GAIN * dz and GAIN * dz * (h - mean) of each lane's columns.
+    """Add tiles to two running sums for each column of a lane: of GAIN * dz and of GAIN * dz * (h - mean).
 
     Return both sums, [LANES, VEC] each.  `tiles` is the result of `load_backward_positions`; `sample_at` are
     the offsets of the first tile's elements in the sample, and `tile` is the number of elements of a tile.
@@ -233,7 +233,8 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum dz and dz * x_hat of each column over one split of a sample per program.
+    """Sum dz and dz * x_hat of each column.  A program sums over one split, which is a part of one sample's
+    positions.
 
     The sums are written to [N, splits, C].  A split is every `splits`th step of CHUNKS tiles; with PREFETCH
     a program prefetches its next step into L2.  Here, dz is the gradient of the affine step's output.

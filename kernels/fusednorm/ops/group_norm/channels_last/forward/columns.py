@@ -47,9 +47,10 @@ def compute_channel_moments(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Compute mean, `rest` and sum of squared deviations of each column of a block, [1, CV, VEC] each.
+    """Compute the moments of each column of a block, [1, CV, VEC] each.  They are the mean, in two parts
+    (mean + rest), and the sum of squared deviations.
 
-    The mean is mean + rest.  A column's values are those at the positions first_row <= row < last_row.
+    A column's values are those at the positions first_row <= row < last_row.
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
@@ -164,7 +165,8 @@ def locate_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EV
 
 @dataclass(frozen=True, slots=True)
 class ForwardColumnSplit(GroupNormForwardConfig):
-    """A configuration in which no program waits: moments of columns, their reduction, then y, in three kernels.
+    """A configuration in which no program waits for another.  Three kernels compute the moments of columns,
+    the mean and rstd of groups, and y.
 
     In the kernels for moments and for y, a program has a range of positions of `block_columns` columns.  For
     moments it has `split_rows` positions in tiles of `tile_rows`, `unroll` tiles per step; for y it has
@@ -280,7 +282,8 @@ def group_norm_nhwc_forward_columns_moments_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute the moments of a block of columns over one split of the positions per program.
+    """Compute partial moments of columns.  Each program has one block of columns and one split of the
+    positions.
 
     The moments are written to [N, splits, C]: mean, its rounding error (rest), and sum of squared
     deviations.
@@ -339,7 +342,7 @@ def group_norm_nhwc_forward_columns_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one range of `run_rows` positions of a block of columns per program.
+    """Write y.  Each program handles one range of `run_rows` positions, in one block of columns.
 
     The last range is processed first, because it is still in the cache.
     """

@@ -53,10 +53,11 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         return can_wait and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
     def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
-        """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
+        """Reduce the number of resident programs until each thread's registers suffice for the call's x and
+        residual.  Return the changed copy.
 
-        The result is None if they never do, or if the programs that share a block would not be resident
-        together.
+        The result is None if they never suffice, or if the programs that share a block would not be
+        resident together.
         """
         sample, size = call.sample, call.x.element_size()
         tile = make_block_tile(sample, self.block_groups, self.num_warps, size)
@@ -140,13 +141,13 @@ def group_norm_nhwc_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of blocks of columns of samples.  `members` programs share each block.
+    """Write y.  `members` programs share each block of columns of a sample.
 
-    A member has a fragment of the block, CHUNKS * ROWS positions.  A program reads a fragment for its
-    groups' moments, which it posts, and again LAG blocks later, when the other members have posted theirs,
-    out of L1 or L2 for y.  With LAG 0 the fragment stays in registers while the program waits.  It
-    prefetches the fragment AHEAD blocks later into L2.  Programs are persistent; the launch must be
-    cooperative.
+    A member has a fragment of the block, CHUNKS * ROWS positions.  A program reads a fragment twice: first
+    for its groups' moments, which it posts, then LAG blocks later, out of L1 or L2, for y.  LAG leaves the
+    other members time to post theirs.  With LAG 0 the fragment instead stays in registers while the program
+    waits.  It prefetches the fragment AHEAD blocks later into L2.  Programs are persistent; the launch must
+    be cooperative.
     """
     fragment_rows: tl.constexpr = CHUNKS * ROWS
     width: tl.constexpr = VEC // SUMS

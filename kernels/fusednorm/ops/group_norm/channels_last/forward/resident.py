@@ -113,7 +113,7 @@ def group_norm_nhwc_forward_resident_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one block of complete groups of a sample per program.  The block is read once.
+    """Write y.  Each program handles one block of complete groups of a sample, and reads the block once.
 
     If SHARED, `writers` programs have each block.  Each of them computes all moments and writes a share of
     the chunks: see `group_norm_nchw_forward_resident_kernel`.

@@ -39,7 +39,8 @@ def _accumulate_tile_sums(
     tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
     WHOLE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles to the running sums of h - pivot and (h - pivot)^2 of each lane's runs, [LANES, SUMS] each.
+    """Add tiles to the running sums of h - pivot and of (h - pivot)^2.  Both are [LANES, SUMS], with a sum for
+    each run of columns of a lane.
 
     A run is adjacent columns of a lane within one group.  `pivot` is [LANES, SUMS]; `tiles` and `residuals`
     are tuples of [LANES, VEC].
@@ -146,7 +147,7 @@ def compute_split_moments(
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
     SUMS: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the moments of each group, [GROUPS], over one split of a sample by reading the split.
+    """Read one split of a sample, and compute the moments of each group over this split, [GROUPS].
 
     A split is every `splits`th step of CHUNKS tiles.  The moments are mean, `rest` and sum of squared
     deviations.
@@ -273,7 +274,9 @@ class ForwardSampleStream(GroupNormForwardConfig):
     splits: int
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        """Plan the launches for moments of splits, their reduction to each channel's coefficients, and y."""
+        """Plan three launches: for the moments of each split of a sample, for the coefficients of each
+        channel, and for y.
+        """
         sample, x, out = call.sample, call.x, call.out
         partition = make_stream_partition(sample, x.element_size(), self, call.n, x.device)
         parts = allocate_triple(x, call.n, partition.splits, sample.groups)
@@ -353,7 +356,7 @@ def group_norm_nhwc_forward_stream_moments_kernel(
     RUNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute the moments of each group over one split of a sample per program.
+    """Compute partial moments of each group.  Each program has one split of a sample.
 
     The moments are written to [N, splits, groups]: mean, its rounding error (rest), and sum of squared
     deviations.
@@ -394,7 +397,8 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the splits' moments of one group per program, and write its statistics and its channels' coefficients.
+    """Merge the moments of all splits of a group; each program has one group.  Write the group's statistics
+    and the coefficients of its channels.
 
     The three coefficients have `columns` columns each; y is act((h - first) * second + third).
     """
@@ -468,7 +472,7 @@ def group_norm_nhwc_forward_stream_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write y of one fragment per program, CHUNKS tiles of positions of a sample.
+    """Write y.  Each program handles one fragment, which is CHUNKS tiles of a sample's positions.
 
     The last positions of all samples are processed first, as they were read last.
     """

@@ -68,7 +68,8 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
         return self.count_members(sample, itemsize) * self.channels * self.count_range_positions(itemsize)
 
     def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
-        """Return whether this configuration can process samples of this shape on a device with `multiprocessors`.
+        """Return whether this configuration can process samples of this shape on a device with
+        `multiprocessors` multiprocessors.
 
         The programs that share a group must be resident together, L2 must keep a fragment until its second read,
         a channel must be a multiple of 16 bytes, and offsets must fit 32 bits.
@@ -167,13 +168,14 @@ def group_norm_nchw_backward_cooperative_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of `rows` groups, each shared by `members` programs, and partial sums for the parameters.
+    """Write dx of `rows` groups, and partial sums for the parameter gradients.  `members` programs share each
+    group.
 
     Each member has one part of the group: one of `parts` ranges of positions of CHANNELS channels.  A part
     is FRAGMENTS fragments of CHUNKS tiles along each channel.  A program reads every fragment twice: first
-    for sums over the group, which it posts after the last fragment, and LAG fragments later, when the other
-    members have posted theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].
-    Programs are persistent; the launch must be cooperative.
+    for the group's sums, then LAG fragments later, out of L1 or L2, for dx.  It posts its sums after the
+    last fragment of its part; LAG leaves the other members time to post theirs.  It writes sums over
+    channels to [N, parts, C].  Programs are persistent; the launch must be cooperative.
     """
     allow_next_launch(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS

@@ -29,12 +29,13 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class GroupNormBackwardSplit(GroupNormBackwardConfig):
-    """A configuration in which no program waits: a kernel for sums of parts of groups, then a kernel for dx.
+    """A configuration in which no program waits for another.  One kernel sums over parts of groups, then
+    another kernel computes dx.
 
     Each program has one part of a contiguous group; the fields are those of `GroupNormBackwardCooperative`.
 
-    It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is
-    not a multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
+    It is the only algorithm for groups larger than a tile if programs may not wait for one another, if a
+    channel's size is not a multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
     """
 
     channels: int
@@ -126,7 +127,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum dz and dz * x_hat over one range of positions of CHANNELS channels per program.
+    """Sum dz and dz * x_hat of each channel.  A program sums over one range of positions of CHANNELS channels.
 
     The sums are written to [N, parts, C].  Here, dz is the gradient of the affine step's output.
     """
@@ -197,7 +198,7 @@ def group_norm_nchw_backward_split_apply_kernel(
     GAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write dx of one range of positions of CHANNELS channels per program.
+    """Write dx.  Each program handles one range of positions of CHANNELS channels.
 
     The ranges that the kernel for sums read last are processed first: they are still in the cache.
     """

@@ -56,10 +56,11 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         return can_wait and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
     def reduce_residency(self, call: GroupNormForwardCall) -> Self | None:
-        """Reduce the resident programs until each thread's registers suffice for the call's x and residual.
+        """Reduce the number of resident programs until each thread's registers suffice for the call's x and
+        residual.  Return the changed copy.
 
-        The result is None if they never do, or if the programs that share a group would not be resident
-        together.
+        The result is None if they never suffice, or if the programs that share a group would not be
+        resident together.
         """
         ranges = 1 if self.lag == 0 else 2
         # A vector in two channels needs the parameters of both.
@@ -105,10 +106,11 @@ def _collect_group_moments(
     RANGE_LENGTH: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr,
     PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the moments of all programs that share a group, and merge them into its mean, `rest` and rstd.
+    """Wait for the moments of all programs that share a group.  Merge them into the group's mean, in two parts
+    (mean + rest), and its rstd.
 
-    The results are scalars.  The group's mean is mean + rest.  `member` [slots] is the index of each program
-    (member); each has one range of the group's frame, which starts `before` elements before the group.
+    The results are scalars.  `member` [slots] is the index of each program (member); each has one range of
+    the group's frame, which starts `before` elements before the group.
     """
     count = count_group_elements(member * RANGE_LENGTH, before, before + length, RANGE_LENGTH, SKEWED).to(
         tl.float32
@@ -130,7 +132,8 @@ def _compute_range_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute mean, `rest` and sum of squared deviations of a program's range of a group, as scalars.
+    """Compute the moments of a program's range of a group, as scalars.  They are the mean, in two parts
+    (mean + rest), and the sum of squared deviations.
 
     `chunks` and `residuals` are the loaded range.  A full range needs no masks, even if other ranges do.
     """
@@ -219,12 +222,12 @@ def group_norm_nchw_forward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of groups.  `members` programs share each group, with a range of CHUNKS * BLOCK elements each.
+    """Write y.  `members` programs share each group, and each of them has a range of CHUNKS * BLOCK elements.
 
-    A program reads a range for its moments, which it posts, and again LAG groups later, when the other
-    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the range stays in registers while the
-    program waits for the others.  It prefetches the range AHEAD groups later into L2.  Programs are
-    persistent; the launch must be cooperative.
+    A program reads a range twice: first for its moments, which it posts, then LAG groups later, out of L1
+    or L2, for y.  LAG leaves the other members time to post theirs.  With LAG 0 the range instead stays in
+    registers while the program waits for the others.  It prefetches the range AHEAD groups later into L2.
+    Programs are persistent; the launch must be cooperative.
     """
     length = group_units * VEC
     range_length: tl.constexpr = CHUNKS * BLOCK

@@ -53,7 +53,9 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 
     def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        """Plan the pass as one launch, with one program per group or, if groups are few, up to `writers`."""
+        """Plan the pass as one launch with one program per group or, if groups are few, up to `writers`
+        programs per group.
+        """
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = count_multiprocessors(call.x.device)
         writers = count_writers_per_group(rows, self.writers, multiprocessors)

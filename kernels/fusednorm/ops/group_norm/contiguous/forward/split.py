@@ -25,15 +25,16 @@ from fusednorm.ops.group_norm.sample_shape import WIDE_GROUP, SampleShape, alloc
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardSplit(GroupNormForwardConfig):
-    """A configuration in which no program waits: a kernel for moments of parts of groups, then a kernel for y.
+    """A configuration in which no program waits for another.  One kernel computes moments of parts of groups,
+    then another kernel writes y.
 
     A part is `split_vectors` vectors of a contiguous group.  For y, a program has `program_vectors` vectors.
     Both kernels read tiles of `tile_vectors` vectors.
 
-    It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together
-    cannot hold a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer
-    with fused operations).  For all contiguous groups, it computes mean and rstd for a backward pass if they
-    were not saved.
+    It is the only algorithm for groups above 256 KiB if programs may not wait for one another, or if all
+    programs together cannot hold a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32
+    elements on, fewer with fused operations).  For all contiguous groups, it computes mean and rstd for a
+    backward pass if they were not saved.
     """
 
     tile_vectors: int
@@ -115,7 +116,7 @@ def group_norm_nchw_forward_split_moments_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute the moments of one split of one group per program.
+    """Compute the moments of parts of groups, called splits.  Each program has one split of one group.
 
     The moments are written to [N, splits, G]: mean, its rounding error (rest), and sum of squared
     deviations.
@@ -186,7 +187,8 @@ def group_norm_nchw_forward_split_apply_kernel(
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the moments of one group's splits, then write y of one range of the group's vectors, per program.
+    """Write y.  Each program merges the moments of one group's splits, then writes one range of the group's
+    vectors.
 
     The last range is processed first, because it is still in the cache.
     """

@@ -14,9 +14,10 @@ from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_momen
 class GroupNormForwardSweep(GroupNormForwardConfig):
     """A configuration in which each program reads one contiguous group twice: for its moments, then for y.
 
-    The program reads tiles of `tile_vectors` vectors.  If programs may not wait, this is the only algorithm
-    for groups up to 256 KiB that do not fit registers.  If programs may wait, this is the algorithm for a
-    16-bit x with a float32 residual and dropout whose channels are not multiples of 16 bytes.
+    The program reads tiles of `tile_vectors` vectors.  If programs may not wait for one another, this is
+    the only algorithm for groups up to 256 KiB that do not fit registers.  If they may, this is the
+    algorithm for a 16-bit x with a float32 residual and dropout whose channels are not multiples of 16
+    bytes.
     """
 
     tile_vectors: int

@@ -83,7 +83,9 @@ def group_norm_nchw_forward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of ROWS groups per program, held in registers: one read, two-pass statistics, one write."""
+    """Write y.  Each program reads ROWS groups once, holds them in registers and computes their statistics in
+    two passes.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     unit = tl.arange(0, UNITS)[None, :, None]
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
