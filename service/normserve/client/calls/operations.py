@@ -499,10 +499,7 @@ def group_norm_backward(
 def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[ForwardResult[T]]:
     """Build the call of an operation's forward pass, with the function that checks and converts its response.
 
-    Args:
-        op: the operation's name in the API.
-        x: the first argument, whose kind of array and device the results have.
-        arguments: all arguments of the public function, by name.
+    Results have x's kind of array and device; `arguments` are all arguments of the public function, by name.
     """
     tensors, params = _split_arguments(arguments)
     if "out_dtype" in params:
@@ -531,10 +528,7 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
 def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
     """Build the call of an operation's backward pass, with the function that checks and converts its response.
 
-    Args:
-        op: the operation's name in the API.
-        x: determines the kind of array and the device of gradients of a registered layer's parameters.
-        arguments: all arguments of the public function, by name.
+    Gradients of a registered layer's parameters have x's kind of array and device.
     """
     tensors, params = _split_arguments(arguments)
     sent, query = describe_tensors(tensors), make_query(params)
@@ -580,10 +574,7 @@ def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Divide an operation's arguments into tensors for the body and parameters for the query; omit None.
-
-    A list of tensors becomes numbered tensors, such as x.0 and x.1.
-    """
+    """Divide arguments into tensors for the body, lists as x.0 and x.1, and parameters for the query; omit None."""
     tensors: dict[str, object] = {}
     params: dict[str, object] = {}
     for name, value in arguments.items():
