@@ -26,8 +26,7 @@ WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `normload` with these arguments, by default the process's, and return the exit
-    code.
+    """Run the command `normload` with these arguments, by default the process's, and return the exit code.
 
     Raises:
         SystemExit: an argument, a scenario or a file is not valid.
@@ -261,9 +260,7 @@ def _parse_positive(text: str) -> float:
 
 
 def _parse_timeout_s(text: str) -> float:
-    """Parse an option's value as a timeout in seconds, above 0 and short enough for the operating
-    system.
-    """
+    """Parse an option's value as a timeout in seconds, above 0 and short enough for the operating system."""
     value = _parse_positive(text)
     try:
         check_timeout(value)

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `normload` and return the exit code.  If a package is missing, print the command that installs
-    it.
-    """
+    """Run `normload` and return the exit code.  If a package is missing, print the command that installs it."""
     try:
         from normload.cli import main as run
 

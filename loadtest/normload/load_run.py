@@ -247,9 +247,7 @@ class _ScenarioRun:
             self._machine = PeakMachineUse(cores, busy_fraction, self._fleet.cores_used / cores)
 
     def _measure_capacity(self) -> None:
-        """Run the closed loop that measures the server's capacity, and keep its successful requests per
-        second.
-        """
+        """Run the closed loop that measures the server's capacity, and keep its successful requests per second."""
         phase = self._scenario.capacity
         (tally,) = self._send_segment("measuring the capacity", (phase,))[1]
         self._uncounted_tallies.append(tally)

@@ -8,8 +8,7 @@ from typing import BinaryIO
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise an error for a pipe or a device, where opening could block
-    forever.
+    """Open a regular file for reading; raise an error for a pipe or a device, where opening could block forever.
 
     Opening a named pipe waits until another process writes to it, for which no thread can be woken.
 

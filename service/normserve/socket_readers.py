@@ -26,9 +26,7 @@ def has_error(descriptor: int) -> bool:
 
 
 def has_ended(descriptor: int) -> bool:
-    """Return whether a socket's peer has closed the connection, even if bytes from the peer are still
-    unread.
-    """
+    """Return whether a socket's peer has closed the connection, even if bytes from the peer are still unread."""
     return any(events & select.POLLHUP for _, events in _make_end_poll(descriptor).poll(0))
 
 

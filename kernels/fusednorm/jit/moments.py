@@ -14,8 +14,7 @@ from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded,
 
 @triton.jit
 def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
-    """Compute each row's mean, in two parts (pivot + shift), and its sum of squares.  The tile has complete
-    rows.
+    """Compute each row's mean, in two parts (pivot + shift), and its sum of squares.  The tile has complete rows.
 
     Returns pivot, shift and sum of squares, [ROWS, 1] each.  The mean is pivot + shift; subtract the pivot
     first, then the shift.  The squares are about the mean.  For RMSNorm pivot and shift are 0, and the

@@ -49,8 +49,7 @@ def load_fragment(
     ptr, start, fragment_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a fragment of a row as a tuple of CHUNKS tiles [lanes, GROUP].  Each tile is a chunk of BLOCK_N
-    columns.
+    """Load a fragment of a row as a tuple of CHUNKS tiles [lanes, GROUP].  Each tile is a chunk of BLOCK_N columns.
 
     The fragment starts at ptr + start and keeps the dtype of memory.  Columns from `fragment_cols` on are 0;
     the first FULL chunks need no mask.  The tuple is empty if ptr is None.  A lane is the GROUP columns of

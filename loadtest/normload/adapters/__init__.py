@@ -29,9 +29,7 @@ class AdapterRequest:
 
 
 class ProtocolAdapter(Protocol):
-    """An adapter to a server's HTTP protocol: makes requests from tensors, and reads the tensors of
-    responses.
-    """
+    """An adapter to a server's HTTP protocol: makes requests from tensors, and reads the tensors of responses."""
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """Return why such servers do not support the case, as a text about their limits; return None if they
@@ -42,8 +40,7 @@ class ProtocolAdapter(Protocol):
         """Make the HTTP request for a case."""
 
     def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
-        """Return the tensors of a successful response by their names in normserve's API, as views of its
-        body.
+        """Return the tensors of a successful response by their names in normserve's API, as views of its body.
 
         Raises:
             ClientError: such a server does not send this response.

@@ -20,9 +20,7 @@ _OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 
 
 class NativeAdapter:
-    """normserve's own protocol; requests and responses have the same bytes as those of
-    `normserve.client`.
-    """
+    """normserve's own protocol; requests and responses have the same bytes as those of `normserve.client`."""
 
     def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """Return None: every case is supported."""

@@ -72,8 +72,7 @@ class NpyAdapter:
 
 
 class KServeAdapter:
-    """Version 2 of KServe's inference protocol, with the tensors' bytes after the JSON (Triton's
-    extension).
+    """Version 2 of KServe's inference protocol, with the tensors' bytes after the JSON (Triton's extension).
 
     Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
     """

@@ -181,9 +181,7 @@ def split_evenly(count: int, parts: int) -> list[int]:
 
 
 def _merge_tallies_into_first(results: Sequence[CommandResult]) -> list[PhaseTally]:
-    """Merge the tallies of all processes, phase by phase, into those of the first process, and return
-    these.
-    """
+    """Merge the tallies of all processes, phase by phase, into those of the first process, and return these."""
     first, *others = results
     for other in others:
         for tally, more in zip(first.tallies, other.tallies, strict=True):

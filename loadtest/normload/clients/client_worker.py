@@ -50,8 +50,7 @@ class SendEachOnceCommand:
 
 @dataclass(frozen=True, slots=True)
 class SendSegmentCommand:
-    """A command to a client process: send its share of a segment, which is a series of phases without a
-    pause.
+    """A command to a client process: send its share of a segment, which is a series of phases without a pause.
 
     Attributes:
         segment_number: the segment's number in the run, from which its random choices are seeded.
@@ -117,8 +116,7 @@ def main(
     setup: WorkerSetup,
     pipe: WorkerPipe,
 ) -> None:
-    """Run a client process: execute the commands from the pipe until None arrives or the other end is
-    closed.
+    """Run a client process: execute the commands from the pipe until None arrives or the other end is closed.
 
     A first, empty `CommandResult` reports that the requests are created.  An exception ends the
     process, after a `WorkerFailure`.
@@ -159,9 +157,7 @@ class ClientWorker:
         )
 
     def send_and_check_each_once(self) -> CommandResult:
-        """Send each request of the pool once, to warm up the connections and the server; check every
-        response.
-        """
+        """Send each request of the pool once, to warm up the connections and the server; check every response."""
         tally = PhaseTally(1.0)
         tally.add_records(self._sender.send_and_check_each_once())
         return CommandResult([tally], 0.0)

@@ -43,8 +43,7 @@ class SteppedConnection:
         self.timeout_s = timeout_s
 
     def run_steps(self, steps: Steps[ApiResponse]) -> ApiResponse:
-        """Run an exchange's generator to its end, waiting for the socket whenever it yields; return the
-        response.
+        """Run an exchange's generator to its end, waiting for the socket whenever it yields; return the response.
 
         Raises:
             ConnectionFailedError: there is no connection, or it broke.
@@ -87,8 +86,7 @@ class HttpLoadConnection(SteppedConnection):
         return self.run_steps(self._exchange_bytes_in_steps(head, parts, most_bytes))
 
     def exchange_in_steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """Return a generator that exchanges a request for its response, for a caller with its own event
-        loop.
+        """Return a generator that exchanges a request for its response, for a caller with its own event loop.
 
         Nothing is sent before its first step.  It raises only `FAILURES`.
         """

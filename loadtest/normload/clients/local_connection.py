@@ -33,8 +33,7 @@ _MAX_RETAINED_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _ArenaRequest:
-    """A request whose tensors are in the memory shared with the server (the arena), ready to be sent
-    again.
+    """A request whose tensors are in the memory shared with the server (the arena), ready to be sent again.
 
     Attributes:
         message: of the request, encoded.
@@ -71,8 +70,7 @@ class LocalLoadConnection(SteppedConnection):
         self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
     def exchange_in_steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
-        """Return a generator that exchanges a request for its response, for a caller with its own event
-        loop.
+        """Return a generator that exchanges a request for its response, for a caller with its own event loop.
 
         Nothing is sent before its first step.  The response's results are valid until the next exchange.
         A refusal by the server becomes a response with its status.
@@ -141,9 +139,7 @@ class LocalLoadConnection(SteppedConnection):
 
 
 class _LocalSocket:
-    """A socket of the shared-memory protocol, with the protocol's state and the frames that are not sent
-    yet.
-    """
+    """A socket of the shared-memory protocol, with the protocol's state and the frames that are not sent yet."""
 
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)

@@ -219,9 +219,7 @@ def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor
 
 
 def _get_modulation(case: RequestCase, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the factor 1 + scale and the shift, in shapes that broadcast; 1 and 0 if the case has
-    neither.
-    """
+    """Return the factor 1 + scale and the shift, in shapes that broadcast; 1 and 0 if the case has neither."""
     if not case.adaptive:
         return _make_scalar(1.0), _make_scalar(0.0)
     shape = [1] * len(case.shape)

@@ -100,8 +100,7 @@ class RequestSender:
         starts: Sequence[float],
         report_progress: Callable[[], None],
     ) -> None:
-        """Send the requests of a schedule when they are due and a connection is free; return when all have
-        ended.
+        """Send the requests of a schedule when they are due and a connection is free; return when all have ended.
 
         Args:
             schedule: the schedule.
@@ -217,8 +216,7 @@ class RequestSender:
         self._advance(run, exchange, None)
 
     def _wait_for_events(self, run: _SegmentState, due_s: float | None) -> None:
-        """Wait until a socket is ready or the next request is due, and continue the exchanges of ready
-        sockets.
+        """Wait until a socket is ready or the next request is due, and continue the exchanges of ready sockets.
 
         If no socket is ready and the next request is not due soon, make the record of one ended request
         in place of the wait.

@@ -50,8 +50,7 @@ def _read_dtype(dtypes: Sequence[DType]) -> _Read:
 
 @dataclass(frozen=True, slots=True)
 class RequestCase:
-    """The description of one request: operation, shape, types and options.  Its values follow from
-    `seed`.
+    """The description of one request: operation, shape, types and options.  Its values follow from `seed`.
 
     Attributes:
         operation: as in the API's path, such as "layer_norm/backward".

@@ -217,8 +217,7 @@ def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
 
 
 def _parse_rate(where: str, rate: Any) -> tuple[float, bool]:
-    """Parse a phase's rate.  Return the number, and whether it is a fraction of the capacity, as in
-    "60%".
+    """Parse a phase's rate.  Return the number, and whether it is a fraction of the capacity, as in "60%".
 
     Args:
         where: the table, for messages.

@@ -65,8 +65,7 @@ class LatencyHistogram:
         self.max_s = max(self.max_s, other.max_s)
 
     def compute_percentile_s(self, percent: float) -> float:
-        """Compute the latency in seconds that `percent` of all latencies do not exceed; NaN without
-        latencies.
+        """Compute the latency in seconds that `percent` of all latencies do not exceed; NaN without latencies.
 
         It is the upper end of a bucket, but at most the maximum.
         """
@@ -79,9 +78,7 @@ class LatencyHistogram:
         return min(float(compute_upper_bounds_s(np.asarray([bucket]))[0]), self.max_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to a JSON document: the numbers and counts of the buckets that are not empty, sum and
-        maximum.
-        """
+        """Convert to a JSON document: the numbers and counts of the buckets that are not empty, sum and maximum."""
         (filled,) = np.nonzero(self._counts)
         counts = self._counts[filled]
         return {"buckets": filled.tolist(), "counts": counts.tolist(), "sum_s": self.sum_s, "max_s": self.max_s}

@@ -47,9 +47,7 @@ def count_available_cores() -> int:
 
 
 def read_available_cores_cpu_times(stat: Path = _STAT) -> CpuTimes | None:
-    """Read the CPU time of the cores that this process may use, from Linux's /proc/stat; None if that
-    fails.
-    """
+    """Read the CPU time of the cores that this process may use, from Linux's /proc/stat; None if that fails."""
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     busy = total = 0
     try:

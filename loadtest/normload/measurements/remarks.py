@@ -13,8 +13,7 @@ _FEW = 1000
 
 
 def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
-    """List the warnings that a reader of a run's numbers needs, as sentences, the most important one
-    first.
+    """List the warnings that a reader of a run's numbers needs, as sentences, the most important one first.
 
     Args: stopped: whether the run was ended early.
     """

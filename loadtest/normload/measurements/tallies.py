@@ -56,8 +56,7 @@ class RequestOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTotals:
-    """The counts, latencies and summed bytes of requests, such as those of one operation in one
-    interval.
+    """The counts, latencies and summed bytes of requests, such as those of one operation in one interval.
 
     Attributes:
         outcomes: counts by status and code.

@@ -205,9 +205,7 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
 
 
 def describe_offered_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
-    """Describe the phases whose offered loads differ by more than 5 %: their latencies are hardly
-    comparable.
-    """
+    """Describe the phases whose offered loads differ by more than 5 %: their latencies are hardly comparable."""
     sentences = []
     for number, part in enumerate(before[0].summarise_phases()):
         old, new = (
@@ -247,8 +245,7 @@ def _compare_repeated_runs(
     new: Sequence[_IntervalArrays],
     confidence: float,
 ) -> MetricComparison:
-    """Compare the means of a metric over several runs, with a confidence interval from the spread
-    between runs.
+    """Compare the means of a metric over several runs, with a confidence interval from the spread between runs.
 
     The interval is that of the ratio of the means, for errors that of their difference.
     """

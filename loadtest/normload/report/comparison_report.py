@@ -83,9 +83,7 @@ def _list_headings(changed: Sequence[MetricComparison]) -> tuple[str, ...]:
 
 
 def _format_row(change: MetricComparison) -> list[str]:
-    """Format the cells of a change for a table: values, difference and interval, and the spreads if
-    known.
-    """
+    """Format the cells of a change for a table: values, difference and interval, and the spreads if known."""
     if change.metric == ERRORS:
         how_much = f"{change.after - change.before:+.2%}", f"{change.low:+.2%} to {change.high:+.2%}"
     else:

@@ -80,9 +80,7 @@ def list_facts(result: RunResult) -> dict[str, str]:
 
 
 def _format_client_cpu(result: RunResult) -> str:
-    """Format the CPU use of the busiest client process and of the client's machine; "" if neither was
-    measured.
-    """
+    """Format the CPU use of the busiest client process and of the client's machine; "" if neither was measured."""
     shares = [f"busiest process {max(result.cpu):.0%} of a core"] if result.cpu else []
     if result.machine is not None:
         shares.append(f"its machine {result.machine.busy:.0%} of {result.machine.cores} cores")

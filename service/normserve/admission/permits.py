@@ -65,8 +65,7 @@ class ReleaseRate:
 
 
 class AdmissionBudget:
-    """The server's limits of concurrent requests and of their bytes: a request is admitted at once, or
-    refused.
+    """The server's limits of concurrent requests and of their bytes: a request is admitted at once, or refused.
 
     Not thread-safe: it belongs to the event loop's thread.
     """

@@ -44,8 +44,7 @@ class BodyRate:
         self._bytes_per_s: float | None = None
 
     def measure_relative_rate(self, now: float) -> float:
-        """Measure the body's recent rate, and return it divided by its due rate: below 1, the body is too
-        slow.
+        """Measure the body's recent rate, and return it divided by its due rate: below 1, the body is too slow.
 
         In the first `stall_s` seconds, the received bytes are divided by `stall_s`.
         """

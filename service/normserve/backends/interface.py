@@ -66,8 +66,7 @@ class Backend(Protocol):
         """
 
     def start(self) -> DeviceDescription:
-        """Initialise the device, compile or load the kernels of common requests, and measure the copy
-        bandwidth.
+        """Initialise the device, compile or load the kernels of common requests, and measure the copy bandwidth.
 
         Raises:
             NormserveError: the device cannot be used.

@@ -66,8 +66,7 @@ def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
 
 
 def infer_batch_result_specs(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """Infer the dtype and shape of each result of a launch of `rows` rows, or samples, of jobs like this
-    one.
+    """Infer the dtype and shape of each result of a launch of `rows` rows, or samples, of jobs like this one.
 
     The axes are in the order of the requests' tensors.
     """
@@ -153,8 +152,7 @@ def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop:
 def count_batch_kernel_bytes(
     batch: Batch, shares: Sequence[Mapping[str, HostTensor]], by_rows: dict[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Count, for each job, the fewest bytes that its share of the launch must move through the device's
-    memory.
+    """Count, for each job, the fewest bytes that its share of the launch must move through the device's memory.
 
     The jobs are of one class, so that only the number of rows matters.
 

@@ -36,8 +36,7 @@ _ENVIRONMENT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `normserve` with these arguments, by default the process's, and return the exit
-    code.
+    """Run the command `normserve` with these arguments, by default the process's, and return the exit code.
 
     `normserve serve` returns when the server has ended.
 
@@ -168,9 +167,7 @@ def _make_argument_options(name: str, field: FieldInfo) -> dict[str, Any]:
 
 
 def _make_metavar(name: str, field: FieldInfo) -> str:
-    """Make the placeholder for an option's value in the help: the allowed values, or the name's last
-    word.
-    """
+    """Make the placeholder for an option's value in the help: the allowed values, or the name's last word."""
     choices = getattr(field.annotation, "__args__", ())
     if all(isinstance(choice, str) for choice in choices) and choices:
         return "{" + ",".join(choices) + "}"

@@ -196,8 +196,7 @@ class LocalResponse(msgspec.Struct, omit_defaults=True):
 
 
 class LazyLocalResponse(LocalResponse, omit_defaults=True):
-    """A response as a client decodes it: a `LocalResponse` whose results stay encoded for
-    `decode_results`.
+    """A response as a client decodes it: a `LocalResponse` whose results stay encoded for `decode_results`.
 
     Attributes:
         results: the encoded results, for `decode_results`.

@@ -38,8 +38,7 @@ _FAMILIAR = (
 
 
 def suggest_supported_format(head: bytes | memoryview) -> str:
-    """Describe the unsupported format of a body, and how to send the data instead; return "" for an
-    unknown one.
+    """Describe the unsupported format of a body, and how to send the data instead; return "" for an unknown one.
 
     Args:
         head: the first bytes, or the complete body.
@@ -68,8 +67,7 @@ def _suggest_format_for_archive(head: bytes | memoryview) -> str:
 
 
 def detect_binary_media_type(head: bytes | memoryview) -> str | None:
-    """Detect by a body's first bytes whether it is npy or safetensors, and return that media type, else
-    None.
+    """Detect by a body's first bytes whether it is npy or safetensors, and return that media type, else None.
 
     Args:
         head: at least the first `SNIFF_BYTES` bytes of the body, or all of a shorter one.

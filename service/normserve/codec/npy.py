@@ -185,9 +185,7 @@ def _parse_fields(text: str) -> _NpyHeader:
 
 
 def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
-    """Parse `{'key': value, ...}`, in which a value is a string, a truth value or a tuple of whole
-    numbers.
-    """
+    """Parse `{'key': value, ...}`, in which a value is a string, a truth value or a tuple of whole numbers."""
     items: dict[str, str | bool | tuple[int, ...]] = {}
     # The format pads with blanks and ends with one newline; numpy reads no other line.
     literal = text.removesuffix("\n").strip(" \t")
@@ -210,9 +208,7 @@ def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
 
 
 def _parse_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
-    """Convert a value that was matched in the header to a truth value, a tuple of whole numbers or a
-    string.
-    """
+    """Convert a value that was matched in the header to a truth value, a tuple of whole numbers or a string."""
     if match["flag"] is not None:
         return match["flag"] == "True"
     if match["sizes"] is not None:
@@ -269,9 +265,7 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
 
 @functools.lru_cache(maxsize=1024)
 def _encode_header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
-    """Encode all bytes that precede the data: magic, version 1.0, the header's length and its padded
-    text.
-    """
+    """Encode all bytes that precede the data: magic, version 1.0, the header's length and its padded text."""
     header = repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
     unpadded = _VERSION_END + 2 + len(header) + 1
     text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")

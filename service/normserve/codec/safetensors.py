@@ -271,8 +271,7 @@ def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) ->
 
 
 def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """Encode tensors as a list of pieces: the header, then each tensor's own buffer, sorted by element
-    size.
+    """Encode tensors as a list of pieces: the header, then each tensor's own buffer, sorted by element size.
 
     Raises:
         ValueError: a tensor is in column-major order, which safetensors cannot express, or its buffer is of

@@ -20,8 +20,7 @@ _MAX_DIGITS = 19
 
 
 def parse_object(text: str, max_depth: int) -> dict[str, object]:
-    """Parse a JSON object, and refuse text that Python's own parser accepts although it is not valid
-    here.
+    """Parse a JSON object, and refuse text that Python's own parser accepts although it is not valid here.
 
     Raises:
         MalformedPayloadError: it is no JSON object, nests deeper than `max_depth`, repeats a key, or
@@ -45,9 +44,7 @@ def parse_object(text: str, max_depth: int) -> dict[str, object]:
 
 
 def _check_depth(text: str, max_depth: int) -> None:
-    """Raise MalformedPayloadError if the text nests deeper than allowed, before the recursive parser
-    reads it.
-    """
+    """Raise MalformedPayloadError if the text nests deeper than allowed, before the recursive parser reads it."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         token = match[0]

@@ -16,8 +16,7 @@ _LEAST_CORES = 2
 
 
 class BusyPoller:
-    """A poller that keeps the event loop awake for a moment while the next message is expected very
-    soon.
+    """A poller that keeps the event loop awake for a moment while the next message is expected very soon.
 
     To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The
     loop polls its sockets in each iteration as always; nothing that is ready waits for this.

@@ -228,8 +228,7 @@ class Engine:
         self._pending_jobs.fail((job,), ClientLeftError("the client left before its result was ready"))
 
     def _ensure_compiled(self, job: NormJob) -> bool:
-        """Return whether a job's kernels are compiled; if not, queue the job and start the compilation if
-        needed.
+        """Return whether a job's kernels are compiled; if not, queue the job and start the compilation if needed.
 
         Raises:
             OverloadedError: too much is being compiled.
@@ -305,9 +304,7 @@ class Engine:
             self._launch_batch(batch)
 
     def _launch_batch(self, batch: Batch) -> None:
-        """Launch a batch and record that its jobs run; if it has ended already, give its callers the
-        results.
-        """
+        """Launch a batch and record that its jobs run; if it has ended already, give its callers the results."""
         self._pending_jobs.record_start(batch)
         outcome = self._dispatcher.launch(batch)
         if outcome is not None:
@@ -318,9 +315,7 @@ class Engine:
         self._launch_waiting()
 
     def _resolve_batch(self, batch: Batch, outcome: WorkOutcome) -> None:
-        """Give the callers of a batch its results, or the error of its launch; a failed device fails the
-        engine.
-        """
+        """Give the callers of a batch its results, or the error of its launch; a failed device fails the engine."""
         if outcome.error is not None:
             self._fail_on_device_error(outcome.error, batch)
             self._pending_jobs.fail(batch.jobs, outcome.error)
@@ -332,8 +327,7 @@ class Engine:
         self._metrics.observe_launch(batch, execution)
 
     def _fail_on_device_error(self, error: NormserveError, batch: Batch | None = None) -> None:
-        """Fail the engine if an error is a failure of the device: refuse the waiting jobs, and notify the
-        process.
+        """Fail the engine if an error is a failure of the device: refuse the waiting jobs, and notify the process.
 
         Other errors are ignored.  Only jobs of a launch that failed get the device's error: one of them
         may be its cause, and would make the next server fail.  Jobs that were in no launch may be sent

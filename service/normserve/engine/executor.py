@@ -369,9 +369,7 @@ class _BufferedPendingLaunch(PendingLaunch):
 
 
 def _copy_batch_results_unless_in_place(batch: Batch, execution: BatchResult) -> BatchResult:
-    """Copy the results of an ended batch into the jobs' result buffers, unless the backend has filled
-    them.
-    """
+    """Copy the results of an ended batch into the jobs' result buffers, unless the backend has filled them."""
     if execution.has_filled_buffers:
         return execution
     began = time.perf_counter()

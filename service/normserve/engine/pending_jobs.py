@@ -39,9 +39,7 @@ class _PendingJob:
 
 
 class PendingJobs:
-    """The submitted jobs whose callers still wait, and the deadlines by which these jobs must begin to
-    run.
-    """
+    """The submitted jobs whose callers still wait, and the deadlines by which these jobs must begin to run."""
 
     def __init__(self, on_late: Callable[[NormJob], None]) -> None:
         """Args: on_late: called with a job that has not begun to run by its deadline, before its caller gets the

@@ -191,9 +191,7 @@ class UnexpectedTensorError(InvalidRequestError):
 
 
 class ClientLeftError(NormserveError):
-    """The client disconnected before the request was complete or answered; counted as status 499, never
-    sent.
-    """
+    """The client disconnected before the request was complete or answered; counted as status 499, never sent."""
 
     code = "client_left"
 
@@ -255,9 +253,7 @@ class DrainingError(RetryLaterError):
 
 
 class NotReadyError(RetryLaterError):
-    """The server cannot compute yet: it is warming up, loading layers, or replacing the device's process
-    (503).
-    """
+    """The server cannot compute yet: it is warming up, loading layers, or replacing the device's process (503)."""
 
     code = "not_ready"
 

@@ -17,9 +17,7 @@ _OF_LAYERS_ALONE = [
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ChainParameters:
-    """The parameters of a chain's layers in the backend's own form, one entry for each layer in their
-    order.
-    """
+    """The parameters of a chain's layers in the backend's own form, one entry for each layer in their order."""
 
     layer_parameters: tuple[object, ...]
 

@@ -427,9 +427,7 @@ class NormJob:
 
 
 class QueueLane(Enum):
-    """The two queues of jobs for a device, by size: small jobs overtake large ones, and neither queue
-    starves.
-    """
+    """The two queues of jobs for a device, by size: small jobs overtake large ones, and neither queue starves."""
 
     SMALL = "small"
     LARGE = "large"

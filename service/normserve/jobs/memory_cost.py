@@ -75,8 +75,7 @@ def _count_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
 
 
 def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Estimate the temporary bytes that the CPU backend needs for LayerNorm, RMSNorm or a chain of
-    LayerNorms.
+    """Estimate the temporary bytes that the CPU backend needs for LayerNorm, RMSNorm or a chain of LayerNorms.
 
     Most are counted only for rows that are longer than a piece: shorter ones fit into `SCRATCH_BYTES`.
     """
@@ -105,8 +104,7 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
 
 
 def _estimate_cpu_group_temporary_bytes(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
-    """Estimate the temporary bytes that the CPU backend needs for GroupNorm; 0 if a sample fits into one
-    piece.
+    """Estimate the temporary bytes that the CPU backend needs for GroupNorm; 0 if a sample fits into one piece.
 
     A piece is the number of elements that the backend computes at once.
     """
@@ -142,9 +140,7 @@ def _has_float32_sum(dtype: DType, given: Described) -> bool:
 
 
 def _count_heads(given: Described, layer: LayerParameterSpec | None) -> int:
-    """Return the number of heads that have parameters of their own; 0 if all rows have the same
-    parameters.
-    """
+    """Return the number of heads that have parameters of their own; 0 if all rows have the same parameters."""
     if layer is not None:
         return layer.heads
     return next((given[name][1][0] for name in PARAMETERS if name in given and len(given[name][1]) > 1), 0)

@@ -32,8 +32,7 @@ def has_residual_dtype(op: Op, given: Described) -> bool:
 def infer_result_specs(
     spec: NormSpec, given: Described, layer: LayerParameterSpec | None
 ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """Infer the dtype and shape of each result of an operation on the given tensors, by the results'
-    names.
+    """Infer the dtype and shape of each result of an operation on the given tensors, by the results' names.
 
     The axes of the results are in the order of x's axes.
 

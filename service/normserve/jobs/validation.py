@@ -38,8 +38,7 @@ def make_validated_job(
     *,
     may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
-    """Check that tensors, spec and layer fit one another; return the job, and the host memory that it
-    needs.
+    """Check that tensors, spec and layer fit one another; return the job, and the host memory that it needs.
 
     Args: may_overwrite: the tensors' memory is the job's own.
 
@@ -98,8 +97,7 @@ def list_accepted_tensor_names(
 
 
 def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
-    """Check the tensors of a layer that is about to be registered; return its weight, and its bias or
-    None.
+    """Check the tensors of a layer that is about to be registered; return its weight, and its bias or None.
 
     Raises:
         InvalidRequestError: they do not fit a layer of this operation.
@@ -215,9 +213,7 @@ def _check_parameter(name: str, got: tuple[int, ...], x_shape: tuple[int, ...], 
 
 
 def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
-    """Check that mean or rstd, if it was sent, has one float32 for each row, or for each group of a
-    sample.
-    """
+    """Check that mean or rstd, if it was sent, has one float32 for each row, or for each group of a sample."""
     shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
     _check_shape(name, tensors, shape)
     if name in tensors and tensors[name][0] is not DType.FLOAT32:

@@ -27,8 +27,7 @@ _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 async def register_checkpoint_layer_norms(path: Path, engine: Engine, layers: LayerRegistry) -> None:
-    """Register the LayerNorms of a safetensors checkpoint: the layer NAME for each pair NAME.weight,
-    NAME.bias.
+    """Register the LayerNorms of a safetensors checkpoint: the layer NAME for each pair NAME.weight, NAME.bias.
 
     Both must be of rank 1, and NAME must contain norm or ln.  Their eps is that of a `config.json`
     beside the file, 1e-5 without one.
@@ -57,9 +56,7 @@ async def register_checkpoint_layer_norms(path: Path, engine: Engine, layers: La
 
 
 def _map_layer_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
-    """Map a checkpoint into memory; return the name, weight and bias of each LayerNorm in it, without
-    copies.
-    """
+    """Map a checkpoint into memory; return the name, weight and bias of each LayerNorm in it, without copies."""
     with open_regular_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedPayloadError("the file is empty")

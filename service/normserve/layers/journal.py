@@ -32,8 +32,7 @@ class JournalEntry:
 
 
 class LayerJournal:
-    """The registered layers on disk: one file for each layer, and a staging file for the change in
-    preparation.
+    """The registered layers on disk: one file for each layer, and a staging file for the change in preparation.
 
     The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every
     failure of the disk is a `StorageError`.

@@ -44,8 +44,7 @@ class LayerChanges:
         self._make_layer = make
 
     async def register_or_replace(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        """Make a layer of the request's query and body, and register it; return it, and whether it replaced
-        one.
+        """Make a layer of the request's query and body, and register it; return it, and whether it replaced one.
 
         Raises:
             NormserveError: the layer is invalid, or layers cannot be changed now; nothing has changed.
@@ -166,9 +165,7 @@ class FleetLayerChanges(LayerChanges):
         return await asyncio.shield(task)
 
     def _discard_task(self, task: asyncio.Task[Any]) -> None:
-        """Forget a change that has ended, and mark its exception as retrieved: the client may have
-        disconnected.
-        """
+        """Forget a change that has ended, and mark its exception as retrieved: the client may have disconnected."""
         self._running_changes.discard(task)
         if not task.cancelled():
             # The client may have left.
@@ -243,8 +240,7 @@ class FleetLayerChanges(LayerChanges):
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
     async def _request_apply(self, links: list[SiblingConnection], name: str) -> None:
-        """Ask all siblings to apply the change that the journal has; log a warning if one does not confirm in
-        time.
+        """Ask all siblings to apply the change that the journal has; log a warning if one does not confirm in time.
 
         Such a sibling applies the change when it reads the journal at the end of the connection.
         """

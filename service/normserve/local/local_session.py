@@ -166,9 +166,7 @@ class AllowedLocalUsers:
 
 
 def _read_overflow_uid() -> int:
-    """Read the user id that Linux shows for users of other user namespaces; return 65534 if it is
-    unreadable.
-    """
+    """Read the user id that Linux shows for users of other user namespaces; return 65534 if it is unreadable."""
     try:
         return int(Path("/proc/sys/fs/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -32,8 +32,7 @@ class ArenaRange(NamedTuple):
 
 
 class SegmentTable:
-    """The shared memory segments of one connection, by number.  A removed segment's number is not used
-    again.
+    """The shared memory segments of one connection, by number.  A removed segment's number is not used again.
 
     Attributes:
         segments: a view of each segment, in the host's memory or a device's (`DeviceMemoryView`); a view

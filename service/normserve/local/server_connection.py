@@ -46,8 +46,7 @@ ParsedMessage = Message | ComputeRequest
 
 
 class LocalServerConnection:
-    """The server's side of one connection: it parses messages, answers them, and keeps the client's
-    segments.
+    """The server's side of one connection: it parses messages, answers them, and keeps the client's segments.
 
     Attributes:
         peer: the process of the client.

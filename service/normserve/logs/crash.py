@@ -51,9 +51,7 @@ def log_crash_report(
 
 
 def _read_package_versions() -> dict[str, str]:
-    """Read the installed versions of packages from their metadata, without imports, which could fail
-    again.
-    """
+    """Read the installed versions of packages from their metadata, without imports, which could fail again."""
     found = {}
     for name in _PACKAGES:
         try:

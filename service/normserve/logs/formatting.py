@@ -38,8 +38,7 @@ class TextFormatter(logging.Formatter):
         self._static_fields = {} if process is None else {"process": process}
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Format a record's line and its fields, without the traceback; long fields are on indented lines
-        below.
+        """Format a record's line and its fields, without the traceback; long fields are on indented lines below.
 
         The traceback follows, indented, so that none of its lines looks like another event's.
         """

@@ -69,8 +69,7 @@ def _list_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
 
 
 def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
-    """Return the bytes left below one control group's memory limit; None without a limit, or if it cannot
-    be read.
+    """Return the bytes left below one control group's memory limit; None without a limit, or if it cannot be read.
 
     Cached files that can be dropped count as left.
     """

@@ -173,9 +173,7 @@ class ShareableDevice:
 
     @contextlib.contextmanager
     def use_context(self) -> Iterator[None]:
-        """Make the device's primary context, which torch uses as well, current in this thread during the
-        block.
-        """
+        """Make the device's primary context, which torch uses as well, current in this thread during the block."""
         call_driver(self.driver.cuCtxPushCurrent, self._primary_context)
         try:
             yield
@@ -216,8 +214,7 @@ class DeviceSegment:
 
 
 class DeviceMemoryView:
-    """A range of a device segment's bytes, which keeps the segment mapped and can be sliced like a
-    `memoryview`.
+    """A range of a device segment's bytes, which keeps the segment mapped and can be sliced like a `memoryview`.
 
     The bytes cannot be read on the host.
 

@@ -42,8 +42,7 @@ class SlabLocation(NamedTuple):
 
 
 class SharedSlabRegistry:
-    """The slabs of this process that other processes can map: it allocates them, and locates bytes in
-    them.
+    """The slabs of this process that other processes can map: it allocates them, and locates bytes in them.
 
     Slabs may be made and freed on any thread.
     """

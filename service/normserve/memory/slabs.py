@@ -171,9 +171,7 @@ class SlabPool:
 
 
 def _compute_slab_bytes(nbytes: int, steps: int) -> int:
-    """Return the smallest slab size that holds `nbytes`; between two powers of two there are `steps`
-    sizes.
-    """
+    """Return the smallest slab size that holds `nbytes`; between two powers of two there are `steps` sizes."""
     if nbytes <= _SMALLEST_BYTES:
         return _SMALLEST_BYTES
     step = (1 << (nbytes - 1).bit_length()) // (2 * steps)

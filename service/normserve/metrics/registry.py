@@ -20,9 +20,7 @@ values take little longer than one.
 
 
 class MetricRegistry:
-    """A factory of metric families, which keeps them in the order of their creation and prefixes their
-    names.
-    """
+    """A factory of metric families, which keeps them in the order of their creation and prefixes their names."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []

@@ -26,8 +26,7 @@ _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The data of one request for metrics, spans and logs: filled in while it is processed, and counted at
-    its end.
+    """The data of one request for metrics, spans and logs: filled in while it is processed, and counted at its end.
 
     Attributes:
         op: an operation, the name of another route, or `UNMATCHED`.

@@ -108,8 +108,7 @@ class FrontEndMetrics:
         self._last_cpu_seconds: dict[int, tuple[int, float]] = {}
 
     def refresh(self, front_ends: Iterable[tuple[int, int]]) -> None:
-        """Read the metrics of each running front end from the operating system; the gauges of ended ones
-        become 0.
+        """Read the metrics of each running front end from the operating system; the gauges of ended ones become 0.
 
         Args: front_ends: index and process id of each running front end.
         """

@@ -27,9 +27,7 @@ BoardCall = Callable[[str, int, bytes], Awaitable[Mapping[str, bytes]]]
 
 
 class ReplicaScaling(BaseModel):
-    """The configuration of a Ray Serve deployment: the number of replicas, and the device and CPU cores of
-    each.
-    """
+    """The configuration of a Ray Serve deployment: the number of replicas, and the device and CPU cores of each."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

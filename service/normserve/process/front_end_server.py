@@ -104,9 +104,7 @@ def main() -> int:
 
 
 def _run_server(settings: Settings, index: int, channel: socket.socket) -> int:
-    """Make the front end's application and server and run the server until it has drained; return the exit
-    code.
-    """
+    """Make the front end's application and server and run the server until it has drained; return the exit code."""
     front_end = RelayApplication(index)
 
     def render_refusal(error: NormserveError, target: str) -> bytes:

@@ -94,9 +94,7 @@ class _DelayedStartupApplication:
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:
-    """Send an ASGI message without the header x-request-id, because Ray Serve adds its own to every
-    response.
-    """
+    """Send an ASGI message without the header x-request-id, because Ray Serve adds its own to every response."""
     if message["type"] == "http.response.start":
         headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
         message = {**message, "headers": headers}

@@ -102,9 +102,7 @@ class KeyAuthorisation:
 
 
 def _classify_refusal(error: NormserveError, token: bytes | None, grant: KeyringEntry | None) -> str:
-    """Return the reason for the audit log: the key is absent, unknown, forbidden (lacks the scope) or
-    expired.
-    """
+    """Return the reason for the audit log: the key is absent, unknown, forbidden (lacks the scope) or expired."""
     if grant is None:
         return "absent" if token is None else "unknown"
     return "forbidden" if isinstance(error, ForbiddenError) else "expired"

@@ -70,9 +70,7 @@ def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
 
 
 def _parse_spec(query: bytes) -> NormSpec:
-    """Parse a layer's operation and options from a query string; raise an error if they do not fit one
-    another.
-    """
+    """Parse a layer's operation and options from a query string; raise an error if they do not fit one another."""
     values = parse_query(query, LAYER_PARAMETERS)
     if "op" not in values:
         raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in LAYER_OPS))

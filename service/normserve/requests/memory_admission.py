@@ -14,8 +14,7 @@ UNCHARGED_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MemoryAdmission:
-    """An object that charges a received request's results, temporaries and body copies to the request's
-    permit.
+    """An object that charges a received request's results, temporaries and body copies to the request's permit.
 
     Attributes:
         max_bytes: limit of bodies, results and temporaries of all requests in progress.

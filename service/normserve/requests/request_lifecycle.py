@@ -238,8 +238,7 @@ class RequestLifecycle(ABC):
 
 
 class CallbackRequest(RequestLifecycle):
-    """A request whose response is sent directly from the engine's callback, so that no task waits for the
-    job.
+    """A request whose response is sent directly from the engine's callback, so that no task waits for the job.
 
     A transport's subclass sends results and problems.
     """

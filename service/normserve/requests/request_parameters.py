@@ -92,8 +92,7 @@ def parse_query(raw: bytes, parameters: Parameters) -> dict[str, Any]:
 
 
 def parse_parameters(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> dict[str, Any]:
-    """Parse pairs of a parameter's name and text into values by name; only the given `parameters` are
-    accepted.
+    """Parse pairs of a parameter's name and text into values by name; only the given `parameters` are accepted.
 
     Raises:
         InvalidParameterError: a name is unknown or repeated, or a value is invalid.

@@ -102,9 +102,7 @@ def _make_resource(process: str | None) -> Resource:
 
 
 class _HashedResource(Resource):
-    """An OpenTelemetry resource that computes its hash only once, because the exporter needs it for each
-    span.
-    """
+    """An OpenTelemetry resource that computes its hash only once, because the exporter needs it for each span."""
 
     def __init__(self, attributes: Attributes, schema_url: str | None) -> None:
         super().__init__(attributes, schema_url)
@@ -115,9 +113,7 @@ class _HashedResource(Resource):
 
 
 class _DropCountingProcessor(BatchSpanProcessor):
-    """A batch span processor that also counts spans dropped because its queue is full, by calling
-    `on_dropped`.
-    """
+    """A batch span processor that also counts spans dropped because its queue is full, by calling `on_dropped`."""
 
     def __init__(self, exporter: "_MonitoredExporter", on_dropped: OnDropped) -> None:
         self._exporter_monitor = exporter

@@ -226,8 +226,7 @@ class StageInterval(NamedTuple):
 
 
 def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageInterval]:
-    """Compute begin and end of each stage of a request from its record, in order.  `ended` is the request's
-    end.
+    """Compute begin and end of each stage of a request from its record, in order.  `ended` is the request's end.
 
     Requests that share a launch each have its full duration.  Stages of a successful request that are shorter than
     `SHORTEST_S` are left out, except for `kernel`.  A refused or aborted operation has all its stages, with the one

@@ -141,8 +141,7 @@ def group_norm_reduce_moments_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the partial moments of each group, and write the group's mean and rstd.  Each program has one
-    group.
+    """Merge the partial moments of each group, and write the group's mean and rstd.  Each program has one group.
 
     If rest_ptr is not None, the rounding error of the mean is written too.
     """

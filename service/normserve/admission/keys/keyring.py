@@ -10,8 +10,7 @@ from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 
 class TokenBucket:
-    """A token bucket for requests: it gains `per_second` tokens a second, and holds at most one second's
-    worth.
+    """A token bucket for requests: it gains `per_second` tokens a second, and holds at most one second's worth.
 
     Not thread-safe: it belongs to the event loop's thread.
     """

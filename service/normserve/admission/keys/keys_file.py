@@ -46,9 +46,7 @@ class KeyScope(StrEnum):
 
 
 class KeysFileError(ValueError):
-    """The file of API keys cannot be read, or is invalid.  The message quotes no value, which might be a
-    key.
-    """
+    """The file of API keys cannot be read, or is invalid.  The message quotes no value, which might be a key."""
 
 
 @dataclass(frozen=True, slots=True)

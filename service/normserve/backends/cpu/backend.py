@@ -235,8 +235,7 @@ def _read_processor_name() -> str:
 
 
 def get_or_prepare_job(job: NormJob) -> "PreparedCpuJob | None":
-    """Return the prepared form of a recurring job, which is made at the first job and kept in its replay
-    slot.
+    """Return the prepared form of a recurring job, which is made at the first job and kept in its replay slot.
 
     A recurring job is computed again and again in the same memory.  None if the job does not recur, or
     if it is empty or has no result buffers.

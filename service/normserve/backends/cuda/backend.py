@@ -225,8 +225,7 @@ class TritonBackend:
         return pending
 
     def _get_or_prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
-        """Return the launch of a job that is computed in its client's memory; None for a job that must be
-        copied.
+        """Return the launch of a job that is computed in its client's memory; None for a job that must be copied.
 
         It is prepared once for all jobs that share a replay slot.
         """
@@ -290,9 +289,7 @@ class TritonBackend:
 
     @torch.inference_mode()
     def compile_and_load_kernels(self, job: NormJob) -> None:
-        """Compile the kernels of the job's class in several processes, then load them by running them on
-        zeros.
-        """
+        """Compile the kernels of the job's class in several processes, then load them by running them on zeros."""
         compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
         parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
         for count in _FEW_ROWS:

@@ -48,8 +48,7 @@ class CompileTarget(NamedTuple):
 
 
 class BackgroundCompiler:
-    """A compiler of the kernels for rows of `lengths`, which runs in other processes while this process
-    starts.
+    """A compiler of the kernels for rows of `lengths`, which runs in other processes while this process starts.
 
     Kernels that are already in Triton's cache are not compiled.
     """
@@ -196,9 +195,7 @@ def read_compile_target() -> CompileTarget | None:
 
 
 def _find_triton_cache() -> Path:
-    """Return the path of Triton's cache folder by Triton's own rules, without importing Triton, which is
-    slow.
-    """
+    """Return the path of Triton's cache folder by Triton's own rules, without importing Triton, which is slow."""
     environment = os.environ  # noqa: TID251
     if folder := environment.get("TRITON_CACHE_DIR"):
         return Path(folder)

@@ -32,8 +32,7 @@ _MOST_LAYOUTS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchLayout:
-    """The dtypes and shapes of a launch's tensors and results, and their offsets in one slab, results
-    last.
+    """The dtypes and shapes of a launch's tensors and results, and their offsets in one slab, results last.
 
     Attributes:
         input_bytes: of the tensors.

@@ -44,8 +44,7 @@ _ALIGNMENT = 256
 
 
 class ClientMemoryLaunch:
-    """The launch of a recurring job on its client's memory: prepared once, and started for each
-    repetition.
+    """The launch of a recurring job on its client's memory: prepared once, and started for each repetition.
 
     It keeps the client's memory mapped.
 
@@ -203,9 +202,7 @@ def is_computed_in_place(job: NormJob) -> bool:
 
 
 def _try_divide_registered_rows(job: NormJob) -> Sequence[range]:
-    """Divide the rows of a large recurring job in registered host memory into chunks; empty for any other
-    job.
-    """
+    """Divide the rows of a large recurring job in registered host memory into chunks; empty for any other job."""
     if job.is_on_device or job.replay_slot is None or job.may_overwrite:
         return ()
     chunks = try_divide_rows(job, REPLAYED)
@@ -224,9 +221,7 @@ def _list_input_and_result_memory(job: NormJob) -> Sequence[memoryview] | None:
 
 
 def _make_client_memory_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
-    """Make a function that launches the job's kernels on its own memory, which is viewed as device
-    tensors.
-    """
+    """Make a function that launches the job's kernels on its own memory, which is viewed as device tensors."""
     job, layout = places.batch.jobs[0], places.layout
     spec = layout.spec
     inputs = {

@@ -35,8 +35,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class ChunkLimits(NamedTuple):
-    """The limits for dividing a job into chunks: the fewest bytes of a chunk, and the largest number of
-    chunks.
+    """The limits for dividing a job into chunks: the fewest bytes of a chunk, and the largest number of chunks.
 
     Of n chunks the first copy in and the last copy out overlap with nothing.
     """
@@ -79,8 +78,7 @@ def _enqueue_copies(pairs: Copies) -> None:
 
 
 def make_whole_launch(buffers: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
-    """Make the copies and the launch of an entire batch in one piece, and allocate its tensors on the
-    device.
+    """Make the copies and the launch of an entire batch in one piece, and allocate its tensors on the device.
 
     Args:
         library: has the functions of `fusednorm`.
@@ -132,8 +130,7 @@ def try_make_chunk_launches(
     library: ModuleType,
     allocate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
 ) -> Sequence[CopiedLaunch]:
-    """Make one launch with its copies for each chunk of a job's rows; the first also copies the
-    parameters.
+    """Make one launch with its copies for each chunk of a job's rows; the first also copies the parameters.
 
     Empty if `allocate` finds no device memory.
 

@@ -6,8 +6,7 @@ import torch
 
 
 class CudaStreams:
-    """A factory of streams and events of the current device; the device prefers the work of urgent
-    streams.
+    """A factory of streams and events of the current device; the device prefers the work of urgent streams.
 
     A host thread busy-waits for events of urgent streams; for those of others it sleeps, which leaves
     the core to other threads.

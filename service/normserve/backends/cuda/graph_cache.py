@@ -42,9 +42,7 @@ class GraphCapturer(Protocol):
 
 
 class RepeatedCall:
-    """A call that is made many times on the same tensors, and is replaced by a captured graph after some
-    calls.
-    """
+    """A call that is made many times on the same tensors, and is replaced by a captured graph after some calls."""
 
     def __init__(self, call: Call, what: object, replays: "GraphCache") -> None:
         """Store the call.

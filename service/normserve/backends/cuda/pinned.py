@@ -54,8 +54,7 @@ def allocate_pinned(nbytes: int) -> Bytes:
 
 
 def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[int], Bytes]:
-    """Make an allocator of slab memory that other processes can map, and that is pinned for the current
-    device.
+    """Make an allocator of slab memory that other processes can map, and that is pinned for the current device.
 
     Args: segment: makes the memory that is shared.
     """

@@ -16,8 +16,7 @@ from normserve.memory.tensors import HostTensor
 
 
 class StreamEvent(Protocol):
-    """The interface of a CUDA event: a mark in the work of a stream, with the time at which it was
-    reached.
+    """The interface of a CUDA event: a mark in the work of a stream, with the time at which it was reached.
 
     Attributes:
         cuda_event: the driver's handle, once the event has been recorded.
@@ -52,8 +51,7 @@ class StreamFactory(Protocol):
 
 
 class StagedLaunch(Protocol):
-    """The interface of one launch with its copies; each method enqueues its stage on the thread's current
-    stream.
+    """The interface of one launch with its copies; each method enqueues its stage on the thread's current stream.
 
     The methods are called in this order.
     """
@@ -138,8 +136,7 @@ class PendingCudaLaunch(PendingLaunch):
         packed_s: float = 0.0,
         are_placed: bool,
     ) -> None:
-        """Set the result tensors and byte counts that `wait` returns; called while the device still computes
-        them.
+        """Set the result tensors and byte counts that `wait` returns; called while the device still computes them.
 
         Args:
             packed_s: the time that it took to pack its tensors.
@@ -168,8 +165,7 @@ class PendingCudaLaunch(PendingLaunch):
         )
 
     def measure_stages(self) -> StageSeconds:
-        """Divide the batch's time on the device among copy-in, computation and copy-out, and recycle its
-        events.
+        """Divide the batch's time on the device among copy-in, computation and copy-out, and recycle its events.
 
         Called once, after the batch has ended.
 

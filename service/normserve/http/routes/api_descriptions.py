@@ -204,9 +204,7 @@ def find_example(method: str, path: str) -> RouteExample | None:
 
 
 def make_command_line(op: Op, direction: PassDirection) -> str:
-    """Make an example command for an operation, with curl if the sample array is sufficient, else in
-    Python.
-    """
+    """Make an example command for an operation, with curl if the sample array is sufficient, else in Python."""
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is PassDirection.FORWARD:

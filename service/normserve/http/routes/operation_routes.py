@@ -334,8 +334,7 @@ def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
 def build_response(
     record: RequestRecord, response_format: ResponseFormat, result: NormResult
 ) -> tuple[Buffers, LaunchMeasurements]:
-    """Encode a result as the pieces of the response's body; return them with the measurements for the
-    headers.
+    """Encode a result as the pieces of the response's body; return them with the measurements for the headers.
 
     The times of the result are written into the request's record.
     """

@@ -36,8 +36,7 @@ def divide_by_multiplication(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_and_accumulate_sums(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
-    """Load a tile of h, [1, UNITS, VEC], and add it to two running sums for each of its vectors,
-    [1, UNITS, 1].
+    """Load a tile of h, [1, UNITS, VEC], and add it to two running sums for each of its vectors, [1, UNITS, 1].
 
     The sums are of h - pivot and of (h - pivot)^2, with h = x + residual.  A thread computes its sum over
     VEC alone.

@@ -282,8 +282,7 @@ def group_norm_nhwc_forward_columns_moments_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute partial moments of columns.  Each program has one block of columns and one split of the
-    positions.
+    """Compute partial moments of columns.  Each program has one block of columns and one split of the positions.
 
     The moments are written to [N, splits, C]: mean, its rounding error (rest), and sum of squared
     deviations.
