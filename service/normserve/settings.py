@@ -313,7 +313,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _refuse_removed_settings(cls, values: Any) -> Any:
-        """Raise an error if a setting of an earlier version is given, and say what to use instead."""
+        """Raise an error that names the replacement if a setting of an earlier version is given."""
         given = {name.upper() for name in os.environ}
         for name, instead in REMOVED.items():
             variable = f"{cls.model_config['env_prefix']}{name}".upper()

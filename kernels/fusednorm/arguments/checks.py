@@ -217,7 +217,7 @@ def _check_last_axis(name: str, array: Array) -> None:
 
 
 def check_groups(x: Any, num_groups: int) -> None:
-    """Raise unless the channels of x can be divided into `num_groups` groups, none of them empty.
+    """Raise unless the channels of x can be divided into `num_groups` groups, and no group is empty.
 
     Raises:
         KernelInputError: x has no channel axis, num_groups is not an int or does not divide the number of channels,

@@ -65,7 +65,7 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 @triton.jit
 def compute_mean_term(count, mean, rest, total):
-    """Compute what one set adds to the mean of all sets' values: its share of the values times its mean.
+    """Compute the contribution of one set to the mean of all sets' values: its share of the values times its mean.
 
     The set has `count` of `total` values, and its mean is mean + rest.  The sum of these terms is equal in
     all threads, and, because of rounding, only near the mean.

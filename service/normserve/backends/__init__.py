@@ -1,4 +1,4 @@
-"""The devices: `cpu` and `cuda` each drive one kind; `interface` is what the executor uses of them."""
+"""The devices: `cpu` and `cuda` each drive one kind of device; the executor calls them through `interface`."""
 
 import os
 

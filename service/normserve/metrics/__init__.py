@@ -1,1 +1,1 @@
-"""Metrics: instruments, the metrics made of them, and their Prometheus text."""
+"""Metrics: instruments, the server's metrics, and their Prometheus text."""

@@ -59,7 +59,7 @@ class PatchReport:
 
 
 def _format_groups(title: str, entries: dict[str, str]) -> Iterator[str]:
-    """Yield a line for each different text of `entries`, with the number of its paths and the first of them."""
+    """Yield one line for each distinct text: the number of paths that have the text, and the first path."""
     by_text: dict[str, list[str]] = {}
     for path, text in entries.items():
         by_text.setdefault(text, []).append(path or "(the model itself)")

@@ -73,7 +73,7 @@ class InferenceRoutes:
         return router
 
     async def handle_request(self, request: Request) -> BuffersResponse:
-        """Check what can be checked before the body, then receive, compute and answer."""
+        """Make the checks that need no body, then receive the body, compute and answer."""
         exchange: HttpExchange = request.scope["state"]["exchange"]
         exchange.record.transport = TRANSPORT
         model = self.model_catalogue.find_model(**request.path_params)

@@ -1,4 +1,4 @@
-"""Messages between a front end and the process that owns a device: lists of them, in MessagePack.
+"""Messages between a front end and the process that owns a device, sent as lists in MessagePack.
 
 Both are processes of one server with the same code, so messages are trusted.
 """
@@ -167,7 +167,7 @@ FromFrontEnd = (
 
 
 class OwnerReadiness(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """Tells a front end whether the process that owns the device accepts work; sent regularly as a heartbeat."""
+    """A heartbeat that states whether the process that owns the device accepts work."""
 
     is_ready: bool
 
@@ -264,7 +264,7 @@ class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class ResponseAborted(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """Tells the front end that a response stays incomplete, because the application ended without completing it."""
+    """A report that a response stays incomplete, because the application ended without completing it."""
 
     number: int
 

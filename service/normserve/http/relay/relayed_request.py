@@ -226,7 +226,7 @@ class RelayedIncomingBody(IncomingBody):
             self.abort(ClientLeftError("the client left while its body was received"))
 
     def _start_and_take_early_bytes(self) -> bytearray:
-        """Take the bytes that came with the header; for a chunked body, also request the pieces.
+        """Take the bytes that were received with the header; for a chunked body, also request the pieces.
 
         A body of announced length is requested later, when its memory is allocated.
         """
