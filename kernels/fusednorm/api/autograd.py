@@ -53,14 +53,16 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """Apply LayerNorm over the last axis of x, differentiable in x, weight and bias.
 
-    y = dropout(act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias)), with the mean and the biased
-    variance of each row.
+    y = dropout(act(z * (1 + scale) + shift)), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias,
+    with the mean and the biased variance of each row.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
     this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
@@ -74,6 +76,9 @@ def layer_norm(
         bias: [cols] or [heads, cols], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
+            with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
+            these dtypes; None (default) for zeros.  Both have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -97,7 +102,7 @@ def layer_norm(
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _dispatch_norm(values, x, weight, bias, None, None, None)[0]
+    return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
 
 
 def rms_norm(
@@ -106,13 +111,16 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
     """Apply RMSNorm over the last axis of x, differentiable in x and weight.
 
-    y = dropout(act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset))).
+    y = dropout(act(z * (1 + scale) + shift)), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset).  scale and
+    shift are the affine step of each sample in adaptive norms.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
     this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
@@ -125,6 +133,9 @@ def rms_norm(
             weight per head of x [..., heads, cols].
         eps: added to the mean of squares; at least 0 and finite; default 1e-6.
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
+            with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
+            these dtypes; None (default) for zeros.  Both have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -147,7 +158,7 @@ def rms_norm(
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _dispatch_norm(values, x, weight, None, None, None, None)[0]
+    return _dispatch_norm(values, x, weight, None, None, scale, shift)[0]
 
 
 def group_norm(
@@ -215,14 +226,16 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """Apply LayerNorm to x + residual and return the sum too, differentiable in all tensors.
 
-    y = dropout(act((h - mean) / sqrt(var + eps) * (weight + weight_offset) + bias)) over the last axis of h = x +
-    residual.  The sum is normalised before it is rounded.
+    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) / sqrt(var + eps) * (weight + weight_offset) + bias,
+    over the last axis of h = x + residual.  The sum is normalised before it is rounded.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
     this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
@@ -237,6 +250,9 @@ def add_layer_norm(
         bias: [cols] or [heads, cols], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
+            with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
+            these dtypes; None (default) for zeros.  Both have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -260,7 +276,7 @@ def add_layer_norm(
         (torch.bfloat16, torch.float32)
     """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_dispatch_norm(values, x, weight, bias, residual, None, None))
+    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
 
 
 def add_rms_norm(
@@ -270,13 +286,16 @@ def add_rms_norm(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
     """Apply RMSNorm to x + residual and return the sum too, differentiable in all tensors.
 
-    y = dropout(act(h / sqrt(mean(h^2) + eps) * (weight + weight_offset))) over the last axis of h = x + residual.
+    y = dropout(act(z * (1 + scale) + shift)), z = h / sqrt(mean(h^2) + eps) * (weight + weight_offset), over the
+    last axis of h = x + residual.
     The sum is normalised before it is rounded.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
@@ -291,6 +310,9 @@ def add_rms_norm(
             weight per head of x [..., heads, cols].
         eps: added to the mean of squares; at least 0 and finite; default 1e-6.
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
+        scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
+            with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
+            these dtypes; None (default) for zeros.  Both have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -314,7 +336,7 @@ def add_rms_norm(
         (torch.bfloat16, torch.float32)
     """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_dispatch_norm(values, x, weight, None, residual, None, None))
+    return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift))
 
 
 def add_group_norm(

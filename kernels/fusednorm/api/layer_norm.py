@@ -32,6 +32,8 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -41,8 +43,8 @@ def layer_norm_forward(
 ) -> Forward:
     """Compute the forward pass of LayerNorm over the last axis by one launch; autograd does not see it.
 
-    y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)), rstd = 1 / sqrt(var + eps), h = x +
-    residual.
+    y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * (weight + weight_offset) + bias, rstd = 1 /
+    sqrt(var + eps), h = x + residual.
 
     Statistics and every intermediate are float32; the variance is computed about a pivot within the range of the
     row's values, so a mean far from zero causes no cancellation.  A row's bits do not depend on the other rows.
@@ -61,6 +63,9 @@ def layer_norm_forward(
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
         residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
             and returned in the residual's dtype.
+        scale, shift: the affine step of each sample, [*x.shape[:k], cols] with axes of one element between or
+            without, any of these dtypes; None (default) for zeros.  Both have one shape, and one stride between
+            samples.  Not with a float8 y, nor with parameters of each head.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -93,7 +98,7 @@ def layer_norm_forward(
         (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _run_forward(values, (x, weight, bias, residual, None, None), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, bias, residual, scale, shift), out_dtype, stats, out)
 
 
 def rms_norm_forward(
@@ -103,6 +108,8 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -112,7 +119,8 @@ def rms_norm_forward(
 ) -> Forward:
     """Compute the forward pass of RMSNorm over the last axis by one launch; autograd does not see it.
 
-    y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps), h = x + residual.
+    y = dropout(act(z * (1 + scale) + shift)), z = h * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(h^2) +
+    eps), h = x + residual.
 
     Statistics and every intermediate are float32.  A row's bits do not depend on the other rows.
 
@@ -129,6 +137,9 @@ def rms_norm_forward(
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
         residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
             and returned in the residual's dtype.
+        scale, shift: the affine step of each sample, [*x.shape[:k], cols] with axes of one element between or
+            without, any of these dtypes; None (default) for zeros.  Both have one shape, and one stride between
+            samples.  Not with a float8 y, nor with parameters of each head.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -161,7 +172,7 @@ def rms_norm_forward(
         (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _run_forward(values, (x, weight, None, residual, None, None), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, None, residual, scale, shift), out_dtype, stats, out)
 
 
 def layer_norm_backward(
@@ -176,6 +187,8 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -204,6 +217,7 @@ def layer_norm_backward(
         residual: the forward pass's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
             zeros.
+        scale, shift: the forward pass's, or None (default).
         activation: the forward pass's, by name; default "none".
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight and dbias; default True.
@@ -233,7 +247,7 @@ def layer_norm_backward(
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    tensors = x, weight, bias, residual, None, None, mean, rstd, dy, dresidual_out
+    tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
 
@@ -247,6 +261,8 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -273,6 +289,7 @@ def rms_norm_backward(
         residual: the forward pass's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
             zeros.
+        scale, shift: the forward pass's, or None (default).
         activation: the forward pass's, by name; default "none".
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight; default True.
@@ -301,7 +318,7 @@ def rms_norm_backward(
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    tensors = x, weight, None, residual, None, None, None, rstd, dy, dresidual_out
+    tensors = x, weight, None, residual, scale, shift, None, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
 
@@ -362,7 +379,7 @@ def _run_backward(
     arrays, named = describe_inputs(inputs)
     rows = check_rows(options, arrays)
     parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
-    outputs = declare_backward_outputs(arrays.x, *parameters, arrays.residual)
+    outputs = declare_backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), arrays.residual)
     x = inputs.x
     result = prepare_result_tensors(Backward, outputs, x, out)
     if x.numel():
@@ -372,7 +389,7 @@ def _run_backward(
         if may_repeat:
             BACKWARD.record(launches, outputs, named, inputs, kind)
     else:
-        for gradient in (result.dweight, result.dbias):
+        for gradient in (result.dweight, result.dbias, result.dscale, result.dshift):
             if gradient is not None:
                 gradient.zero_()
     return result

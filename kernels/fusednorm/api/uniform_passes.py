@@ -18,6 +18,7 @@ from fusednorm.arguments.checks import (
     MAX_HEADS,
     check_groups,
     check_weight_offset,
+    count_samples,
     has_heads,
 )
 from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeRole, group_names_by_role
@@ -111,22 +112,29 @@ def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
     for name in strided:
         if name not in like_x and name not in of_samples:
             made[name] = made[name].contiguous()
-    made.update(zip(like_x, copy_unsupported_strides(op, *[made[name] for name in like_x]), strict=True))
+    modulated = op != "group_norm" and any(made[name] is not None for name in of_samples)
+    made.update(
+        zip(
+            like_x, copy_unsupported_strides(op, *[made[name] for name in like_x], modulated=modulated), strict=True
+        )
+    )
     made.update(zip(of_samples, _unify_strides(*[made[name] for name in of_samples]), strict=True))
     return type(inputs)(*made.values())
 
 
-def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
+def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None, modulated: bool = False) -> list[Any]:
     """Return x and tensors of x's shape, with copies of those whose strides a pass would not support.
 
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
-    function; copies of the other tensors have x's layout.
+    function; copies of the other tensors have x's layout.  `modulated`: whether rows have a scale or a shift of
+    each sample; their passes need one constant stride between all rows.
     """
     if op != "group_norm":
         tensors = [x, *others]
         for tensor in tensors:
             if tensor is not None and not tensor.is_contiguous() and not _has_uniform_rows(tensor):
-                return [t if t is None or _has_contiguous_heads(t) else t.contiguous() for t in tensors]
+                keeps = _is_contiguous_or_uniform if modulated else _has_contiguous_heads
+                return [t if t is None or keeps(t) else t.contiguous() for t in tensors]
         return tensors
     if not _has_sample_layout(x):
         x = convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
@@ -154,9 +162,18 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
         of_statistics = x.shape[:-1]
-    shapes = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters, ShapeRole.PER_SAMPLE: x.shape[:2]}
+        modulations = {
+            name: each for name, each in (("scale", inputs.scale), ("shift", inputs.shift)) if each is not None
+        }
+        if modulations:
+            count_samples(tuple(x.shape), modulations)
+    shapes: dict[ShapeRole, Any] = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters}
+    shapes[ShapeRole.PER_SAMPLE] = x.shape[:2] if options.op == "group_norm" else None
     for name, tensor in zip(inputs._fields, inputs, strict=True):
-        check_optional_tensor(name, tensor, x, shapes[ROLES[name]])
+        shape = shapes[ROLES[name]]
+        if shape is None and ROLES[name] is ShapeRole.PER_SAMPLE and tensor is not None:
+            shape = tensor.shape
+        check_optional_tensor(name, tensor, x, shape)
     rstd = x.new_full(of_statistics, math.nan, dtype=torch.promote_types(x.dtype, torch.float32))
     mean = None if options.is_rms else torch.zeros_like(rstd)
     if residual is not None and options.op == "group_norm":
@@ -181,6 +198,11 @@ def _has_uniform_rows(tensor: Tensor) -> bool:
     """Return whether a non-contiguous [..., cols] has rows of contiguous elements, one constant stride apart."""
     *strides, last = tensor.stride()
     return last == 1 and merge_axes(tensor.shape[:-1], tuple(strides)) is not None
+
+
+def _is_contiguous_or_uniform(tensor: Tensor) -> bool:
+    """Return whether [..., cols] has rows of contiguous elements, one constant stride apart."""
+    return tensor.is_contiguous() or _has_uniform_rows(tensor)
 
 
 def _has_contiguous_heads(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ They read descriptions of arrays; `tensors.arrays` checks what only tensors have
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -260,3 +260,33 @@ def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) ->
         raise UnsupportedShapeError(
             f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
         )
+
+
+def count_samples(shape: tuple[int, ...], modulations: Mapping[str, Any]) -> int:
+    """Count the samples of rows [..., cols]: the groups of consecutive rows that share a row of scale and shift.
+
+    Each of `modulations` has the shape of some leading axes of x and its last axis, with axes of one element
+    between them or without.
+
+    Raises:
+        KernelInputError: another shape, or two that differ.
+    """
+    samples: dict[str, int] = {}
+    for name, array in modulations.items():
+        leading = tuple(array.shape[:-1])
+        while leading and leading[-1] == 1 and leading != tuple(shape[: len(leading)]):
+            leading = leading[:-1]
+        if (
+            len(array.shape) > len(shape)
+            or array.shape[-1:] != shape[-1:]
+            or leading != tuple(shape[: len(leading)])
+        ):
+            raise KernelInputError(
+                f"x {list(shape)} needs {name} with the shape of leading axes of x and the last axis, like "
+                f"{[*shape[:1], shape[-1]]}, got {list(array.shape)}"
+            )
+        samples[name] = math.prod(leading)
+    if len(set(samples.values())) > 1:
+        shapes = " and ".join(str(list(array.shape)) for array in modulations.values())
+        raise KernelInputError(f"scale and shift must have one shape, got {shapes}")
+    return samples.popitem()[1]

@@ -21,7 +21,7 @@ class ShapeRole(IntEnum):
     """The shape does not depend on the number of rows or samples."""
 
     PER_SAMPLE = 3
-    """[N, C]."""
+    """[N, C] of x [N, C, *spatial], or x.shape[:k] and the last axis, with axes of one element between or not."""
 
 
 ROLES = {
@@ -40,9 +40,8 @@ ROLES = {
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _CENTRED = ("layer_norm", "group_norm")
-_GROUPS = ("group_norm",)
 
-OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "scale": _GROUPS, "shift": _GROUPS}
+OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED}
 """The operations that have each tensor; a tensor that is not listed belongs to all operations."""
 
 _OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scale", "shift", "dresidual_out"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.cpu import fallback_passes
+from fusednorm.cpu import fallback_passes, modulated_norms
 from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
 from fusednorm.cpu.supported_arguments import (
@@ -60,6 +60,8 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -70,8 +72,19 @@ def layer_norm_forward(
     Arguments and results are those of `fusednorm.reference.layer_norm_forward`.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if not (scale is shift is None):
+        more: dict[str, Any] = {
+            "weight": weight,
+            "bias": bias,
+            "residual": residual,
+            "dropout": dropout,
+            "seed": seed,
+        }
+        return modulated_norms.compute_forward(
+            layer_norm_forward, "layer_norm", scale, shift, x, stats, **options, **more
+        )
     if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
-        more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
+        more = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
         return fallback_passes.compute_fallback_forward(
             "layer_norm", x=x, weight=weight, bias=bias, **options, **more
         )
@@ -99,6 +112,8 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -109,12 +124,17 @@ def rms_norm_forward(
     Arguments and results are those of `fusednorm.reference.rms_norm_forward`.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if not (scale is shift is None):
+        more: dict[str, Any] = {"weight": weight, "residual": residual, "dropout": dropout, "seed": seed}
+        return modulated_norms.compute_forward(
+            rms_norm_forward, "rms_norm", scale, shift, x, stats, **options, **more
+        )
     if (
         x.ndim == 0
         or x.shape[-1] > _LONGEST
         or not can_compute(x, weight, None, residual, dropout=dropout, **options)
     ):
-        more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
+        more = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
         return fallback_passes.compute_fallback_forward("rms_norm", x=x, weight=weight, **options, **more)
     h = add_residual(x, residual)
     cols = x.shape[-1]
@@ -144,6 +164,8 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -155,6 +177,13 @@ def layer_norm_backward(
     saved statistics.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if not (scale is shift is None):
+        more: dict[str, Any] = {"weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "residual": residual}
+        more |= {"dresidual_out": dresidual_out, "dropout": dropout, "seed": seed}
+        more |= {"parameter_gradients": parameter_gradients}
+        return modulated_norms.compute_backward(
+            layer_norm_forward, layer_norm_backward, "layer_norm", scale, shift, dy, x, **options, **more
+        )
     of_x = x.shape[:-1]
     can_compute_call = (
         can_compute(x, weight, bias, residual, dropout=dropout, **options)
@@ -189,6 +218,8 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -202,6 +233,17 @@ def rms_norm_backward(
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    if not (scale is shift is None):
+        more: dict[str, Any] = {
+            "weight": weight,
+            "rstd": rstd,
+            "residual": residual,
+            "dresidual_out": dresidual_out,
+        }
+        more |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
+        return modulated_norms.compute_backward(
+            rms_norm_forward, rms_norm_backward, "rms_norm", scale, shift, dy, x, **options, **more
+        )
     can_compute_call = (
         can_compute(x, weight, None, residual, dropout=dropout, **options)
         and x.shape[-1] <= _LONGEST

@@ -6,10 +6,13 @@ HEADS is the layout of x [tokens, heads, cols]; the number of a row is token * h
 - "shared": the heads of a token are contiguous, and a constant stride separates tokens; parameters are [cols].
 - "own": the layout of "shared"; parameters are [heads, cols].
 - "own_uniform": a constant stride separates all rows, also those of different tokens; parameters are [heads, cols].
+- "samples": a head is a sample, x is [samples, tokens, cols] in memory, and the number of a row is sample * tokens
+  + token.  A constant stride separates all rows; weight and bias are [cols], scale and shift [samples, cols].
 
-A program processes rows of one head only, and the grid's second axis is the head.  Without heads these functions
-cost nothing: they return constants or their arguments.  Every return stands in a branch: Triton also compiles the
-code after a branch that returns, and requires both to return the same type.
+A program processes rows of one head only.  The grid's second axis is the head; for "samples", of which there may be
+more than an axis has, the grid has one axis.  Without heads these functions cost nothing: they return constants or
+their arguments.  Every return stands in a branch: Triton also compiles the code after a branch that returns, and
+requires both to return the same type.
 """
 
 import triton
@@ -17,14 +20,17 @@ import triton.language as tl
 
 
 @triton.jit
-def locate_program_among_heads(HEADS: tl.constexpr):
+def locate_program_among_heads(samples, HEADS: tl.constexpr):
     """Compute this program's head, and its index among the programs of that head.
 
     Returns the index, the number of programs of a head, the head, and the number of heads.  HEADS is the
-    memory layout of heads, "none" without heads.
+    memory layout of heads, "none" without heads.  `samples`, the number of samples, is used for "samples" only.
     """
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
+    elif HEADS == "samples":
+        programs = tl.num_programs(0) // samples
+        return tl.program_id(0) % programs, programs, tl.program_id(0) // programs, samples
     else:
         # Programs that start together process the heads of the same tokens, which are adjacent in memory.
         heads = tl.num_programs(1)
@@ -33,13 +39,16 @@ def locate_program_among_heads(HEADS: tl.constexpr):
 
 
 @triton.jit
-def compute_row_index(token, head, heads, HEADS: tl.constexpr):
+def compute_row_index(token, head, tokens, heads, HEADS: tl.constexpr):
     """Compute the index of the row of one token and head; `token` is int64.
 
-    HEADS is the memory layout of heads; with "none", a token is one row.
+    HEADS is the memory layout of heads; with "none", a token is one row.  `tokens`, the number of tokens of a
+    sample, is used for "samples" only.
     """
     if HEADS == "none":
         return token
+    elif HEADS == "samples":
+        return head.to(tl.int64) * tokens + token
     else:
         return token * heads + head
 
@@ -54,6 +63,15 @@ def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
         return token * stride + head.to(tl.int64) * cols
     else:
         return row * stride
+
+
+@triton.jit
+def compute_modulation_offset(head, units, VEC: tl.constexpr, HEADS: tl.constexpr):
+    """Compute the offset of this sample's scale and shift in elements; samples are `units` * VEC elements apart."""
+    if HEADS == "samples":
+        return head.to(tl.int64) * (units * VEC)
+    else:
+        return 0
 
 
 @triton.jit

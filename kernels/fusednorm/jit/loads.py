@@ -87,6 +87,12 @@ def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def add_one(scale):
+    """Compute the factor of adaptive norms, 1 + scale, in float32."""
+    return 1.0 + widen(scale)
+
+
+@triton.jit
 def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
     """Load x + residual in float32, at the offsets `x_at` and `residual_at`.  Masked elements are 0.
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import apply_epilogue
-from fusednorm.jit.loads import add_residual_chunk, add_weight_offset, make_column_mask, widen
+from fusednorm.jit.loads import add_one, add_residual_chunk, add_weight_offset, make_column_mask, widen
 from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
 
@@ -161,7 +161,7 @@ def _standardise(h, mean, scaled_shift, rstd):
 
 @triton.jit
 def store_normalised_chunk(
-    h, weights, biases, i: tl.constexpr, y_ptr, y_at, fragment_cols, row, first_col,
+    h, weights, biases, scales, shifts, i: tl.constexpr, y_ptr, y_at, fragment_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -170,8 +170,8 @@ def store_normalised_chunk(
     """Normalise chunk i of a fragment, apply affine step, activation and dropout, and store y.
 
     h [lanes, GROUP] is the chunk of x + residual.  The fragment starts at column `first_col` of the row, and
-    `y_at` elements after y_ptr.  The mean is mean + shift.  `weights` and `biases` are tuples of one chunk
-    in the dtype of memory, or empty.
+    `y_at` elements after y_ptr.  The mean is mean + shift.  `weights`, `biases`, `scales` and
+    `shifts` are tuples of one chunk in the dtype of memory, or empty.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
     mask = make_column_mask(at, fragment_cols, i < FULL)
@@ -183,6 +183,10 @@ def store_normalised_chunk(
         y = y * add_weight_offset(widen(weights[0]), WEIGHT_OFFSET)
     if len(biases) > 0:
         y = y + widen(biases[0])
+    if len(scales) > 0:
+        y = y * add_one(scales[0])
+    if len(shifts) > 0:
+        y = y + widen(shifts[0])
     if ACTIVATION != "none" or DROPOUT:
         y = tl.reshape(y, (1, BLOCK_N))
         y = apply_epilogue(
@@ -201,7 +205,7 @@ def store_normalised_chunk(
 
 @triton.jit
 def store_normalised_fragment(
-    chunks, residuals, weight_ptr, bias_ptr, parameter_at,
+    chunks, residuals, weight_ptr, bias_ptr, parameter_at, scale_ptr, shift_ptr, modulation_at,
     y_ptr, y_at, fragment_cols, row, first_col,
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
@@ -210,24 +214,32 @@ def store_normalised_fragment(
 ):  # fmt: skip
     """Normalise all chunks of a loaded fragment by `store_normalised_chunk`, and store y.
 
-    Parameters, from `parameter_at` on in weight and bias, are loaded one chunk ahead.
+    Parameters, from `parameter_at` on in weight and bias and from `modulation_at` on in scale and shift, are loaded
+    one chunk ahead.
     """
     # An eviction hint adds five instructions to an access: too many for narrow ones.
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
     weights = load_fragment(weight_ptr, parameter_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
     biases = load_fragment(bias_ptr, parameter_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    scales = load_fragment(scale_ptr, modulation_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
+    shifts = load_fragment(shift_ptr, modulation_at, fragment_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
     for i in tl.static_range(len(chunks)):
         these_weights = weights
         these_biases = biases
+        these_scales = scales
+        these_shifts = shifts
         if i + 1 < len(chunks):
             at = (i + 1) * BLOCK_N
             left = fragment_cols - at
             weights = load_fragment(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
             biases = load_fragment(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+            scales = load_fragment(scale_ptr, modulation_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
+            shifts = load_fragment(shift_ptr, modulation_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
         store_normalised_chunk(
-            add_residual_chunk(chunks, residuals, i), these_weights, these_biases, i, y_ptr, y_at,
-            fragment_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+            add_residual_chunk(chunks, residuals, i), these_weights, these_biases, these_scales, these_shifts,
+            i, y_ptr, y_at, fragment_cols, row, first_col,
+            mean, shift, rstd, seed, dropout_threshold, dropout_scale,
             FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
         )  # fmt: skip
 

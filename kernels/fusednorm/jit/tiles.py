@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
+from fusednorm.jit.loads import add_one, add_weight_offset, load_row_residual_sum, make_column_mask, widen
 
 
 @triton.jit
@@ -34,10 +34,10 @@ def load_tile(
 
 @triton.jit
 def normalise(
-    h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
+    h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile h with given mean and rstd, and apply the affine step.
+    """Normalise a tile h with given mean and rstd, and apply the affine step, and scale and shift.
 
     The mean is rough + shift; `at` and `mask` are the offsets and the mask of the parameters, which
     broadcast to h.
@@ -50,4 +50,8 @@ def normalise(
         y = y * add_weight_offset(widen(tl.load(weight_ptr + at, mask=mask, other=0.0)), WEIGHT_OFFSET)
     if bias_ptr is not None:
         y = y + widen(tl.load(bias_ptr + at, mask=mask, other=0.0))
+    if scale_ptr is not None:
+        y = y * add_one(tl.load(scale_ptr + at, mask=mask, other=0.0))
+    if shift_ptr is not None:
+        y = y + widen(tl.load(shift_ptr + at, mask=mask, other=0.0))
     return y

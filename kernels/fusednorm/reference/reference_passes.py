@@ -4,7 +4,7 @@ It follows the formulas literally, to be readable and trustworthy, not fast.  Su
 float64 if requested or if x is float64, otherwise float32.  Three decisions apply here and to every kernel:
 
 - y = dropout(act(x_hat * (weight + weight_offset) + bias)), and dy of the backward pass is the gradient of this y;
-  GroupNorm applies scale and shift of a sample first: act((x_hat * weight + bias) * (1 + scale) + shift);
+  scale and shift of a sample are applied before act: with them act(z * (1 + scale) + shift) replaces act(z) there;
 - with a residual the statistics are those of h = x + residual as summed in `precision`, *before* it is rounded for
   `residual_out`; the backward pass computes h again from x and residual in the same way;
 - dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype differs;
@@ -28,6 +28,7 @@ from fusednorm.arguments.checks import (
     ActivationName,
     check_groups,
     check_weight_offset,
+    count_samples,
     has_heads,
 )
 from fusednorm.arguments.options import NormOptions
@@ -50,8 +51,9 @@ class _NormView:
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `convert_mask` converts a mask of that
     grid to `shape`.  `work_dtype` is the dtype of every sum, `residual_dtype` that of residual_out and dresidual;
-    `weight_offset` is added to weight.  `scale` and `shift` of a sample's channels are applied after the affine
-    step.  Results of x's shape are channels-last in memory if `channels_last`, else contiguous.
+    `weight_offset` is added to weight.  `scale` and `shift` of a sample are applied after the affine step; they
+    broadcast as `sample_shape`, and their gradients are sums over `sample_axis`.  Results of
+    x's shape are channels-last in memory if `channels_last`, else contiguous.
     """
 
     shape: tuple[int, ...]
@@ -68,6 +70,8 @@ class _NormView:
     weight_offset: float = 0.0
     scale: Tensor | None = None
     shift: Tensor | None = None
+    sample_shape: tuple[int, ...] = ()
+    sample_axis: int = -1
     channels_last: bool = False
 
 
@@ -79,6 +83,8 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -114,7 +120,9 @@ def layer_norm_forward(
             dropout or seed is invalid.
     """
     check_result_dtype(out_dtype, float8=True)
-    view = _check_and_view_rows(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    view = _check_and_view_rows(
+        x, weight, bias, weight_offset, residual, scale, shift, centre=True, precision=precision
+    )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
@@ -126,6 +134,8 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -138,7 +148,9 @@ def rms_norm_forward(
     Everything else is as in `layer_norm_forward`.
     """
     check_result_dtype(out_dtype, float8=True)
-    view = _check_and_view_rows(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    view = _check_and_view_rows(
+        x, weight, None, weight_offset, residual, scale, shift, centre=False, precision=precision
+    )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, None, residual, options, out_dtype, stats)
 
@@ -198,6 +210,8 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -219,7 +233,9 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
-    view = _check_and_view_rows(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    view = _check_and_view_rows(
+        x, weight, bias, weight_offset, residual, scale, shift, centre=True, precision=precision
+    )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
@@ -235,6 +251,8 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -245,7 +263,9 @@ def rms_norm_backward(
 
     Everything else is as in `layer_norm_backward`.
     """
-    view = _check_and_view_rows(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    view = _check_and_view_rows(
+        x, weight, None, weight_offset, residual, scale, shift, centre=False, precision=precision
+    )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
@@ -291,6 +311,8 @@ def _check_and_view_rows(
     bias: Tensor | None,
     weight_offset: float,
     residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     *,
     centre: bool,
     precision: torch.dtype | None,
@@ -301,19 +323,25 @@ def _check_and_view_rows(
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     own = has_heads(weight, bias)
+    modulations = {name: each for name, each in (("scale", scale), ("shift", shift)) if each is not None}
+    for name, each in modulations.items():
+        check_optional_tensor(name, each, x, tuple(each.shape))
+    if modulations and own:
+        raise KernelInputError("scale and shift need parameters [cols], got parameters of each head")
+    samples = count_samples(tuple(x.shape), modulations) if modulations else 1
     of_parameters = x.shape[-2:] if own else x.shape[-1:]
     check_optional_tensor("weight", weight, x, of_parameters)
     check_optional_tensor("bias", bias, x, of_parameters)
     check_optional_tensor("residual", residual, x)
     cols, heads = x.shape[-1], x.shape[-2] if own else 1
     tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
-    shape = (tokens, heads, cols)
+    shape = (samples, tokens // max(samples, 1), cols) if modulations else (tokens, heads, cols)
     return _NormView(
         shape=shape,
         axes=(2,),
         statistics_shape=tuple(x.shape[:-1]),
         parameter_shape=(1, heads, cols),
-        parameter_axes=(0,),
+        parameter_axes=(0, 1) if modulations else (0,),
         rows=tokens * heads,
         positions=cols,
         convert_mask=lambda mask: mask.view(shape),
@@ -321,6 +349,10 @@ def _check_and_view_rows(
         residual_dtype=x.dtype if residual is None else residual.dtype,
         subtracts_mean=centre,
         weight_offset=weight_offset,
+        scale=scale,
+        shift=shift,
+        sample_shape=(samples, 1, cols),
+        sample_axis=1,
     )
 
 
@@ -367,6 +399,7 @@ def _check_and_view_groups(
         residual_dtype=x.dtype,
         scale=scale,
         shift=shift,
+        sample_shape=(n, num_groups, c // num_groups, 1),
         channels_last=channels_last,
     )
 
@@ -460,7 +493,7 @@ def _compute_backward(
 
 
 def _sum_sample_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:
-    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype, copy=True)
+    return terms.sum(view.sample_axis).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
 def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
@@ -517,8 +550,8 @@ def _compute_scale_factors(view: _NormView, scale: Tensor) -> Tensor:
 
 
 def _broadcast_sample_parameter(view: _NormView, parameter: Tensor) -> Tensor:
-    """Make a parameter [N, C] broadcastable."""
-    return parameter.to(view.work_dtype).reshape(*view.shape[:3], 1)
+    """Make the parameter of each sample broadcastable."""
+    return parameter.to(view.work_dtype).reshape(view.sample_shape)
 
 
 def _compute_weight_factors(view: _NormView, weight: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ X = torch.zeros(2, 4)
 @pytest.mark.parametrize(
     ("op", "names"),
     [
-        ("layer_norm", {"weight", "bias", "weight_offset"}),
-        ("rms_norm", {"weight", "weight_offset"}),
+        ("layer_norm", {"weight", "bias", "scale", "shift", "weight_offset"}),
+        ("rms_norm", {"weight", "scale", "shift", "weight_offset"}),
         ("group_norm", {"weight", "bias", "scale", "shift", "num_groups"}),
     ],
 )

@@ -65,7 +65,7 @@ def rows(shape, activation):
     yield from plan_forward(LayerNormForwardCall(**check_rows(options, inputs), options=options, out=out))
     mean, rstd = (new(name, *shape[:-1], dtype="float32") for name in ("mean", "rstd"))
     inputs = BackwardInputs(x, weight, bias, None, None, None, mean, rstd, new("dy", *shape), None)
-    out = Backward(*describe_results(declare_backward_outputs(x, weight, bias, None), x))
+    out = Backward(*describe_results(declare_backward_outputs(x, (weight, bias, None, None), None), x))
     yield from plan_backward(LayerNormBackwardCall(**check_rows(options, inputs), options=options, out=out))
 
 def samples(shape, groups):

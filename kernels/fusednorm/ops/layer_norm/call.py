@@ -1,7 +1,7 @@
 """The checked arguments of LayerNorm's and RMSNorm's passes, and functions that their launches use."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import MAX_HEADS, has_heads
@@ -50,14 +50,24 @@ class RowLayout(NamedTuple):
 class LayerNormCall:
     """The checked arguments that LayerNorm's and RMSNorm's forward and backward calls have in common.
 
-    x is [rows, cols] or [tokens, heads, cols].
+    x is [rows, cols] or [tokens, heads, cols]; with a scale or a shift, [tokens, samples, cols].
+
+    Attributes:
+        scale, shift: [samples, cols] with one stride between samples, or None.
     """
 
     x: Array
     weight: Array | None = None
     bias: Array | None = None
     residual: Array | None = None
+    scale: Array | None = None
+    shift: Array | None = None
     options: NormOptions
+
+    @property
+    def is_modulated(self) -> bool:
+        """Whether each sample has a scale or a shift."""
+        return self.scale is not None or self.shift is not None
 
     @property
     def heads_have_own_parameters(self) -> bool:
@@ -93,13 +103,24 @@ class LayerNormCall:
         return self.x, self.residual
 
     def make_grid(self, programs: int) -> tuple[int, ...]:
-        """Make the grid of `programs` programs for each head of x."""
+        """Make the grid of `programs` programs for each head or sample of x."""
+        if self.is_modulated:
+            return (programs * self.x.shape[1],)
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
 
     def compute_max_programs(self, programs_per_sm: int) -> int:
         """Compute the number of programs for each head of x that can be resident at the same time."""
         resident = self.multiprocessors * programs_per_sm
-        return resident if self.x.ndim == 2 else resident // self.x.shape[1]
+        return resident if self.x.ndim == 2 else max(1, resident // self.x.shape[1])
+
+    def modulation_arguments(self, vec: int) -> tuple[Any, ...]:
+        """Return scale, shift, the number of samples, and the stride between samples in units of `vec` elements."""
+        modulation = self.scale if self.scale is not None else self.shift
+        if modulation is None:
+            return None, None, None, 0
+        samples = self.x.shape[1]
+        stride = self.cols if samples == 1 else modulation.stride(0)
+        return self.scale, self.shift, samples, stride // vec
 
     def make_common_constexprs(self, vec: int) -> dict[str, object]:
         """Make the constexprs that all LayerNorm kernels with an epilogue have in common.
@@ -122,7 +143,7 @@ class LayerNormCall:
         if self.x.ndim > 2:
             raise UnsupportedShapeError(
                 f"rows of {self.cols} columns are too long for two strides, "
-                "and for heads with parameters of their own"
+                "for heads with parameters of their own, and for scale and shift"
             )
 
     def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
@@ -141,6 +162,15 @@ class LayerNormCall:
             UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
         """
         cols, tensors = self.cols, self.strided_inputs
+        if self.is_modulated:
+            modulations = [m for m in (self.scale, self.shift) if m is not None]
+            tokens, samples, _ = self.x.shape
+            strides = tuple(
+                cols if t is None or tokens * samples == 1 else t.stride(0) if tokens > 1 else t.stride(1)
+                for t in tensors
+            )
+            vec = compute_vector_width(MAX_VEC, cols, *strides, *list_row_strides(cols, *modulations))
+            return RowLayout("samples", vec, (cols // vec, *[stride // vec for stride in strides]))
         if self.x.ndim == 2:
             return RowLayout.from_strides("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
         present = [tensor for tensor in tensors if tensor is not None]
@@ -176,7 +206,7 @@ class LayerNormForwardCall(LayerNormCall):
         return self.out.y, self.out.residual_out, self.out.mean, self.out.rstd
 
     @property
-    def scale(self) -> Array | None:
+    def y_scale(self) -> Array | None:
         """The tensor for the scales of float8 rows."""
         return None if isinstance(self.out, RowStatistics) else self.out.scale
 
@@ -190,7 +220,9 @@ class LayerNormForwardCall(LayerNormCall):
             UnsupportedShapeError: there are heads.
         """
         if self.x.ndim > 2:
-            raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
+            raise UnsupportedShapeError(
+                "a float8 y needs rows one constant stride apart, parameters [cols], and neither scale nor shift"
+            )
         return self.make_row_layout(16 // self.itemsize)
 
     @property
@@ -212,7 +244,9 @@ class LayerNormForwardCall(LayerNormCall):
 
     def can_prefetch_rows(self, layout: RowLayout) -> bool:
         """Return whether programs of one row each may prefetch rows and parameters into L2."""
-        return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
+        return layout.heads in ("none", "samples") and can_prefetch(
+            layout.vec, self.x, self.weight, self.bias, self.residual
+        )
 
     @property
     def one_row_dependence(self) -> RowDependence | None:

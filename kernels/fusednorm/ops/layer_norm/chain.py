@@ -130,8 +130,8 @@ def layer_norm_chain_tile_kernel(
         after = ()
         for i in tl.static_range(CHUNKS):
             y = normalise(
-                chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], columns[i], col_masks[i],
-                False, 0.0,
+                chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], None, None,
+                columns[i], col_masks[i], False, 0.0,
             )  # fmt: skip
             if not EVEN:
                 y = tl.where(col_masks[i], y, 0.0)
@@ -154,8 +154,8 @@ def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstd
     h = load_row_residual_sum(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
         h = normalise(
-            h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask,
-            False, 0.0,
+            h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], None, None,
+            at, mask, False, 0.0,
         )  # fmt: skip
     return h
 

@@ -8,15 +8,19 @@ from fusednorm.arguments.checks import (
     check_parameter,
     check_statistics,
     check_weight_offset,
+    count_samples,
     has_heads,
     select_row_view,
+    view_as_rows,
 )
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, ShapeRole, group_names_by_role
 from fusednorm.arguments.options import NormOptions, collect_arguments
+from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
 _LIKE_X: dict[type, tuple[str, ...]] = {
     each: group_names_by_role(each._fields)[ShapeRole.LIKE_X] for each in (NormInputs, BackwardInputs)
 }
+_MODULATIONS = group_names_by_role(NormInputs._fields)[ShapeRole.PER_SAMPLE]
 _PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
 
 
@@ -37,14 +41,51 @@ def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[
         if arrays[name] is not None:
             check_float(name, arrays[name], shape_like=x)
     own = has_heads(inputs.weight, inputs.bias)
-    view = select_row_view(own, *map(arrays.get, like_x))
+    modulations = {name: arrays[name] for name in _MODULATIONS if arrays[name] is not None}
+    if modulations and own:
+        raise KernelInputError("scale and shift need parameters [cols], got parameters of each head")
+    view = view_as_rows if modulations else select_row_view(own, *map(arrays.get, like_x))
     for name in like_x:
         if arrays[name] is not None:
             arrays[name] = view(name, arrays[name])
     shape = x.shape[-2:] if own else x.shape[-1:]
     for name in _PARAMETERS:
         check_parameter(name, arrays.get(name), shape, x)
+    if modulations:
+        samples = count_samples(x.shape, modulations)
+        check_modulations(modulations)
+        for name in like_x:
+            if arrays[name] is not None:
+                arrays[name] = view_as_samples(arrays[name], samples)
+        for name, array in modulations.items():
+            arrays[name] = view_as_rows(name, array)
     check_weight_offset(options.weight_offset, inputs.weight)
     if isinstance(inputs, BackwardInputs):
         check_statistics(inputs.mean, inputs.rstd, x.shape[:-1])
     return arrays
+
+
+def view_as_samples(rows: Array, samples: int) -> Array:
+    """Return the view [tokens, samples, cols] of [rows, cols], whose samples are consecutive rows."""
+    tokens = rows.shape[0] // max(samples, 1)
+    stride = rows.strides[0]
+    return rows.view((tokens, samples, rows.shape[1]), (stride, tokens * stride, rows.strides[1]))
+
+
+def check_modulations(modulations: dict[str, Array]) -> None:
+    """Check that scale and shift have supported dtypes, and one stride between samples.
+
+    Raises:
+        KernelInputError: wrong dtype.
+        UnsupportedShapeError: different strides, or samples that no stride separates.
+    """
+    strides = set()
+    for name, array in modulations.items():
+        check_float(name, array)
+        rows = view_as_rows(name, array)
+        if rows.shape[0] > 1:
+            strides.add(rows.strides[0])
+    if len(strides) > 1:
+        raise UnsupportedShapeError(
+            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
+        )

@@ -192,7 +192,7 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
-    if config is None and call.scale is not None:
+    if config is None and call.y_scale is not None:
         config = choose_float8(call.cols, call.itemsize)
     config = config or choose_forward(
         call.cols,

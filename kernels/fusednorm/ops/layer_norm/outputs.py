@@ -19,20 +19,18 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
     )
 
 
-def declare_backward_outputs(x: Array, weight: Array | None, bias: Array | None, residual: Array | None) -> Outputs:
+def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], residual: Array | None) -> Outputs:
     """Declare shape and dtype of each output of a backward pass, in the order of the fields of `Backward`.
 
-    A parameter that is None has no gradient.  If x and residual have the same dtype, dresidual is dx.
+    `parameters` are weight, bias, scale and shift; one that is None has no gradient.  If x and residual have
+    the same dtype, dresidual is dx.
     """
+    gradients = [
+        None if parameter is None else OutputSpec(f"d{name}", parameter.dtype, parameter.shape)
+        for name, parameter in zip(("weight", "bias", "scale", "shift"), parameters, strict=True)
+    ]
     dx = OutputSpec("dx", x.dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != x.dtype:
         dresidual = OutputSpec("dresidual", residual.dtype)
-    return (
-        dx,
-        None if weight is None else OutputSpec("dweight", weight.dtype, weight.shape),
-        None if bias is None else OutputSpec("dbias", bias.dtype, bias.shape),
-        dresidual,
-        None,
-        None,
-    )
+    return dx, *gradients[:2], dresidual, *gradients[2:]

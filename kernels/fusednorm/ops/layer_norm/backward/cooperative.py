@@ -51,7 +51,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = PartialGradients.allocate(call.x, call.out, call.heads_have_own_parameters, groups)
+    partials = PartialGradients.allocate(call, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,
@@ -73,7 +73,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
-        *plan_partial_reduction(partials, call.out, call.can_start_early, most_groups),
+        *plan_partial_reduction(call, partials, most_groups),
     ]
 
 

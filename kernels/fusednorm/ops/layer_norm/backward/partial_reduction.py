@@ -1,7 +1,10 @@
-"""The last launch of a backward pass: it adds up the partial sums of all programs for dweight and dbias.
+"""The last launches of a backward pass: they add up the partial sums of all programs for the parameters.
 
-Its kernel is launched while the previous kernel still runs (programmatic dependent launch, compute capability 9.0),
-so that only its own work adds to the time of the pass.
+Without scale and shift it is one launch.  With them a first launch adds up the partial sums of each sample, for
+dscale, dshift and the sample's share of dweight and dbias; a second one adds up these shares.
+
+The first kernel is launched while the previous kernel still runs (programmatic dependent launch, compute capability
+9.0), so that only its own work adds to the time of the pass.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +15,10 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous_launch
+from fusednorm.jit.loads import add_weight_offset
 from fusednorm.launch.launches import Launch, RowDependence, make_early_options
-from fusednorm.results import Backward
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
+from fusednorm.ops.layer_norm.gradient_steps import load_parameter
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 """Limits of the tile that adds up partial gradients; up to MAX_PARTIALS partials are one access."""
@@ -34,24 +39,26 @@ class PartialGradients:
 
     @classmethod
     def allocate(
-        cls,
-        x: Array,
-        out: Backward[Array],
-        heads_have_own_parameters: bool,
-        programs: int,
-        max_programs: int | None = None,
+        cls, call: LayerNormBackwardCall, programs: int, max_programs: int | None = None
     ) -> "PartialGradients":
-        """Allocate the memory for the partial sums of `programs` programs, per head if x has heads.
+        """Allocate the memory for the partial sums of `programs` programs, per head or sample if x has these.
 
         If `max_programs` is set, there is memory for that many programs, so that its size is the same for any
-        number of rows.  `heads_have_own_parameters`: whether heads have separate parameters.
+        number of rows.
         """
+        x, out = call.x, call.out
+        of_weight = out.dweight is not None or out.dscale is not None
+        # dscale is the gradient of a factor of weight * x_hat + bias.
+        of_bias = (
+            out.dbias is not None or out.dshift is not None or (out.dscale is not None and call.bias is not None)
+        )
+        own = call.heads_have_own_parameters or call.is_modulated
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
         room = cdiv(max_programs or programs, 4) * 4
-        wanted = (out.dweight is not None) + (out.dbias is not None)
+        wanted = of_weight + of_bias
         both = new_workspace(x, wanted, room, *x.shape[1:]).unbind() if wanted else (None,)
-        count = programs if x.ndim == 2 or heads_have_own_parameters else programs * x.shape[1]
-        return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
+        count = programs if x.ndim == 2 or own else programs * x.shape[1]
+        return cls(count, both[0] if of_weight else None, both[-1] if of_bias else None)
 
 
 def choose_reduction_tile(most_partials: int) -> dict[str, int]:
@@ -66,24 +73,27 @@ def choose_reduction_tile(most_partials: int) -> dict[str, int]:
 
 
 def plan_partial_reduction(
+    call: LayerNormBackwardCall,
     partials: PartialGradients,
-    out: Backward[Array],
-    early: bool,
     most_partials: int,
     row_dependence: RowDependence | None = None,
 ) -> list[Launch]:
-    """Plan the launch that adds up the programs' partial sums to dweight and dbias.
+    """Plan the launches that add up the programs' partial sums to dweight and dbias, and to dscale and dshift.
 
-    The list is empty if neither gradient is wanted.
+    The list is empty if no gradient is wanted.
 
     Args:
-        early: whether it may start before the previous kernel ends.
         most_partials: the largest number of partial sums for any number of rows.
         row_dependence: how the number of programs that write partials depends on the number of rows.
     """
+    out, early = call.out, call.can_start_early
+    launches: list[Launch] = []
+    if call.is_modulated:
+        launches, partials = _plan_sample_reduction(call, partials)
+        most_partials, early = partials.count, False
     gradients = [gradient for gradient in (out.dweight, out.dbias) if gradient is not None]
     if not gradients:
-        return []
+        return launches
     size = gradients[0].numel()
     tile = choose_reduction_tile(most_partials)
     grid = (cdiv(size, tile["BLOCK_N"]), len(gradients))
@@ -91,7 +101,104 @@ def plan_partial_reduction(
     if row_dependence is not None:
         row_dependence = replace(row_dependence, scales_grid=False, rows_index=None, programs_index=4)
     options = tile | make_early_options(early)
-    return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, row_dependence)]
+    return [*launches, Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, row_dependence)]
+
+
+def _plan_sample_reduction(
+    call: LayerNormBackwardCall, partials: PartialGradients
+) -> tuple[list[Launch], PartialGradients]:
+    """Plan the launch that adds up the programs' partial sums for each sample.
+
+    Returns a list of it, and each sample's share of dweight and dbias as partial sums.  The list is empty if no
+    gradient is wanted.
+    """
+    out, x = call.out, call.x
+    samples, cols = x.shape[1:]
+    wanted = (out.dweight is not None) + (out.dbias is not None)
+    both = new_workspace(x, wanted, cdiv(samples, 4) * 4, cols).unbind() if wanted else (None,)
+    of_samples = PartialGradients(
+        samples, None if out.dweight is None else both[0], None if out.dbias is None else both[-1]
+    )
+    if partials.dweight is None and partials.dbias is None:
+        return [], of_samples
+    tile = choose_reduction_tile(partials.count)
+    scale, _, _, stride = call.modulation_arguments(1)
+    arguments = (
+        partials.dweight, partials.dbias, call.weight, call.bias, scale, out.dscale, out.dshift,
+        of_samples.dweight, of_samples.dbias, partials.count, samples, cols, stride,
+    )  # fmt: skip
+    options = {
+        "WEIGHT_OFFSET": float(call.options.weight_offset),
+        **tile,
+        **make_early_options(call.can_reduce_early),
+    }
+    grid = (cdiv(cols, tile["BLOCK_N"]) * samples,)
+    return [Launch(layer_norm_backward_reduce_samples_kernel, grid, arguments, options)], of_samples
+
+
+@triton.jit
+def _sum_sample_partials(ptr, partials, sample, samples, cols, col, BLOCK_P: tl.constexpr):
+    """Sum one sample's columns of [partials, samples, cols] float32 over the partials; [1, BLOCK_N]."""
+    lane = tl.arange(0, BLOCK_P)[:, None]
+    sums = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
+    for first in range(0, partials, BLOCK_P):
+        mask = (first + lane < partials) & (col < cols)
+        row = (first + lane).to(tl.int64) * samples + sample
+        sums += tl.load(ptr + row * cols + col, mask=mask, other=0.0)
+    return tl.sum(sums, 0, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=["partials", "samples", "cols", "scale_row_stride"])
+def layer_norm_backward_reduce_samples_kernel(
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    sample_dweight_ptr,
+    sample_dbias_ptr,
+    partials,
+    samples,
+    cols,
+    scale_row_stride: tl.int64,
+    WEIGHT_OFFSET: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Reduce partial sums [partials, samples, cols] in a fixed order, BLOCK_N columns of a sample per program.
+
+    With A and B the sums of dz * x_hat and of dz over the rows of a sample, dscale = weight * A + bias * B and
+    dshift = B.  The sample's share of dweight and dbias, [samples, cols] float32, is (1 + scale) * A and
+    (1 + scale) * B.
+    """
+    await_previous_launch(EARLY)
+    blocks = tl.cdiv(cols, BLOCK_N)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = col < cols
+    at = sample * cols + col
+    factor = tl.full((1, BLOCK_N), 1.0, tl.float32)
+    if scale_ptr is not None:
+        factor += load_parameter(scale_ptr, sample * scale_row_stride + col, mask, 0.0)
+    dscale = tl.zeros((1, BLOCK_N), tl.float32)
+    if dweight_partial_ptr is not None:
+        of_weight = _sum_sample_partials(dweight_partial_ptr, partials, sample, samples, cols, col, BLOCK_P)
+        dscale = of_weight * add_weight_offset(load_parameter(weight_ptr, col, mask, 1.0), WEIGHT_OFFSET)
+        if sample_dweight_ptr is not None:
+            tl.store(sample_dweight_ptr + at, of_weight * factor, mask=mask)
+    if dbias_partial_ptr is not None:
+        of_bias = _sum_sample_partials(dbias_partial_ptr, partials, sample, samples, cols, col, BLOCK_P)
+        if bias_ptr is not None:
+            dscale += of_bias * load_parameter(bias_ptr, col, mask, 0.0)
+        if dshift_ptr is not None:
+            tl.store(dshift_ptr + at, of_bias.to(dshift_ptr.dtype.element_ty), mask=mask)
+        if sample_dbias_ptr is not None:
+            tl.store(sample_dbias_ptr + at, of_bias * factor, mask=mask)
+    if dscale_ptr is not None:
+        tl.store(dscale_ptr + at, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     ranges = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // ranges)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = PartialGradients.allocate(call.x, call.out, call.heads_have_own_parameters, tiles)
+    partials = PartialGradients.allocate(call, tiles)
     constants = new_workspace(call.x, call.rows, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
@@ -83,7 +83,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             **call.make_common_constexprs(layout.vec),
         },
     )  # fmt: skip
-    return [sums, apply, *plan_partial_reduction(partials, call.out, call.can_start_early, most_tiles)]
+    return [sums, apply, *plan_partial_reduction(call, partials, most_tiles)]
 
 
 @triton.jit(

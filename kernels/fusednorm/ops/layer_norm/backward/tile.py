@@ -14,12 +14,14 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.heads import (
+    compute_modulation_offset,
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
     locate_program_among_heads,
 )
 from fusednorm.jit.loads import (
+    add_one,
     add_weight_offset,
     load_row_residual_sum,
     make_column_mask,
@@ -73,14 +75,14 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
     layout = call.make_head_layout()
     pipelined = list(call.strided_inputs)
     if not config.holds_weight:
-        pipelined += [call.weight, call.bias if call.options.activation != "none" else None]
+        pipelined += [call.weight, call.scale]
+        if call.options.activation != "none":
+            pipelined += [call.bias, call.shift]
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
     most = max(1, call.compute_max_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
     # Without heads the allocation is the same for any number of rows, on which only the number of programs depends.
-    partials = PartialGradients.allocate(
-        call.x, call.out, call.heads_have_own_parameters, programs, most if call.x.ndim == 2 else None
-    )
+    partials = PartialGradients.allocate(call, programs, most if call.x.ndim == 2 else None)
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
     options = {
@@ -97,19 +99,22 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         "num_warps": config.num_warps,
         **call.make_common_constexprs(layout.vec),
     }
-    tensors = (*call.tensors, call.mean, call.rstd, *call.input_gradients, partials.dweight, partials.dbias)
+    tensors = (
+        *call.tensors, *call.modulation_arguments(layout.vec), call.mean, call.rstd, *call.input_gradients,
+        partials.dweight, partials.dbias,
+    )  # fmt: skip
     arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     by_rows = RowDependence(config.rows, most, rows_index=len(tensors)) if call.x.ndim == 2 else None
     return [
         Launch(layer_norm_backward_tile_kernel, call.make_grid(programs), arguments, options, by_rows),
-        *plan_partial_reduction(
-            partials, call.out, call.can_start_early, call.multiprocessors * config.programs_per_sm, by_rows
-        ),
+        *plan_partial_reduction(call, partials, call.multiprocessors * config.programs_per_sm, by_rows),
     ]
 
 
 @triton.jit(
     do_not_specialize=[
+        "samples",
+        "modulation_units",
         "rows",
         "col_units",
         "dy_row_units",
@@ -127,6 +132,10 @@ def layer_norm_backward_tile_kernel(
     dresidual_out_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    samples,
+    modulation_units: tl.int64,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
@@ -169,14 +178,17 @@ def layer_norm_backward_tile_kernel(
     cols = col_units * VEC
     n = cols.to(tl.float32)
     inverse_n = 1.0 / n
-    program, programs, head, heads = locate_program_among_heads(HEADS)
+    program, programs, head, heads = locate_program_among_heads(samples, HEADS)
     NARROW: tl.constexpr = VEC * x_ptr.dtype.element_ty.primitive_bitwidth < 128
     EVICT: tl.constexpr = "" if NARROW else "evict_first"
     own = compute_parameter_offset(head, cols, HEADS) + make_unaligned_zero(cols, NARROW)
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS) + make_unaligned_zero(cols, NARROW)
     columns = ()
     col_masks = ()
     held = ()
     held_biases = ()
+    held_scales = ()
+    held_shifts = ()
     dweights = ()
     dbiases = ()
     for i in tl.static_range(CHUNKS):
@@ -188,6 +200,10 @@ def layer_norm_backward_tile_kernel(
             held = held + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
         if HOLD_WEIGHT and ACTIVATION != "none" and bias_ptr is not None:
             held_biases = held_biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
+        if HOLD_WEIGHT and scale_ptr is not None:
+            held_scales = held_scales + (tl.load(scale_ptr + modulation + col, mask=col_mask, other=0.0),)
+        if HOLD_WEIGHT and ACTIVATION != "none" and shift_ptr is not None:
+            held_shifts = held_shifts + (tl.load(shift_ptr + modulation + col, mask=col_mask, other=0.0),)
         if dweight_partial_ptr is not None:
             dweights = dweights + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
         if dbias_partial_ptr is not None:
@@ -200,11 +216,13 @@ def layer_norm_backward_tile_kernel(
             first_ahead = (tile + AHEAD * programs).to(tl.int64) * ROWS
             if first_ahead < rows:
                 present = (tl.minimum(rows - first_ahead, ROWS) * cols).to(tl.int32)
+                if HEADS == "samples":
+                    first_ahead += head.to(tl.int64) * rows
                 prefetch(x_ptr + first_ahead * cols, present)
                 prefetch(dy_ptr + first_ahead * cols, present)
         token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = token < rows
-        row = compute_row_index(token, head, heads, HEADS)
+        row = compute_row_index(token, head, rows, heads, HEADS)
         x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
         residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
         dy_row = compute_row_offset(token, row, head, dy_row_units * VEC, cols, HEADS)
@@ -251,6 +269,19 @@ def layer_norm_backward_tile_kernel(
                 bias = widen(held_biases[i])
             else:
                 bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
+            if scale_ptr is not None:
+                if HOLD_WEIGHT:
+                    factor = add_one(held_scales[i])
+                else:
+                    factor = 1.0 + load_parameter(scale_ptr, modulation + columns[i], col_masks[i], 0.0)
+                weight = weight * factor
+                if ACTIVATION != "none":
+                    bias = bias * factor
+            if ACTIVATION != "none" and shift_ptr is not None:
+                if HOLD_WEIGHT:
+                    bias = bias + widen(held_shifts[i])
+                else:
+                    bias = bias + load_parameter(shift_ptr, modulation + columns[i], col_masks[i], 0.0)
             dz = backpropagate_epilogue(
                 dys[i],
                 x_hat,
@@ -302,7 +333,7 @@ def layer_norm_backward_tile_kernel(
                 dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
             store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT)
 
-    partial_row = compute_row_index(program.to(tl.int64), head, heads, HEADS) * cols
+    partial_row = (program.to(tl.int64) * heads + head) * cols
     for i in tl.static_range(CHUNKS):
         at = partial_row + columns[i]
         if dweight_partial_ptr is not None:

@@ -214,8 +214,8 @@ def layer_norm_forward_cooperative_kernel(
             if y_ptr is not None:
                 for i in tl.static_range(CHUNKS):
                     store_normalised_chunk(
-                        add_residual_chunk(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], i,
-                        y_ptr, late_y, range_cols,
+                        add_residual_chunk(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], (), (),
+                        i, y_ptr, late_y, range_cols,
                         late_row, first_col,
                         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
                         FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,

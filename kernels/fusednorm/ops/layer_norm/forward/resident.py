@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.heads import (
+    compute_modulation_offset,
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
@@ -63,7 +64,14 @@ def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardRe
         **call.make_common_constexprs(layout.vec),
     }
     ahead = config.prefetch_distance_per_sm * call.multiprocessors
-    arguments = (*tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (
+        *tensors,
+        *call.modulation_arguments(layout.vec),
+        ahead,
+        *layout.sizes,
+        call.options.eps,
+        *call.options.dropout_arguments,
+    )
     return [
         Launch(
             layer_norm_forward_resident_kernel,
@@ -76,7 +84,16 @@ def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardRe
 
 
 @triton.jit(
-    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+    do_not_specialize=[
+        "samples",
+        "modulation_units",
+        "ahead",
+        "col_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
 )
 def layer_norm_forward_resident_kernel(
     x_ptr,
@@ -87,6 +104,10 @@ def layer_norm_forward_resident_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    scale_ptr,
+    shift_ptr,
+    samples,
+    modulation_units: tl.int64,
     ahead,
     col_units,
     x_row_units: tl.int64,
@@ -116,12 +137,13 @@ def layer_norm_forward_resident_kernel(
     then starts after the row's statistics.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_among_heads(HEADS)
+    program, programs, head, heads = locate_program_among_heads(samples, HEADS)
     token = program.to(tl.int64)
-    row = compute_row_index(token, head, heads, HEADS)
+    row = compute_row_index(token, head, programs, heads, HEADS)
     x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
     own = compute_parameter_offset(head, cols, HEADS) + make_unaligned_zero(cols, NARROW)
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS) + make_unaligned_zero(cols, NARROW)
 
     chunks = load_fragment(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     residuals = load_fragment(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
@@ -139,7 +161,7 @@ def layer_norm_forward_resident_kernel(
         # Any earlier, the prefetch would delay this row's statistics, with no other program to fill the gap.
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     store_normalised_fragment(
-        chunks, residuals, weight_ptr, bias_ptr, own,
+        chunks, residuals, weight_ptr, bias_ptr, own, scale_ptr, shift_ptr, modulation,
         y_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
         FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,

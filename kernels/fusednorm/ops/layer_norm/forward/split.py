@@ -302,7 +302,7 @@ def layer_norm_forward_split_apply_kernel(
         rstd = tl.load(moments_ptr + row * MOMENTS + 2)
         for i in tl.static_range(CHUNKS):
             store_normalised_chunk(
-                add_residual_chunk(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], i,
+                add_residual_chunk(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], (), (), i,
                 y_ptr, y_at, range_cols, row, first_col,
                 mean, shift, rstd, seed, dropout_threshold, dropout_scale,
                 FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,

@@ -8,6 +8,7 @@ import triton.language as tl
 from fusednorm.jit.epilogue import apply_epilogue
 from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
 from fusednorm.jit.heads import (
+    compute_modulation_offset,
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
@@ -55,7 +56,7 @@ class LayerNormForwardSweep:
 
 def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
     """Plan the one launch of a pass over rows of any length, which are read twice, or three times for float8."""
-    layout = call.make_head_layout() if call.scale is None else call.make_float8_layout()
+    layout = call.make_head_layout() if call.y_scale is None else call.make_float8_layout()
     options = {
         **config.make_options(call.cols, call.itemsize),
         "PREFETCH": call.can_prefetch_rows(layout),
@@ -64,7 +65,15 @@ def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep
         **call.make_common_constexprs(layout.vec),
     }
     ahead = config.prefetch_distance_per_sm * call.multiprocessors
-    arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (
+        *call.tensors,
+        call.y_scale,
+        *call.modulation_arguments(layout.vec),
+        ahead,
+        *layout.sizes,
+        call.options.eps,
+        *call.options.dropout_arguments,
+    )
     return [
         Launch(
             layer_norm_forward_sweep_kernel, call.make_grid(call.rows), arguments, options, call.one_row_dependence
@@ -73,7 +82,16 @@ def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep
 
 
 @triton.jit(
-    do_not_specialize=["ahead", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+    do_not_specialize=[
+        "samples",
+        "modulation_units",
+        "ahead",
+        "col_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
 )
 def layer_norm_forward_sweep_kernel(
     x_ptr,
@@ -84,7 +102,11 @@ def layer_norm_forward_sweep_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    y_scale_ptr,
     scale_ptr,
+    shift_ptr,
+    samples,
+    modulation_units: tl.int64,
     ahead,
     col_units,
     x_row_units: tl.int64,
@@ -113,10 +135,10 @@ def layer_norm_forward_sweep_kernel(
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_among_heads(HEADS)
+    program, programs, head, heads = locate_program_among_heads(samples, HEADS)
     token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
-    row = compute_row_index(token, head, heads, HEADS)
-    if scale_ptr is None:
+    row = compute_row_index(token, head, programs, heads, HEADS)
+    if y_scale_ptr is None:
         col = tl.arange(0, BLOCK_N)[None, :]
     else:
         lane_col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP
@@ -124,6 +146,7 @@ def layer_norm_forward_sweep_kernel(
     x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
     own = compute_parameter_offset(head, cols, HEADS)
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
@@ -131,7 +154,7 @@ def layer_norm_forward_sweep_kernel(
         # Passes with a float8 y lack this branch: with silu and dropout it costs 72 registers in place of 64, so a
         # multiprocessor has one program in place of two, and the pass takes 1.22 times as long (Triton 3.6, H100,
         # bfloat16, 24576 and 65536 columns).
-        if scale_ptr is None and tl.num_programs(0) <= FEW_PROGRAMS:
+        if y_scale_ptr is None and tl.num_programs(0) <= FEW_PROGRAMS:
             # Nothing else hides this program's latency, so it prefetches all of its row at once.
             prefetch(x_ptr + tl.program_id(0).to(tl.int64) * (x_row_units * VEC), cols)
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
@@ -148,23 +171,29 @@ def layer_norm_forward_sweep_kernel(
     if bias_ptr is not None:
         bias_ptr += own
     if scale_ptr is not None:
+        scale_ptr += modulation
+    if shift_ptr is not None:
+        shift_ptr += modulation
+    if y_scale_ptr is not None:
         largest = tl.zeros((BLOCK_N // GROUP, 1), tl.float32)
         for step in range(0, chunks):
             first_col = lane_col + (chunks - 1 - step) * BLOCK_N
             at = first_col + col
             mask = make_column_mask(at, cols, EVEN)
             h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
-            y = normalise(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = normalise(
+                h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask, IS_RMS, WEIGHT_OFFSET
+            )
             y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
             of_lane = reduce_maximum(compute_magnitude(y, mask, EVEN), 1)
             largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
-        scale = compute_float8_scale(reduce_maximum(largest, 0))
-        tl.store(scale_ptr + row, scale)
-        inverse = 1.0 / scale
+        y_scale = compute_float8_scale(reduce_maximum(largest, 0))
+        tl.store(y_scale_ptr + row, y_scale)
+        inverse = 1.0 / y_scale
 
     if y_ptr is not None:
         for step in range(0, chunks):
-            if scale_ptr is None:
+            if y_scale_ptr is None:
                 first_col = (chunks - 1 - step) * BLOCK_N
             else:
                 first_col = lane_col + step * BLOCK_N
@@ -173,9 +202,11 @@ def layer_norm_forward_sweep_kernel(
             h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = normalise(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = normalise(
+                h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask, IS_RMS, WEIGHT_OFFSET
+            )
             y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
-            if scale_ptr is not None:
+            if y_scale_ptr is not None:
                 y = y * inverse
             y = y.to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

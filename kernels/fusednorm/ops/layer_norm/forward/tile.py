@@ -13,12 +13,13 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.epilogue import apply_epilogue
 from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
 from fusednorm.jit.heads import (
+    compute_modulation_offset,
     compute_parameter_offset,
     compute_row_index,
     compute_row_offset,
     locate_program_among_heads,
 )
-from fusednorm.jit.loads import add_weight_offset, make_column_mask, widen
+from fusednorm.jit.loads import add_one, add_weight_offset, make_column_mask, widen
 from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
@@ -58,9 +59,9 @@ class LayerNormForwardTile:
 
 def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) -> list[Launch]:
     """Plan the launch of a pass over rows that fit a tile."""
-    layout = call.make_head_layout() if call.scale is None else call.make_float8_layout()
+    layout = call.make_head_layout() if call.y_scale is None else call.make_float8_layout()
     ahead = None
-    if call.scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
+    if call.y_scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
         ahead = TILE_AHEAD_PER_SM * call.multiprocessors
     options = {
         **config.make_options(call.cols),
@@ -69,14 +70,16 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
         **call.make_common_constexprs(layout.vec),
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    arguments = (*call.tensors, call.scale, *scalars)
-    by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 2) if call.x.ndim == 2 else None
+    arguments = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), *scalars)
+    by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 6) if call.x.ndim == 2 else None
     grid = call.make_grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 
 @triton.jit(
     do_not_specialize=[
+        "samples",
+        "modulation_units",
         "ahead",
         "rows",
         "col_units",
@@ -95,7 +98,11 @@ def layer_norm_forward_tile_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    y_scale_ptr,
     scale_ptr,
+    shift_ptr,
+    samples,
+    modulation_units: tl.int64,
     ahead,
     rows: tl.int64,
     col_units,
@@ -119,16 +126,19 @@ def layer_norm_forward_tile_kernel(
     """Write y of one tile of ROWS complete rows per program.  The tile is read once and held in registers.
 
     The tile is held as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes for row lengths like
-    5 * 1024.  With a scale, y is float8: tiles are larger, so parameters are loaded late, and unless `ahead`
+    5 * 1024.  With a y_scale, y is float8: tiles are larger, so parameters are loaded late, and unless `ahead`
     is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_among_heads(HEADS)
+    program, _, head, heads = locate_program_among_heads(samples, HEADS)
     own = compute_parameter_offset(head, cols, HEADS)
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
     n = cols.to(tl.float32)
     weights = ()
     biases = ()
-    if scale_ptr is None:
+    scales = ()
+    shifts = ()
+    if y_scale_ptr is None:
         for i in tl.static_range(CHUNKS):
             col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             col_mask = make_column_mask(col, cols, EVEN)
@@ -136,10 +146,14 @@ def layer_norm_forward_tile_kernel(
                 weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
             if bias_ptr is not None:
                 biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
+            if scale_ptr is not None:
+                scales = scales + (tl.load(scale_ptr + modulation + col, mask=col_mask, other=0.0),)
+            if shift_ptr is not None:
+                shifts = shifts + (tl.load(shift_ptr + modulation + col, mask=col_mask, other=0.0),)
 
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = token < rows
-    row = compute_row_index(token, head, heads, HEADS)
+    row = compute_row_index(token, head, rows, heads, HEADS)
     x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
     columns, col_masks, chunks = load_tile(
@@ -164,17 +178,21 @@ def layer_norm_forward_tile_kernel(
         else:
             y = (chunks[i] - pivot) * rstd - shift * rstd
         if weight_ptr is not None:
-            if scale_ptr is None:
+            if y_scale_ptr is None:
                 weight = weights[i]
             else:
                 weight = tl.load(weight_ptr + columns[i], mask=col_masks[i], other=0.0)
             y = y * add_weight_offset(widen(weight), WEIGHT_OFFSET)
         if bias_ptr is not None:
-            if scale_ptr is None:
+            if y_scale_ptr is None:
                 bias = biases[i]
             else:
                 bias = tl.load(bias_ptr + columns[i], mask=col_masks[i], other=0.0)
             y = y + widen(bias)
+        if scale_ptr is not None:
+            y = y * add_one(scales[i])
+        if shift_ptr is not None:
+            y = y + widen(shifts[i])
         y = apply_epilogue(
             y,
             row,
@@ -185,17 +203,17 @@ def layer_norm_forward_tile_kernel(
             ACTIVATION,
             DROPOUT,
         )
-        if scale_ptr is None:
+        if y_scale_ptr is None:
             tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
             largest = tl.maximum(
                 largest, compute_magnitude(y, col_masks[i], EVEN), propagate_nan=tl.PropagateNan.ALL
             )
             values = values + (y,)
-    if scale_ptr is not None:
-        scale = compute_float8_scale(reduce_maximum(largest, 1))
-        tl.store(scale_ptr + row, scale, mask=row_mask)
-        inverse = 1.0 / scale
+    if y_scale_ptr is not None:
+        y_scale = compute_float8_scale(reduce_maximum(largest, 1))
+        tl.store(y_scale_ptr + row, y_scale, mask=row_mask)
+        inverse = 1.0 / y_scale
         for i in tl.static_range(CHUNKS):
             y = (values[i] * inverse).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + row * cols.to(tl.int64) + columns[i], y, mask=row_mask & col_masks[i])
