@@ -298,7 +298,9 @@ class LayerNormBackwardCall(LayerNormCall):
     @property
     def can_reduce_early(self) -> bool:
         """Whether a kernel that adds up partials follows and may start before the previous kernel ends."""
-        return (self.out.dweight is not None or self.out.dbias is not None) and self.can_start_early
+        out = self.out
+        sums = out.dweight, out.dbias, out.dscale, out.dshift
+        return self.can_start_early and any(gradient is not None for gradient in sums)
 
 
 def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:

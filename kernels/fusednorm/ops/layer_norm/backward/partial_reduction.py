@@ -137,15 +137,25 @@ def _plan_sample_reduction(
 
 
 @triton.jit
-def _sum_sample_partials(ptr, partials, sample, samples, cols, col, BLOCK_P: tl.constexpr):
-    """Sum one sample's columns of [partials, samples, cols] float32 over the partials; [1, BLOCK_N]."""
+def _sum_sample_partials(
+    dweight_ptr, dbias_ptr, partials, sample, samples, cols, col, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """Sum one sample's columns of two arrays [partials, samples, cols] float32 over the partials.
+
+    Returns the sums for weight and bias, [1, BLOCK_N] each.  The sum of an array that is None is zero.  Both are
+    loaded at once, since their latency is most of the kernel's time.
+    """
     lane = tl.arange(0, BLOCK_P)[:, None]
-    sums = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
+    dweights = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
+    dbiases = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
     for first in range(0, partials, BLOCK_P):
         mask = (first + lane < partials) & (col < cols)
-        row = (first + lane).to(tl.int64) * samples + sample
-        sums += tl.load(ptr + row * cols + col, mask=mask, other=0.0)
-    return tl.sum(sums, 0, keep_dims=True)
+        at = ((first + lane).to(tl.int64) * samples + sample) * cols + col
+        if dweight_ptr is not None:
+            dweights += tl.load(dweight_ptr + at, mask=mask, other=0.0)
+        if dbias_ptr is not None:
+            dbiases += tl.load(dbias_ptr + at, mask=mask, other=0.0)
+    return tl.sum(dweights, 0, keep_dims=True), tl.sum(dbiases, 0, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["partials", "samples", "cols", "scale_row_stride"])
@@ -183,14 +193,15 @@ def layer_norm_backward_reduce_samples_kernel(
     factor = tl.full((1, BLOCK_N), 1.0, tl.float32)
     if scale_ptr is not None:
         factor += load_parameter(scale_ptr, sample * scale_row_stride + col, mask, 0.0)
+    of_weight, of_bias = _sum_sample_partials(
+        dweight_partial_ptr, dbias_partial_ptr, partials, sample, samples, cols, col, BLOCK_P
+    )
     dscale = tl.zeros((1, BLOCK_N), tl.float32)
     if dweight_partial_ptr is not None:
-        of_weight = _sum_sample_partials(dweight_partial_ptr, partials, sample, samples, cols, col, BLOCK_P)
         dscale = of_weight * add_weight_offset(load_parameter(weight_ptr, col, mask, 1.0), WEIGHT_OFFSET)
         if sample_dweight_ptr is not None:
             tl.store(sample_dweight_ptr + at, of_weight * factor, mask=mask)
     if dbias_partial_ptr is not None:
-        of_bias = _sum_sample_partials(dbias_partial_ptr, partials, sample, samples, cols, col, BLOCK_P)
         if bias_ptr is not None:
             dscale += of_bias * load_parameter(bias_ptr, col, mask, 0.0)
         if dshift_ptr is not None:

@@ -35,13 +35,17 @@ TILE_AHEAD_PER_SM = 2
 class LayerNormForwardTile:
     """A configuration in which each program holds a tile of `rows` complete rows in registers.
 
-    The tile is held as `chunks` blocks of `block_n` columns.
+    The tile is held as `chunks` blocks of `block_n` columns.  With `stages` of 1 each tile has a program of its
+    own.  With more, `programs_per_sm` persistent programs on each multiprocessor process many tiles, and load
+    `stages` - 1 tiles ahead into shared memory; a program loads the parameters once.
     """
 
     rows: int
     chunks: int
     block_n: int
     num_warps: int
+    stages: int = 1
+    programs_per_sm: int = 0
 
     def make_options(self, cols: int) -> dict[str, object]:
         """Make the constexprs for this configuration's tile, and the number of warps, for rows of `cols` columns.
@@ -63,16 +67,22 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
     ahead = None
     if call.y_scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
         ahead = TILE_AHEAD_PER_SM * call.multiprocessors
+    tiles = cdiv(call.rows, config.rows)
+    most = max(1, call.compute_max_programs(config.programs_per_sm)) if config.stages > 1 else tiles
     options = {
         **config.make_options(call.cols),
+        "STAGES": config.stages,
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         **call.make_common_constexprs(layout.vec),
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), *scalars)
-    by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 6) if call.x.ndim == 2 else None
-    grid = call.make_grid(cdiv(call.rows, config.rows))
+    by_rows = None
+    if call.x.ndim == 2:
+        limit = {"max_programs": most} if config.stages > 1 else {}
+        by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 6, **limit)
+    grid = call.make_grid(min(tiles, most))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 
@@ -117,23 +127,24 @@ def layer_norm_forward_tile_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Write y of one tile of ROWS complete rows per program.  The tile is read once and held in registers.
+    """Write y of tiles of ROWS complete rows: of one tile per program, or with STAGES > 1 of many.
 
-    The tile is held as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes for row lengths like
-    5 * 1024.  With a y_scale, y is float8: tiles are larger, so parameters are loaded late, and unless `ahead`
-    is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
+    A tile is read once and held in registers, as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes
+    for row lengths like 5 * 1024.  With a y_scale, y is float8: tiles are larger, so parameters are loaded late,
+    and unless `ahead` is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into
+    L2.
     """
     cols = col_units * VEC
-    program, _, head, heads = locate_program_among_heads(samples, HEADS)
+    program, programs, head, heads = locate_program_among_heads(samples, HEADS)
     own = compute_parameter_offset(head, cols, HEADS)
     modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
-    n = cols.to(tl.float32)
     weights = ()
     biases = ()
     scales = ()
@@ -151,16 +162,48 @@ def layer_norm_forward_tile_kernel(
             if shift_ptr is not None:
                 shifts = shifts + (tl.load(shift_ptr + modulation + col, mask=col_mask, other=0.0),)
 
-    token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    if STAGES == 1:
+        _write_tile(
+            program, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+            y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+            ahead, cols, x_row_units * VEC, residual_row_units * VEC, eps, seed, dropout_threshold, dropout_scale,
+            EVEN, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+            _write_tile(
+                tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+                y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+                ahead, cols, x_row_units * VEC, residual_row_units * VEC,
+                eps, seed, dropout_threshold, dropout_scale,
+                EVEN, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _write_tile(
+    tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+    y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+    ahead, cols, x_row_stride, residual_row_stride, eps, seed, dropout_threshold, dropout_scale,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, IS_RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Load one tile of rows, and write its y, residual_out and statistics.
+
+    `weights`, `biases`, `scales` and `shifts` are the blocks of the parameters, empty for those that are None.
+    With a y_scale they are empty, too, and weight and bias are loaded here.
+    """
+    n = cols.to(tl.float32)
+    token = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = token < rows
     row = compute_row_index(token, head, rows, heads, HEADS)
-    x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
-    residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
+    x_row = compute_row_offset(token, row, head, x_row_stride, cols, HEADS)
+    residual_row = compute_row_offset(token, row, head, residual_row_stride, cols, HEADS)
     columns, col_masks, chunks = load_tile(
         x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
     )
     if ahead is not None:
-        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_stride, residual_row_stride, cols)
     pivot, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
