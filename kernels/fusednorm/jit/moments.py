@@ -13,7 +13,7 @@ from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded,
 
 
 @triton.jit
-def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
+def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.constexpr):
     """Compute each row's mean, in two parts (pivot + shift), and its sum of squares.  The tile has complete rows.
 
     Returns pivot, shift and sum of squares, [ROWS, 1] each.  The mean is pivot + shift; subtract the pivot
@@ -21,7 +21,7 @@ def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.co
     squares are about 0.
 
     `chunks` are a tuple of blocks of the tile, [ROWS, BLOCK_N]; `masks` are their masks of columns that
-    exist, [1, BLOCK_N]; `count` is the number of columns in all of them.
+    exist, [1, BLOCK_N], and the first FULL of them have no gaps; `count` is the number of columns in all of them.
     """
     if IS_RMS:
         squares = chunks[0] * chunks[0]
@@ -40,7 +40,7 @@ def compute_tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.co
         squares = tl.zeros_like(total)
         for i in tl.static_range(len(chunks)):
             d = chunks[i] - pivot
-            if not EVEN:
+            if i >= FULL:
                 d = tl.where(masks[i], d, 0.0)
             shifts += d
             squares += d * d

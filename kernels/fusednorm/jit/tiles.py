@@ -9,10 +9,11 @@ from fusednorm.jit.loads import add_one, add_weight_offset, load_row_residual_su
 @triton.jit
 def load_tile(
     x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Load a tile of complete rows of x + residual as CHUNKS blocks [ROWS, BLOCK_N] of float32.
 
+    The first FULL blocks have no columns past the row's end.
     Without a residual, the tile is x.  Returns three tuples: the blocks' columns [1, BLOCK_N], masks of
     columns [1, BLOCK_N], and values.
 
@@ -24,7 +25,7 @@ def load_tile(
     chunks = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = make_column_mask(col, cols, EVEN)
+        col_mask = make_column_mask(col, cols, i < FULL)
         h = load_row_residual_sum(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "")
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)

@@ -17,6 +17,9 @@ MAX_VEC = 8
 REGISTERS_PER_SM = 65536
 """Registers of a multiprocessor, of every architecture since Kepler."""
 
+SHARED_BYTES_PER_SM = 200 << 10
+"""Shared memory for tiles that are being loaded; a Hopper multiprocessor has 228 KB, some used by the system."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowDependence:
@@ -104,6 +107,14 @@ def can_prefetch(vec: int, *arrays: Array | None) -> bool:
         ):
             return False
     return True
+
+
+def fit_stages(stages: int, tile_bytes: int) -> int:
+    """Reduce the number of a loop's pipeline stages, of which all but one are in shared memory, until they fit.
+
+    `tile_bytes` are those that one stage of all programs of a multiprocessor loads.
+    """
+    return min(stages, 1 + SHARED_BYTES_PER_SM // tile_bytes)
 
 
 def has_one_lane_per_thread(access_bytes: int, *arrays: Array | None) -> bool:

@@ -104,7 +104,7 @@ def layer_norm_chain_tile_kernel(
     eps: tl.float32,
     NORMS: tl.constexpr,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -112,7 +112,8 @@ def layer_norm_chain_tile_kernel(
 ):
     """Apply all norms of a chain to one tile of ROWS rows per program, and write y.
 
-    The tile stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
+    The tile stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms; the first FULL blocks need no
+    mask.
 
     With PREFETCH (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
@@ -121,11 +122,11 @@ def layer_norm_chain_tile_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
     x_row = row * (x_row_units * VEC)
-    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS)
+    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, FULL, BLOCK_N, CHUNKS)
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
-        pivot, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, False)
+        pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, False)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         after = ()
         for i in tl.static_range(CHUNKS):
@@ -133,7 +134,7 @@ def layer_norm_chain_tile_kernel(
                 chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], None, None,
                 columns[i], col_masks[i], False, 0.0,
             )  # fmt: skip
-            if not EVEN:
+            if i >= FULL:
                 y = tl.where(col_masks[i], y, 0.0)
             after = after + (y,)
         chunks = after

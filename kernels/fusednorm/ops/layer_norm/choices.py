@@ -68,13 +68,17 @@ def choose_forward(
     has_residual: bool,
     has_heads: bool = False,
     is_single_row: bool = False,
+    is_modulated: bool = False,
 ) -> ForwardConfig:
     """Choose the forward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A `has_residual` needs more registers.  Programs that share rows do not support `has_heads`.  A `is_single_row`
-    row may use another algorithm than several rows, with the same bits.
+    A residual needs more registers.  Programs that share rows do not support heads.  A single row may use another
+    algorithm than several rows, with the same bits.  With a scale and a shift for each sample, programs of short
+    rows process several rows of a sample.
     """
-    return _choose_forward(cols, itemsize, multiprocessors, has_residual, has_heads, is_single_row, may_wait())
+    return _choose_forward(
+        cols, itemsize, multiprocessors, has_residual, has_heads, is_single_row, is_modulated, may_wait()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -85,6 +89,7 @@ def _choose_forward(
     has_residual: bool,
     has_heads: bool,
     is_single_row: bool,
+    is_modulated: bool,
     can_wait: bool,
 ) -> ForwardConfig:
     """Choose the forward configuration from the tables, and cache the choice.
@@ -95,6 +100,8 @@ def _choose_forward(
     choices = _iterate_choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     if has_residual:
         choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
+    if is_modulated:
+        choices = chain(_iterate_entries_between(cols, tables.FORWARD_MODULATED[itemsize]), choices)
     choice = next(choices)
     if isinstance(choice, LayerNormForwardResident) and has_residual:
         held = (
@@ -201,6 +208,7 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
         call.residual is not None,
         call.x.ndim == 3,
         call.rows == 1,
+        call.is_modulated,
     )
     match config:
         case LayerNormForwardTile():

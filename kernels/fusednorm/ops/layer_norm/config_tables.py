@@ -23,15 +23,18 @@ ForwardConfig = (
 BackwardConfig = LayerNormBackwardTile | LayerNormBackwardCooperative | LayerNormBackwardSplit
 
 # Measured on an H200 (`benchmarks.tune.layer_norm`), x of 256 MiB; comments are fractions of a copy's speed.
+# Entries with the comment H100 were fastest there for x of 6, 38 and 268 MB together, with parameters and with a
+# scale and a shift for each sample: up to 0.16 of a copy's speed faster than the entries before.
 FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
         (16, LayerNormForwardTile(32, 1, 16, num_warps=2)),
         (64, LayerNormForwardTile(32, 1, 64, num_warps=4)),
         (128, LayerNormForwardTile(32, 1, 128, num_warps=4)),  # 0.97
         (256, LayerNormForwardTile(8, 1, 256, num_warps=4)),  # 0.94
+        (384, LayerNormForwardTile(4, 3, 128, num_warps=2)),  # H100
         (512, LayerNormForwardTile(2, 1, 512, num_warps=1)),  # 1.00
-        (768, LayerNormForwardTile(2, 3, 256, num_warps=1)),  # 1.02
-        (1024, LayerNormForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
+        (768, LayerNormForwardTile(4, 3, 256, num_warps=2)),  # H100
+        (1024, LayerNormForwardTile(2, 2, 512, num_warps=2)),  # H100
         (1536, LayerNormForwardTile(1, 3, 512, num_warps=1)),  # 1.02
         (2048, LayerNormForwardResident(4, num_warps=2, programs_per_sm=8, prefetch_distance_per_sm=2)),  # 1.01
         (2560, LayerNormForwardResident(5, num_warps=2, programs_per_sm=10, prefetch_distance_per_sm=2)),  # 1.00
@@ -113,6 +116,18 @@ FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     ),  # 1.01, 7 x 8 warps 0.96
 }
 
+# These entries replace those of FORWARD for rows of (first, last) columns with a scale or a shift for each sample,
+# which programs of several rows load less often.  Measured on an H100, x of 38 MB.
+FORWARD_MODULATED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
+    2: (
+        (1025, 1280, LayerNormForwardTile(2, 5, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.95-0.97
+        (1281, 1536, LayerNormForwardTile(2, 3, 512, num_warps=2)),  # 0.98
+        (1537, 2048, LayerNormForwardTile(1, 8, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.98
+        (2049, 2560, LayerNormForwardTile(1, 10, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.97
+    ),
+    4: ((1025, 1280, LayerNormForwardTile(4, 5, 256, num_warps=4)),),  # 1.01
+}
+
 BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
     2: (
         (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
@@ -123,8 +138,36 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
             512,
             LayerNormBackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True, ahead=6),
         ),  # 0.98
-        (768, LayerNormBackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True)),  # 0.99
-        (1024, LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True)),  # 0.98
+        (
+            640,
+            LayerNormBackwardTile(
+                1, 128, num_warps=1, stages=4, programs_per_sm=4, holds_weight=True, chunks=5, ahead=6
+            ),
+        ),  # H100
+        (
+            768,
+            LayerNormBackwardTile(
+                1, 256, num_warps=1, stages=4, programs_per_sm=4, holds_weight=True, chunks=3, ahead=6
+            ),
+        ),  # H100
+        (
+            1024,
+            LayerNormBackwardTile(
+                1, 256, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True, chunks=4, ahead=3
+            ),
+        ),  # H100
+        (
+            1280,
+            LayerNormBackwardTile(
+                1, 256, num_warps=2, stages=4, programs_per_sm=2, holds_weight=True, chunks=5, ahead=6
+            ),
+        ),  # H100
+        (
+            1536,
+            LayerNormBackwardTile(
+                1, 256, num_warps=2, stages=4, programs_per_sm=2, holds_weight=True, chunks=6, ahead=6
+            ),
+        ),  # H100
         (
             2048,
             LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, ahead=6),
@@ -135,16 +178,18 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
         ),  # 0.98
         (
             3072,
-            LayerNormBackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, holds_weight=True, ahead=3),
-        ),  # 0.98
+            LayerNormBackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=2, holds_weight=True, chunks=3),
+        ),  # H100
         (
             4096,
-            LayerNormBackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
-        ),  # 0.98
+            LayerNormBackwardTile(
+                1, 1024, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True, chunks=4, ahead=3
+            ),
+        ),  # H100
         (
             5120,
-            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=5),
-        ),  # 0.94
+            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5),
+        ),  # H100
         (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True)),  # 0.97
         (
             8192,

@@ -31,13 +31,10 @@ from fusednorm.jit.loads import (
 from fusednorm.jit.moments import compute_tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
-from fusednorm.launch.launches import Launch, RowDependence, can_prefetch
+from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, fit_stages
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradient
-
-SHARED_BYTES_PER_SM = 200 << 10
-"""Shared memory for tiles that are being loaded; a Hopper multiprocessor has 228 KB, some used by the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +61,8 @@ class LayerNormBackwardTile:
         A tile has `column_bytes` bytes per column of a row.  `stages` assumes that only x and dy use shared
         memory; residuals and parameters not held in registers use it too.
         """
-        if self.stages == 1:
-            return 1
         tile_bytes = self.rows * self.chunks * self.block_n * column_bytes * self.programs_per_sm
-        return min(self.stages, max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes))
+        return fit_stages(self.stages, tile_bytes)
 
 
 def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTile) -> list[Launch]:
@@ -89,7 +84,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         "ROWS": config.rows,
         "CHUNKS": config.chunks,
         "BLOCK_N": config.block_n,
-        "EVEN": call.cols == config.chunks * config.block_n,
+        "FULL": min(call.cols // config.block_n, config.chunks),
         "STAGES": config.compute_stages(column_bytes),
         "AHEAD": config.ahead if is_dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
         "EARLY_REDUCE": call.can_reduce_early,
@@ -153,7 +148,7 @@ def layer_norm_backward_tile_kernel(
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -169,8 +164,8 @@ def layer_norm_backward_tile_kernel(
 ):
     """Write dx of tiles of ROWS complete rows, and each program's partial sums for the parameters.
 
-    A tile is held as CHUNKS blocks of BLOCK_N columns.  Programs are persistent.  Statistics that are not
-    saved are computed.
+    A tile is held as CHUNKS blocks of BLOCK_N columns, the first FULL of which need no mask.  Programs are
+    persistent.  Statistics that are not saved are computed.
 
     With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """
@@ -193,7 +188,7 @@ def layer_norm_backward_tile_kernel(
     dbiases = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = make_column_mask(col, cols, EVEN)
+        col_mask = make_column_mask(col, cols, i < FULL)
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         if HOLD_WEIGHT and weight_ptr is not None:
@@ -244,7 +239,7 @@ def layer_norm_backward_tile_kernel(
             else:
                 mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
-            mean, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
+            mean, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
 
         x_hats = ()
@@ -303,9 +298,9 @@ def layer_norm_backward_tile_kernel(
             if i == 0:
                 # Not g itself: if one of its columns is a rounded product, some specialisations spill.
                 total = multiply_for_uniform_sum(dz, weight)
-                if not EVEN:
+                if i >= FULL:
                     total = tl.where(col_masks[i], total, 0.0)
-            if not EVEN:
+            if i >= FULL:
                 # Past the row's end x_hat is not zero, and without a weight g may not be zero either.
                 g = tl.where(col_masks[i], g, 0.0)
             x_hats = x_hats + (x_hat,)

@@ -4,6 +4,7 @@ Sizes and strides are in units of VEC elements, a constexpr.  The kernel multipl
 knows that every address is a multiple of VEC and emits 128-bit accesses without specialising on the row length.
 """
 
+import sys
 from dataclasses import dataclass
 
 import triton
@@ -24,7 +25,7 @@ from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
 from fusednorm.jit.tiles import load_tile
-from fusednorm.launch.launches import Launch, RowDependence, can_prefetch
+from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, fit_stages
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 TILE_AHEAD_PER_SM = 2
@@ -47,6 +48,14 @@ class LayerNormForwardTile:
     stages: int = 1
     programs_per_sm: int = 0
 
+    def compute_stages(self, column_bytes: int) -> int:
+        """Compute the number of pipeline stages, at most `stages`, that fit into shared memory.
+
+        A tile has `column_bytes` bytes per column of a row.
+        """
+        tile_bytes = self.rows * self.chunks * self.block_n * column_bytes * self.programs_per_sm
+        return fit_stages(self.stages, tile_bytes) if self.stages > 1 else 1
+
     def make_options(self, cols: int) -> dict[str, object]:
         """Make the constexprs for this configuration's tile, and the number of warps, for rows of `cols` columns.
 
@@ -56,7 +65,7 @@ class LayerNormForwardTile:
             "ROWS": self.rows,
             "CHUNKS": self.chunks,
             "BLOCK_N": self.block_n,
-            "EVEN": cols == self.chunks * self.block_n,
+            "FULL": min(cols // self.block_n, self.chunks),
             "num_warps": self.num_warps,
         }
 
@@ -67,22 +76,19 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
     ahead = None
     if call.y_scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
         ahead = TILE_AHEAD_PER_SM * call.multiprocessors
-    tiles = cdiv(call.rows, config.rows)
-    most = max(1, call.compute_max_programs(config.programs_per_sm)) if config.stages > 1 else tiles
+    column_bytes = sum(tensor.element_size() for tensor in call.strided_inputs if tensor is not None)
+    most = max(1, call.compute_max_programs(config.programs_per_sm)) if config.stages > 1 else sys.maxsize
     options = {
         **config.make_options(call.cols),
-        "STAGES": config.stages,
+        "STAGES": config.compute_stages(column_bytes),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         **call.make_common_constexprs(layout.vec),
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), *scalars)
-    by_rows = None
-    if call.x.ndim == 2:
-        limit = {"max_programs": most} if config.stages > 1 else {}
-        by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 6, **limit)
-    grid = call.make_grid(min(tiles, most))
+    by_rows = RowDependence(config.rows, most, rows_index=len(call.tensors) + 6) if call.x.ndim == 2 else None
+    grid = call.make_grid(min(cdiv(call.rows, config.rows), most))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 
@@ -123,7 +129,7 @@ def layer_norm_forward_tile_kernel(
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
     VEC: tl.constexpr,
-    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -136,10 +142,10 @@ def layer_norm_forward_tile_kernel(
 ):
     """Write y of tiles of ROWS complete rows: of one tile per program, or with STAGES > 1 of many.
 
-    A tile is read once and held in registers, as CHUNKS blocks of BLOCK_N columns.  Several blocks waste no lanes
-    for row lengths like 5 * 1024.  With a y_scale, y is float8: tiles are larger, so parameters are loaded late,
-    and unless `ahead` is None (ROWS is 1) a program prefetches the row of the program `ahead` programs later into
-    L2.
+    A tile is read once and held in registers, as CHUNKS blocks of BLOCK_N columns, the first FULL of which need no
+    mask.  Several blocks waste no lanes for row lengths like 5 * 1024.  With a y_scale, y is float8: tiles are
+    larger, so parameters are loaded late, and unless `ahead` is None (ROWS is 1) a program prefetches the row of
+    the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
     program, programs, head, heads = locate_program_among_heads(samples, HEADS)
@@ -152,7 +158,7 @@ def layer_norm_forward_tile_kernel(
     if y_scale_ptr is None:
         for i in tl.static_range(CHUNKS):
             col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            col_mask = make_column_mask(col, cols, EVEN)
+            col_mask = make_column_mask(col, cols, i < FULL)
             if weight_ptr is not None:
                 weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
             if bias_ptr is not None:
@@ -167,7 +173,7 @@ def layer_norm_forward_tile_kernel(
             program, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
             y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
             ahead, cols, x_row_units * VEC, residual_row_units * VEC, eps, seed, dropout_threshold, dropout_scale,
-            EVEN, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
+            FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
         )  # fmt: skip
     else:
         for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
@@ -176,7 +182,7 @@ def layer_norm_forward_tile_kernel(
                 y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
                 ahead, cols, x_row_units * VEC, residual_row_units * VEC,
                 eps, seed, dropout_threshold, dropout_scale,
-                EVEN, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
+                FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
             )  # fmt: skip
 
 
@@ -185,7 +191,7 @@ def _write_tile(
     tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
     y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
     ahead, cols, x_row_stride, residual_row_stride, eps, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, IS_RMS: tl.constexpr,
+    FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Load one tile of rows, and write its y, residual_out and statistics.
@@ -200,11 +206,11 @@ def _write_tile(
     x_row = compute_row_offset(token, row, head, x_row_stride, cols, HEADS)
     residual_row = compute_row_offset(token, row, head, residual_row_stride, cols, HEADS)
     columns, col_masks, chunks = load_tile(
-        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
+        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, FULL, BLOCK_N, CHUNKS
     )
     if ahead is not None:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_stride, residual_row_stride, cols)
-    pivot, shift, square = compute_tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
+    pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
@@ -250,7 +256,7 @@ def _write_tile(
             tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
             largest = tl.maximum(
-                largest, compute_magnitude(y, col_masks[i], EVEN), propagate_nan=tl.PropagateNan.ALL
+                largest, compute_magnitude(y, col_masks[i], i < FULL), propagate_nan=tl.PropagateNan.ALL
             )
             values = values + (y,)
     if y_scale_ptr is not None:
