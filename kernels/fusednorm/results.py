@@ -1,6 +1,9 @@
 """The results of all forward and all backward launchers."""
 
-from typing import TYPE_CHECKING, Generic, NamedTuple
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,14 +25,44 @@ class Forward(NamedTuple, Generic[A]):
         rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
         residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the residual's
             dtype, for GroupNorm in x's.
-        scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.
+        y_scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * y_scale.  Its old name
+            `scale` still works, with a DeprecationWarning, for one release.
     """
 
     y: A
     mean: A | None = None
     rstd: A | None = None
     residual_out: A | None = None
-    scale: A | None = None
+    y_scale: A | None = None
+
+    @property
+    def scale(self) -> A | None:
+        """The old name of y_scale."""
+        _warn_of_old_name()
+        return self.y_scale
+
+
+def _warn_of_old_name() -> None:
+    message = "Forward.scale is called Forward.y_scale, and the old name will be removed in the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+
+def _accept_old_name(make: Callable[..., "Forward[A]"]) -> Callable[..., "Forward[A]"]:
+    """Let a function that makes results take y_scale by its old name, too."""
+
+    @wraps(make)
+    def make_with_either_name(*values: Any, **named: Any) -> "Forward[A]":
+        if "scale" in named:
+            _warn_of_old_name()
+            named["y_scale"] = named.pop("scale")
+        return make(*values, **named)
+
+    return make_with_either_name
+
+
+# A named tuple's class cannot define these functions itself.
+for _name in ("__new__", "_replace"):
+    setattr(Forward, _name, _accept_old_name(getattr(Forward, _name)))
 
 
 class Backward(NamedTuple, Generic[A]):

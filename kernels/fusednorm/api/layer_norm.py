@@ -77,7 +77,7 @@ def layer_norm_forward(
 
     Returns:
         Forward: y [..., cols] contiguous; mean and rstd, float32 [...], with `stats`; residual_out with a
-            residual; scale, float32 [...], with a float8 y: y * scale is the result of the formula.
+            residual; y_scale, float32 [...], with a float8 y: y * y_scale is the result of the formula.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -150,8 +150,8 @@ def rms_norm_forward(
             results for fields that are None are allocated, as all are by default.
 
     Returns:
-        Forward: y [..., cols] contiguous; rstd, float32 [...], with `stats`; residual_out with a residual; scale,
-            float32 [...], with a float8 y: y * scale is the result of the formula.  mean is None.
+        Forward: y [..., cols] contiguous; rstd, float32 [...], with `stats`; residual_out with a residual; y_scale,
+            float32 [...], with a float8 y: y * y_scale is the result of the formula.  mean is None.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.

@@ -421,15 +421,15 @@ def _compute_forward(
     y = activation_of(options.activation).apply(z)
     if options.dropout:
         y = y * _compute_dropout_factors(view, options, x.device)
-    scale = None
+    y_scale = None
     if out_dtype == FLOAT8:
-        y, scale = quantise_rows(y)
+        y, y_scale = quantise_rows(y)
     return Forward(
         y=_convert_result(view, x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and mean is not None else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
         residual_out=None if residual is None else _convert_result(view, x, h, view.residual_dtype),
-        scale=None if scale is None else scale.reshape(view.statistics_shape),
+        y_scale=None if y_scale is None else y_scale.reshape(view.statistics_shape),
     )
 
 

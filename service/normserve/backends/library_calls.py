@@ -16,6 +16,9 @@ from normserve.jobs.chain_layers import ChainParameters
 from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
 from normserve.memory.tensors import DType
 
+_API_NAMES = {"y_scale": "scale"}
+"""The library's results that have another name in the API."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentParameters:
@@ -63,11 +66,17 @@ def run_operation(
     if not tensors["x"].numel():
         return _make_zero_row_results(spec, tensors)
     result: Forward | Backward = bind_operation(library, spec, tensors, library_arguments)()
-    outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
+    outputs = name_results(result)
     if outputs.get("dresidual") is outputs.get("dx"):
         # One tensor is one result, the gradient of both.
         outputs.pop("dresidual", None)
     return outputs
+
+
+def name_results(result: Forward | Backward) -> dict[str, Tensor]:
+    """Return the library's results by their names in the API."""
+    named = zip(result._fields, result, strict=True)
+    return {_API_NAMES.get(name, name): tensor for name, tensor in named if tensor is not None}
 
 
 def bind_operation(
@@ -97,7 +106,8 @@ def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> For
 
 def make_output_argument(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
     """Convert tensors in payload order to the library's `out` argument, to which it writes its results."""
-    named = {name: move_channels_first(spec, name, tensor) for name, tensor in results.items()}
+    fields = {name: field for field, name in _API_NAMES.items()}
+    named = {fields.get(name, name): move_channels_first(spec, name, tensor) for name, tensor in results.items()}
     return Forward(**named) if spec.direction is PassDirection.FORWARD else Backward(**named)
 
 

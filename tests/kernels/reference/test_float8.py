@@ -38,8 +38,8 @@ def test_the_scale_has_the_shape_of_the_rows_and_the_precision_of_the_sums(op):
     x = torch.randn(2, 3, 8)
     forward = getattr(reference, f"{op}_forward")
     result = forward(x, out_dtype=FLOAT8)
-    assert (result.y.dtype, result.scale.dtype) == (FLOAT8, torch.float32)
-    assert (result.y.shape, result.scale.shape) == (x.shape, x.shape[:-1])
-    assert forward(x, out_dtype=FLOAT8, precision=torch.float64).scale.dtype == torch.float64
-    torch.testing.assert_close(result.y.float() * result.scale[..., None], forward(x).y, rtol=2**-4, atol=0.01)
-    assert forward(x).scale is None
+    assert (result.y.dtype, result.y_scale.dtype) == (FLOAT8, torch.float32)
+    assert (result.y.shape, result.y_scale.shape) == (x.shape, x.shape[:-1])
+    assert forward(x, out_dtype=FLOAT8, precision=torch.float64).y_scale.dtype == torch.float64
+    torch.testing.assert_close(result.y.float() * result.y_scale[..., None], forward(x).y, rtol=2**-4, atol=0.01)
+    assert forward(x).y_scale is None

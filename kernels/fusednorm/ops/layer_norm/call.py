@@ -208,7 +208,7 @@ class LayerNormForwardCall(LayerNormCall):
     @property
     def y_scale(self) -> Array | None:
         """The tensor for the scales of float8 rows."""
-        return None if isinstance(self.out, RowStatistics) else self.out.scale
+        return None if isinstance(self.out, RowStatistics) else self.out.y_scale
 
     def make_float8_layout(self) -> RowLayout:
         """Make the layout of rows for a pass whose y is float8.

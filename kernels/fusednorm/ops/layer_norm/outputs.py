@@ -15,7 +15,7 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
         OutputSpec("mean", "float32", dropped_axes=1) if stats and not is_rms else None,
         OutputSpec("rstd", "float32", dropped_axes=1) if stats else None,
         None if residual is None else OutputSpec("residual_out", residual.dtype),
-        OutputSpec("scale", "float32", dropped_axes=1) if dtype == FLOAT8 else None,
+        OutputSpec("y_scale", "float32", dropped_axes=1) if dtype == FLOAT8 else None,
     )
 
 

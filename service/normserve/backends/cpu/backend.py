@@ -15,7 +15,13 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends.interface import ONE_AT_A_TIME
-from normserve.backends.library_calls import ResidentParameters, bind_operation, collect_parameters, run_operation
+from normserve.backends.library_calls import (
+    ResidentParameters,
+    bind_operation,
+    collect_parameters,
+    name_results,
+    run_operation,
+)
 from normserve.backends.tensor_conversion import (
     compute_launch_shape,
     count_batch_kernel_bytes,
@@ -282,10 +288,10 @@ class PreparedCpuJob:
     def run(self) -> BatchResult:
         """Compute the job from the current content of its tensors, into its result buffers."""
         began = time.perf_counter()
-        outputs = self._call()
+        outputs = name_results(self._call())
         computed = time.perf_counter()
         for name, target in self._result_tensors.items():
-            output: Tensor = getattr(outputs, name)
+            output = outputs[name]
             if output.data_ptr() != target.data_ptr():
                 target.copy_(output)
         return BatchResult(

@@ -22,7 +22,7 @@ def check(case, **margin):
     actual = case.forward(fusednorm, stats=True, out_dtype=FLOAT8)
     exact = case.forward(reference, stats=True, out_dtype=torch.float64, precision=torch.float64)
     in_float32 = case.torch_forward(*(None if t is None else t.float() for t in case.torch_leaves()))
-    assert_float8_close_to_oracle(actual.y, actual.scale, exact.y, in_float32.detach(), **margin)
+    assert_float8_close_to_oracle(actual.y, actual.y_scale, exact.y, in_float32.detach(), **margin)
     torch.testing.assert_close(actual.rstd.double(), exact.rstd, rtol=2e-6, atol=0)
     if case.residual is None:
         assert actual.residual_out is None
@@ -62,7 +62,7 @@ def test_dropout_comes_before_the_scale(cols, device):
     case = make_case("layer_norm", torch.float32, 2, cols, device, activation="silu", dropout=0.4, seed=-(2**40))
     actual = case.forward(fusednorm, out_dtype=FLOAT8)
     exact = case.forward(reference, out_dtype=torch.float64, precision=torch.float64).y
-    assert_float8_close_to_oracle(actual.y, actual.scale, exact, exact, noise=1e-5)
+    assert_float8_close_to_oracle(actual.y, actual.y_scale, exact, exact, noise=1e-5)
 
 
 @pytest.mark.parametrize("cols", [500, SWEPT])
@@ -85,7 +85,7 @@ def test_a_rows_largest_value_is_the_types_largest(cols, device):
 def test_rows_of_zeros_stay_zero(cols, device):
     result = fusednorm.layer_norm_forward(torch.full((2, cols), 3.0, device=device), out_dtype=FLOAT8)
     assert torch.equal(result.y.float(), torch.zeros(2, cols, device=device))
-    assert result.scale.tolist() == [2.0**-126] * 2
+    assert result.y_scale.tolist() == [2.0**-126] * 2
 
 
 @pytest.mark.parametrize("cols", [100, SWEPT])
@@ -94,12 +94,12 @@ def test_nan_and_infinity_leave_nothing_finite_in_their_rows(cols, device):
     x[1, 7], x[2, cols - 1] = float("nan"), float("inf")
     result = fusednorm.layer_norm_forward(x, activation="relu", out_dtype=FLOAT8)
     assert torch.isnan(result.y[1:3].float()).all()
-    assert torch.isnan(result.scale[1:3]).all()
+    assert torch.isnan(result.y_scale[1:3]).all()
     assert torch.isfinite(result.y.float()[[0, 3]]).all()
     weight = torch.ones(cols, device=device)
     weight[5] = float("inf")
     result = fusednorm.rms_norm_forward(x[:1], weight, out_dtype=FLOAT8)
-    assert not torch.isfinite(result.y.float() * result.scale).any()
+    assert not torch.isfinite(result.y.float() * result.y_scale).any()
 
 
 @pytest.mark.parametrize("cols", [24, 17008])
@@ -109,7 +109,7 @@ def test_rows_may_be_strided_views(cols, device):
     for view in (wide[:, :cols], wide[::2, 5 : cols + 5], wide[1:2, :cols].expand(2, cols)):
         expected = fusednorm.rms_norm_forward(view.contiguous(), weight, out_dtype=FLOAT8)
         actual = fusednorm.rms_norm_forward(view, weight, out_dtype=FLOAT8)
-        torch.testing.assert_close(actual.scale, expected.scale)
+        torch.testing.assert_close(actual.y_scale, expected.y_scale)
         torch.testing.assert_close(actual.y.float(), expected.y.float(), rtol=2**-3, atol=2**-9)
 
 
@@ -120,17 +120,17 @@ def test_a_rows_bits_do_not_depend_on_its_company(cols, device):
     case.x = case.x[2:3]
     alone = case.forward(fusednorm, out_dtype=FLOAT8)
     assert torch.equal(alone.y.view(torch.uint8), together.y[2:3].view(torch.uint8))
-    assert torch.equal(alone.scale, together.scale[2:3])
+    assert torch.equal(alone.y_scale, together.y_scale[2:3])
 
 
 def test_leading_axes_are_kept_and_scale_comes_with_float8_alone(device):
     x = torch.randn(2, 3, 4, 16, device=device)
-    assert fusednorm.layer_norm_forward(x).scale is None
+    assert fusednorm.layer_norm_forward(x).y_scale is None
     result = fusednorm.layer_norm_forward(x, out_dtype=FLOAT8)
-    assert (result.y.shape, result.scale.shape) == (x.shape, x.shape[:-1])
-    assert fusednorm.layer_norm_forward(x[0, 0, 0], out_dtype=FLOAT8).scale.shape == ()
+    assert (result.y.shape, result.y_scale.shape) == (x.shape, x.shape[:-1])
+    assert fusednorm.layer_norm_forward(x[0, 0, 0], out_dtype=FLOAT8).y_scale.shape == ()
     empty = fusednorm.layer_norm_forward(x[:0], out_dtype=FLOAT8)
-    assert (empty.y.shape, empty.scale.shape) == ((0, 3, 4, 16), (0, 3, 4))
+    assert (empty.y.shape, empty.y_scale.shape) == ((0, 3, 4, 16), (0, 3, 4))
 
 
 def test_float8_is_an_output_of_rows_alone(device):

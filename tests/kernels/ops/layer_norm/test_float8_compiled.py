@@ -38,7 +38,7 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096, cols), FLOAT8), ((4096,), torch.float32))
     )
     residual = x if activation == "silu" else None
-    out = Forward(y, residual_out=residual, scale=scale)
+    out = Forward(y, residual_out=residual, y_scale=scale)
     options = NormOptions("layer_norm", activation=activation)
     call = make(LayerNormForwardCall, x=x, weight=w, bias=w, residual=residual, options=options, out=out)
     (launch,) = plan_forward(call)

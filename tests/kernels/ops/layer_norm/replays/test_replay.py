@@ -220,7 +220,7 @@ def test_results_are_repeated_where_the_caller_wants_them(stats, replaying):
         Forward(torch.empty(4, COLS)),
         Forward(torch.empty(3, COLS).half()),
         Forward(torch.empty(3, COLS), mean=torch.empty(3)),
-        Forward(torch.empty(3, COLS), scale=torch.empty(3)),
+        Forward(torch.empty(3, COLS), y_scale=torch.empty(3)),
     ],
 )
 def test_place_that_does_not_fit_is_not_repeated_but_refused(out, replaying):
