@@ -23,8 +23,8 @@ class Forward(NamedTuple, Generic[A]):
         y: the normalised tensor, in x's shape.
         mean: float32 mean of each row or group (never for RMSNorm), if statistics were requested.
         rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
-        residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the residual's
-            dtype, for GroupNorm in x's.
+        residual_out: h = residual + gate * x, the tensor that was normalised, if there is a residual; in the
+            residual's dtype, for GroupNorm in x's.
         y_scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * y_scale.  Its old name
             `scale` still works, with a DeprecationWarning, for one release.
     """
@@ -72,10 +72,9 @@ class Backward(NamedTuple, Generic[A]):
         dx: the gradient of x, in x's shape and dtype.
         dweight: the gradient of weight, if there is one.
         dbias: the gradient of bias, if there is one.
-        dresidual: the gradient of the residual, if there is one: dx itself, unless the residual's dtype differs
-            from x's.  For GroupNorm it is always dx.
-        dscale: the gradient of GroupNorm's scale [N, C], if there is one.
-        dshift: the gradient of GroupNorm's shift [N, C], if there is one.
+        dresidual: the gradient of the residual, if there is one: dx itself, unless there is a gate or the
+            residual's dtype differs from x's.  For GroupNorm it is always dx.
+        dscale, dshift, dgate: the gradients of scale, shift and gate, if there are any, in their shapes.
     """
 
     dx: A
@@ -84,3 +83,4 @@ class Backward(NamedTuple, Generic[A]):
     dresidual: A | None = None
     dscale: A | None = None
     dshift: A | None = None
+    dgate: A | None = None

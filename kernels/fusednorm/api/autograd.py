@@ -20,6 +20,7 @@ from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
 from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
+from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.cpu import plain_norms
 from fusednorm.devices.device_properties import HAS_TRITON, INTERPRETED, make_missing_triton_error
@@ -39,7 +40,7 @@ class Added(NamedTuple):
 
     Attributes:
         y: the normalised sum.
-        residual_out: x + residual, in the residual's dtype; for a group norm in x's dtype.
+        residual_out: residual + gate * x, in the residual's dtype; for a group norm in x's dtype.
     """
 
     y: Tensor
@@ -102,7 +103,7 @@ def layer_norm(
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
+    return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
 def rms_norm(
@@ -158,7 +159,7 @@ def rms_norm(
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _dispatch_norm(values, x, weight, None, None, scale, shift)[0]
+    return _dispatch_norm(values, x, weight, None, None, scale, shift, None)[0]
 
 
 def group_norm(
@@ -215,7 +216,7 @@ def group_norm(
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
+    return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
 def add_layer_norm(
@@ -228,14 +229,15 @@ def add_layer_norm(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """Apply LayerNorm to x + residual and return the sum too, differentiable in all tensors.
+    """Apply LayerNorm to residual + gate * x and return the sum too, differentiable in all tensors.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) / sqrt(var + eps) * (weight + weight_offset) + bias,
-    over the last axis of h = x + residual.  The sum is normalised before it is rounded.
+    over the last axis of h = residual + gate * x.  The sum is normalised before it is rounded.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
     this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
@@ -252,14 +254,16 @@ def add_layer_norm(
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
-            these dtypes; None (default) for zeros.  Both have one shape.
+            these dtypes; None (default) for zeros.
+        gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
+            have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
     Returns:
-        Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in the residual's
-            dtype.
+        Added: a named tuple of y, in x's shape and dtype, and residual_out = residual + gate * x, in the
+            residual's dtype.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -276,7 +280,7 @@ def add_layer_norm(
         (torch.bfloat16, torch.float32)
     """
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
+    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, gate))
 
 
 def add_rms_norm(
@@ -288,15 +292,15 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
-    """Apply RMSNorm to x + residual and return the sum too, differentiable in all tensors.
+    """Apply RMSNorm to residual + gate * x and return the sum too, differentiable in all tensors.
 
     y = dropout(act(z * (1 + scale) + shift)), z = h / sqrt(mean(h^2) + eps) * (weight + weight_offset), over the
-    last axis of h = x + residual.
-    The sum is normalised before it is rounded.
+    last axis of h = residual + gate * x.  The sum is normalised before it is rounded.
 
     CPU tensors are computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by
     this library's kernels.  Statistics and sums are float32 (float64 for a float64 x), and the result is rounded
@@ -312,14 +316,16 @@ def add_rms_norm(
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
-            these dtypes; None (default) for zeros.  Both have one shape.
+            these dtypes; None (default) for zeros.
+        gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
+            have one shape.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
     Returns:
-        Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in the residual's
-            dtype.
+        Added: a named tuple of y, in x's shape and dtype, and residual_out = residual + gate * x, in the
+            residual's dtype.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -336,7 +342,7 @@ def add_rms_norm(
         (torch.bfloat16, torch.float32)
     """
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift))
+    return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift, gate))
 
 
 def add_group_norm(
@@ -394,7 +400,7 @@ def add_group_norm(
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
+    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, None))
 
 
 _PLAIN = 0.0, "none", 0.0
@@ -439,7 +445,8 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     if observed or not (x.is_cuda or x.is_cpu):
         try_register_shardings()
         run = getattr(torch.ops.fusednorm, options.op)
-        y, _, _, residual_out = run(*tensors, *options.operator_arguments)
+        inputs: NormInputs = NormInputs._make(tensors)
+        y, _, _, residual_out = run(*list_operator_arguments(inputs, options.operator_arguments))
         return y, residual_out
     if differentiated:
         y, residual_out = _apply_norm(options, *tensors)

@@ -97,7 +97,7 @@ def group_norm_forward(
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 32]))
     """
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
+    tensors, kind = (x, weight, bias, residual, scale, shift, None), (values, out_dtype, stats)
     may_repeat = is_replayable(values)
     repeated = FORWARD.try_replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
@@ -199,7 +199,7 @@ def group_norm_backward(
         (torch.Size([2, 64, 16, 16]), torch.Size([64]))
     """
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
+    tensors = x, weight, bias, residual, scale, shift, None, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
     repeated = BACKWARD.try_replay(tensors, kind, out) if may_repeat else None

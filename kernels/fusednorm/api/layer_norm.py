@@ -34,6 +34,7 @@ def layer_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -44,7 +45,7 @@ def layer_norm_forward(
     """Compute the forward pass of LayerNorm over the last axis by one launch; autograd does not see it.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * (weight + weight_offset) + bias, rstd = 1 /
-    sqrt(var + eps), h = x + residual.
+    sqrt(var + eps), h = residual + gate * x.
 
     Statistics and every intermediate are float32; the variance is computed about a pivot within the range of the
     row's values, so a mean far from zero causes no cancellation.  A row's bits do not depend on the other rows.
@@ -64,8 +65,9 @@ def layer_norm_forward(
         residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
             and returned in the residual's dtype.
         scale, shift: the affine step of each sample, [*x.shape[:k], cols] with axes of one element between or
-            without, any of these dtypes; None (default) for zeros.  Both have one shape, and one stride between
-            samples.  Not with a float8 y, nor with parameters of each head.
+            without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
+        gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
+            needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -98,7 +100,7 @@ def layer_norm_forward(
         (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _run_forward(values, (x, weight, bias, residual, scale, shift), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, bias, residual, scale, shift, gate), out_dtype, stats, out)
 
 
 def rms_norm_forward(
@@ -110,6 +112,7 @@ def rms_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -120,7 +123,7 @@ def rms_norm_forward(
     """Compute the forward pass of RMSNorm over the last axis by one launch; autograd does not see it.
 
     y = dropout(act(z * (1 + scale) + shift)), z = h * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(h^2) +
-    eps), h = x + residual.
+    eps), h = residual + gate * x.
 
     Statistics and every intermediate are float32.  A row's bits do not depend on the other rows.
 
@@ -138,8 +141,9 @@ def rms_norm_forward(
         residual: x's shape, any of these dtypes, or None (default).  The float32 sum h is normalised unrounded,
             and returned in the residual's dtype.
         scale, shift: the affine step of each sample, [*x.shape[:k], cols] with axes of one element between or
-            without, any of these dtypes; None (default) for zeros.  Both have one shape, and one stride between
-            samples.  Not with a float8 y, nor with parameters of each head.
+            without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
+        gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
+            needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -172,7 +176,7 @@ def rms_norm_forward(
         (torch.Size([8, 1024]), torch.Size([8]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _run_forward(values, (x, weight, None, residual, scale, shift), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, None, residual, scale, shift, gate), out_dtype, stats, out)
 
 
 def layer_norm_backward(
@@ -189,6 +193,7 @@ def layer_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -197,8 +202,10 @@ def layer_norm_backward(
 ) -> Backward:
     """Compute the gradients of LayerNorm's inputs by one backward pass.
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where
-    dz is the gradient of the affine step's output.  dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
+    dh = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where dz
+    is the gradient of the affine step's output; dresidual = dh and dx = gate * dh.  dweight = sum(dz * x_hat) and
+    dbias = sum(dz) over the rows.  With ds the gradient before the activation, dz = ds * (1 + scale), and over the
+    rows of a sample dscale = sum(ds * z), dshift = sum(ds), dgate = sum(dh * x).
     Sums are float32 in fixed order, without atomics: every run on a device gives the same bits.
 
     The tensors must be CUDA tensors.  `fusednorm.reference.layer_norm_backward` computes this on the CPU, with
@@ -215,9 +222,9 @@ def layer_norm_backward(
         mean, rstd: the forward pass's statistics, float32 [...], both or neither; None (default) computes them
             again.
         residual: the forward pass's: x's shape, any of these dtypes, or None (default).
-        dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
+        dresidual_out: gradient of residual_out, added to dh: x's shape, any of these dtypes; None (default) for
             zeros.
-        scale, shift: the forward pass's, or None (default).
+        scale, shift, gate: the forward pass's, or None (default).
         activation: the forward pass's, by name; default "none".
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight and dbias; default True.
@@ -226,8 +233,8 @@ def layer_norm_backward(
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
-            dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both only with
-            `parameter_gradients`.
+            dtypes are equal and there is no gate; dweight in weight's dtype if weight is not None, and dbias
+            likewise, both only with `parameter_gradients`; dscale, dshift and dgate of a scale, shift and gate.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
@@ -236,7 +243,7 @@ def layer_norm_backward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
-    another dtype than dx; for rows too long for a tile, dy and x twice.
+    its own; for rows too long for a tile, dy and x twice.
 
     Examples:
         >>> import torch, fusednorm
@@ -247,7 +254,7 @@ def layer_norm_backward(
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
+    tensors = x, weight, bias, residual, scale, shift, gate, mean, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
 
@@ -263,6 +270,7 @@ def rms_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -271,8 +279,10 @@ def rms_norm_backward(
 ) -> Backward:
     """Compute the gradients of RMSNorm's inputs by one backward pass.
 
-    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), x_hat = h * rstd,
-    where dz is the gradient of the output before activation and dropout.  dweight = sum(dz * x_hat) over the rows.
+    dh = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), x_hat = h * rstd,
+    where dz is the gradient of z = x_hat * (weight + weight_offset); dresidual = dh and dx = gate * dh.  dweight =
+    sum(dz * x_hat) over the rows.  With ds the gradient before the activation, dz = ds * (1 + scale), and over the
+    rows of a sample dscale = sum(ds * z), dshift = sum(ds), dgate = sum(dh * x).
     Sums are float32 in fixed order, without atomics: every run on a device gives the same bits.
 
     The tensors must be CUDA tensors.  `fusednorm.reference.rms_norm_backward` computes this on the CPU, with these
@@ -287,9 +297,9 @@ def rms_norm_backward(
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; default 0.0.  1 needs a weight.
         rstd: the forward pass's, float32 [...]; None (default) computes it again.
         residual: the forward pass's: x's shape, any of these dtypes, or None (default).
-        dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes; None (default) for
+        dresidual_out: gradient of residual_out, added to dh: x's shape, any of these dtypes; None (default) for
             zeros.
-        scale, shift: the forward pass's, or None (default).
+        scale, shift, gate: the forward pass's, or None (default).
         activation: the forward pass's, by name; default "none".
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight; default True.
@@ -298,7 +308,8 @@ def rms_norm_backward(
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
-            dtypes are equal; dweight in weight's dtype if weight is not None, only with `parameter_gradients`.
+            dtypes are equal and there is no gate; dweight in weight's dtype if weight is not None, only with
+            `parameter_gradients`; dscale, dshift and dgate of a scale, shift and gate.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -307,7 +318,7 @@ def rms_norm_backward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
-    another dtype than dx; for rows too long for a tile, dy and x twice.
+    its own; for rows too long for a tile, dy and x twice.
 
     Examples:
         >>> import torch, fusednorm
@@ -318,7 +329,7 @@ def rms_norm_backward(
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    tensors = x, weight, None, residual, scale, shift, None, rstd, dy, dresidual_out
+    tensors = x, weight, None, residual, scale, shift, gate, None, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
 
@@ -378,8 +389,7 @@ def _run_backward(
     options = options.validate()
     arrays, named = describe_inputs(inputs)
     rows = check_rows(options, arrays)
-    parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
-    outputs = declare_backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), arrays.residual)
+    outputs = declare_backward_outputs(arrays.forward_inputs, parameter_gradients)
     x = inputs.x
     result = prepare_result_tensors(Backward, outputs, x, out)
     if x.numel():
@@ -389,7 +399,7 @@ def _run_backward(
         if may_repeat:
             BACKWARD.record(launches, outputs, named, inputs, kind)
     else:
-        for gradient in (result.dweight, result.dbias, result.dscale, result.dshift):
+        for gradient in (result.dweight, result.dbias, result.dscale, result.dshift, result.dgate):
             if gradient is not None:
                 gradient.zero_()
     return result

@@ -32,6 +32,9 @@ def compute_layer_norm_over_shape(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute `layer_norm` over the last axes of x as torch's module does: in float32 under CUDA's autocast.
@@ -45,13 +48,17 @@ def compute_layer_norm_over_shape(
         x = x.float()
     # Most shapes have one axis; then the function checks x against the weight.
     if len(normalized_shape) == 1 and weight is not None:
-        return layer_norm(x, weight, bias, eps, **options)
-    rows = _flatten_normalized_axes(x, normalized_shape)
+        return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, **options)
+    rows = _flatten_normalized_axes("x", x, normalized_shape)
+    scale, shift = (
+        each if each is None else _flatten_normalized_axes(name, each, normalized_shape)
+        for name, each in (("scale", scale), ("shift", shift))
+    )
     weight, bias = (
         _flatten_parameter("weight", weight, normalized_shape),
         _flatten_parameter("bias", bias, normalized_shape),
     )
-    y = layer_norm(rows, weight, bias, eps, **options)
+    y = layer_norm(rows, weight, bias, eps, scale=scale, shift=shift, **options)
     return y.view(x.shape)
 
 
@@ -60,6 +67,9 @@ def compute_rms_norm_module(
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
     eps: float | None,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute `rms_norm` over the last axes of x, in the same dtype as torch's module, also under CUDA's autocast.
@@ -77,12 +87,14 @@ def compute_rms_norm_module(
         # The epsilon of the dtype in which torch computes, which for float16 and bfloat16 is float32.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     if len(normalized_shape) == 1 and weight is not None:
-        return rms_norm(x, weight, eps, **options)
-    rows, weight = (
-        _flatten_normalized_axes(x, normalized_shape),
-        _flatten_parameter("weight", weight, normalized_shape),
+        return rms_norm(x, weight, eps, scale=scale, shift=shift, **options)
+    rows = _flatten_normalized_axes("x", x, normalized_shape)
+    scale, shift = (
+        each if each is None else _flatten_normalized_axes(name, each, normalized_shape)
+        for name, each in (("scale", scale), ("shift", shift))
     )
-    return rms_norm(rows, weight, eps, **options).view(x.shape)
+    weight = _flatten_parameter("weight", weight, normalized_shape)
+    return rms_norm(rows, weight, eps, scale=scale, shift=shift, **options).view(x.shape)
 
 
 def compute_group_norm_module(
@@ -110,6 +122,8 @@ def compute_scripted_norm(
     normalized_shape: list[int],
     weight: Tensor | None,
     bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     eps: float | None,
     weight_offset: float,
     activation: str,
@@ -124,29 +138,32 @@ def compute_scripted_norm(
         raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
     weight = None if weight is None else weight.flatten()
     bias = None if bias is None else bias.flatten()
+    scale = None if scale is None else scale.flatten(-len(normalized_shape))
+    shift = None if shift is None else shift.flatten(-len(normalized_shape))
     if eps is None:
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     if is_rms:
         y: Tensor = torch.ops.fusednorm.rms_norm(
-            rows, weight, None, None, None, None, 0, eps, weight_offset, activation, 0.0, 0
+            rows, weight, None, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0
         )[0]
     else:
         y = torch.ops.fusednorm.layer_norm(
-            rows, weight, bias, None, None, None, 0, eps, weight_offset, activation, 0.0, 0
+            rows, weight, bias, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0
         )[0]
     return y.view(x.shape)
 
 
-def _flatten_normalized_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """Merge the last axes of x, which must have the sizes normalized_shape, into one axis.
+def _flatten_normalized_axes(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """Merge the last axes of a tensor, which must have the sizes normalized_shape, into one axis.
 
     Raises:
-        KernelInputError: x has another shape, or normalized_shape has no axes.
+        KernelInputError: the tensor has another shape, or normalized_shape has no axes.
     """
     axes = len(normalized_shape)
     if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
         raise KernelInputError(
-            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+            f"{name} must end in normalized_shape {list(normalized_shape)}, of at least one axis, "
+            f"got {list(x.shape)}"
         )
     return x.flatten(-axes)
 

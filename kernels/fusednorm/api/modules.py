@@ -57,8 +57,8 @@ class _WeightOffsetMixin(_ActivationMixin):
 class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
     """A `torch.nn.LayerNorm` that this library computes, with an optional activation after the norm.
 
-    y = act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias), with the mean and the biased variance
-    over the last axes.
+    y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, with the
+    mean and the biased variance over the last axes.  scale and shift are optional arguments of the call.
 
     Parameters, their names, state_dict and initial values are those of `torch.nn.LayerNorm`.  CPU tensors are
     computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by this library's
@@ -110,13 +110,15 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
 
     if TYPE_CHECKING:
 
-        def __call__(self, input: Tensor) -> Tensor: ...
+        def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalise the input over its last axes.
 
         Args:
             input: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+            scale, shift: the affine step of each sample, [*leading, *normalized_shape] with the first axes of the
+                input, and axes of one element between or without; None (default) for zeros.
 
         Returns:
             Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
@@ -125,20 +127,30 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
             KernelInputError: input ends in other axes, or a shape, dtype or device is wrong.
             ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
-        shape, weight, bias = self.normalized_shape, self.weight, self.bias
+        shape, weight, bias, eps = self.normalized_shape, self.weight, self.bias, self.eps
+        offset, activation = self.weight_offset, self.activation
         if not is_scripting():
             return compute_layer_norm_over_shape(
-                input, shape, weight, bias, self.eps, weight_offset=self.weight_offset, activation=self.activation
+                input,
+                shape,
+                weight,
+                bias,
+                eps,
+                scale=scale,
+                shift=shift,
+                weight_offset=offset,
+                activation=activation,
             )
         # TorchScript converts a tuple to a list.
-        options = self.eps, self.weight_offset, self.activation, False
-        return compute_scripted_norm(input, shape, weight, bias, *options)  # type: ignore[arg-type]
+        options = eps, offset, activation, False
+        return compute_scripted_norm(input, shape, weight, bias, scale, shift, *options)  # type: ignore[arg-type]
 
 
 class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
     """A `torch.nn.RMSNorm` that this library computes, with an optional activation after the norm.
 
-    y = act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), with the mean over the last axes.
+    y = act(z * (1 + scale) + shift), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), with the mean over
+    the last axes.  scale and shift are optional arguments of the call.
 
     Parameters, their names, state_dict and initial values are those of `torch.nn.RMSNorm`.  CPU tensors are
     computed by torch's functions, at about torch's speed and also without Triton; CUDA tensors by this library's
@@ -188,13 +200,15 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor) -> Tensor: ...
+        def __call__(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalise x over its last axes.
 
         Args:
             x: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+            scale, shift: the affine step of each sample, [*leading, *normalized_shape] with the first axes of the
+                input, and axes of one element between or without; None (default) for zeros.
 
         Returns:
             Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
@@ -203,14 +217,15 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
             KernelInputError: x ends in other axes, or a shape, dtype or device is wrong.
             ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
-        shape, weight = self.normalized_shape, self.weight
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        offset, activation = self.weight_offset, self.activation
         if not is_scripting():
             return compute_rms_norm_module(
-                x, shape, weight, self.eps, weight_offset=self.weight_offset, activation=self.activation
+                x, shape, weight, eps, scale=scale, shift=shift, weight_offset=offset, activation=activation
             )
         # TorchScript converts a tuple to a list.
-        options = self.eps, self.weight_offset, self.activation, True
-        return compute_scripted_norm(x, shape, weight, None, *options)  # type: ignore[arg-type]
+        options = eps, offset, activation, True
+        return compute_scripted_norm(x, shape, weight, None, scale, shift, *options)  # type: ignore[arg-type]
 
 
 class GroupNorm(_ActivationMixin, nn.GroupNorm):

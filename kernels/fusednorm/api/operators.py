@@ -22,13 +22,16 @@ from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.uniform_passes import (
     compute_input_gradients,
-    has_own_gradient,
     run_backward,
     run_backward_operator,
     run_forward,
 )
-from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, format_tensor_schema
-from fusednorm.arguments.options import OPTIONS_SCHEMA, NormOptions
+from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, has_own_gradient
+from fusednorm.arguments.operator_arguments import (
+    format_argument_schema,
+    list_operator_arguments,
+    parse_operator_arguments,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
@@ -139,25 +142,12 @@ def differentiate_plain_operator(
 
 
 _FORWARD_SCHEMA = (
-    f"({format_tensor_schema(NormInputs, 'x')}, {OPTIONS_SCHEMA}) "
-    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
+    f"({format_argument_schema(NormInputs, 'x')}) -> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
-    f"({format_tensor_schema(BackwardInputs, 'dy', 'x', 'rstd')}, {OPTIONS_SCHEMA}) "
+    f"({format_argument_schema(BackwardInputs, 'dy', 'x', 'rstd')}) "
     f"-> ({', '.join(f'Tensor d{name}' for name in NormInputs._fields)})"
 )
-
-
-def _parse_forward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[NormInputs, NormOptions]:
-    """Parse the arguments of a forward operator."""
-    count = len(NormInputs._fields)
-    return NormInputs(*arguments[:count]), NormOptions(op, *arguments[count:])
-
-
-def _parse_backward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
-    """Parse the arguments of a backward operator."""
-    count = len(BackwardInputs._fields)
-    return BackwardInputs.from_operator_arguments(arguments[:count]), NormOptions(op, *arguments[count:])
 
 
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
@@ -181,7 +171,7 @@ def _list_backward_results(op: str, inputs: BackwardInputs, result: Backward) ->
     An operator returns no None, and no tensor twice.  So a placeholder stands for a missing gradient, and
     for the residual's gradient if that is dx.
     """
-    if not has_own_gradient(inputs.residual, op, inputs.x):
+    if not has_own_gradient(op, inputs):
         result = result._replace(dresidual=None)
     return tuple(_make_placeholder(inputs.x) if tensor is None else tensor for tensor in result)
 
@@ -190,7 +180,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
     """Define the operators `op` and `op`_backward in `library`, with their kernels, fakes and derivatives."""
 
     def run_library_forward(*arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
-        inputs, options = _parse_forward_arguments(op, arguments)
+        inputs, options = parse_operator_arguments(NormInputs, op, arguments)
         result = run_forward(library or autograd.select_library(op, inputs.x), options, inputs, stats=True)
         assert result.rstd is not None
         mean, residual_out = (
@@ -199,20 +189,20 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         return result.y, mean, result.rstd, residual_out
 
     def run_library_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        inputs, options = _parse_backward_arguments(op, arguments)
+        inputs, options = parse_operator_arguments(BackwardInputs, op, arguments)
         return _list_backward_results(
             op, inputs, run_backward(autograd.select_library(op, inputs.x), options, inputs)
         )
 
     def run_plain_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        inputs, options = _parse_backward_arguments(op, arguments)
+        inputs, options = parse_operator_arguments(BackwardInputs, op, arguments)
         # Saved statistics are constants; statistics computed here are functions of x.
         return _list_backward_results(
             op, inputs, run_backward(reference, options, inputs._replace(mean=None, rstd=None))
         )
 
     def make_fake_forward_results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs, options = _parse_forward_arguments(op, arguments)
+        inputs, options = parse_operator_arguments(NormInputs, op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         statistics_shape = (x.shape[0], options.num_groups) if op == "group_norm" else x.shape[:-1]
@@ -227,18 +217,20 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         return _make_fake_result(op, x), mean, rstd, residual_out
 
     def make_fake_backward_results(*arguments: Any) -> tuple[Any, ...]:
-        inputs, _ = _parse_backward_arguments(op, arguments)
+        inputs, _ = parse_operator_arguments(BackwardInputs, op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         made = [
             _make_placeholder(x) if tensor is None else tensor.new_empty(tensor.shape)
             for tensor in inputs.forward_inputs
         ]
-        dresidual = _make_fake_result(op, residual) if has_own_gradient(residual, op, x) else _make_placeholder(x)
+        dresidual = _make_placeholder(x)
+        if residual is not None and has_own_gradient(op, inputs):
+            dresidual = _make_fake_result(op, residual)
         return tuple(NormInputs._make(made)._replace(x=_make_fake_result(op, x), residual=dresidual))
 
     def save_forward_context(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        inputs, ctx.options = _parse_forward_arguments(op, arguments)
+        inputs, ctx.options = parse_operator_arguments(NormInputs, op, arguments)
         _, mean, rstd, _ = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
@@ -250,10 +242,11 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         found = compute_input_gradients(
             partial(run_backward_operator, ctx.options), ctx.saved_tensors, dy, dresidual_out
         )
-        return *found, *(None for _ in ctx.options.operator_arguments)
+        of_options = (None,) * len(ctx.options.operator_arguments)
+        return list_operator_arguments(NormInputs._make(found), of_options)
 
     def save_backward_context(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        inputs, ctx.options = _parse_backward_arguments(op, arguments)
+        inputs, ctx.options = parse_operator_arguments(BackwardInputs, op, arguments)
         for name, statistic in (("mean", inputs.mean), ("rstd", inputs.rstd)):
             if statistic is not None and statistic.requires_grad:
                 raise KernelInputError(f"{name} must not require a gradient: it is taken as a function of x")
@@ -261,7 +254,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         ctx.save_for_backward(*inputs._replace(mean=None, rstd=None))
 
     def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        arguments = *BackwardInputs(*ctx.saved_tensors).list_operator_arguments(), *ctx.options.operator_arguments
+        arguments = list_operator_arguments(BackwardInputs(*ctx.saved_tensors), ctx.options.operator_arguments)
         # Without the first argument, which is the dispatcher's.
         return differentiate_plain_operator(run_plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 

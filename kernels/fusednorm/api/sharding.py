@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusednorm.arguments.checks import select_modulations
 from fusednorm.arguments.inputs import OPERATIONS, ROLES, BackwardInputs, NormInputs, ShapeRole
+from fusednorm.arguments.operator_arguments import list_operator_arguments, parse_operator_arguments
 from fusednorm.arguments.options import NormOptions
 
 _is_registered = False
@@ -36,12 +38,14 @@ def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]
     Each entry is one way to divide the work: the placements of the results, and those of the arguments.
     Those of options are None.
     """
-    inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
+    inputs, options = parse_operator_arguments(NormInputs, "", arguments)
+    of_options = (None,) * len(options.operator_arguments)
     found = []
-    for split in _list_shardings(inputs, settings):
+    for split in _list_shardings(inputs, options):
         residual_out = split.replicated if inputs.residual is None else split.x_placement
         results = [split.x_placement, split.x_placement, split.x_placement, residual_out]
-        found.append((results, [*split.list_placements(inputs), *(None for _ in settings)]))
+        placed: NormInputs[Any] = NormInputs._make(split.list_placements(inputs))
+        found.append((results, list(list_operator_arguments(placed, of_options))))
     return found
 
 
@@ -51,16 +55,16 @@ def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any
     Each entry is one way to divide the work: the placements of the results, and those of the arguments.
     Those of options are None.
     """
-    count = len(BackwardInputs._fields)
-    inputs, settings = BackwardInputs.from_operator_arguments(arguments[:count]), arguments[count:]
+    inputs, options = parse_operator_arguments(BackwardInputs, "", arguments)
+    of_options = (None,) * len(options.operator_arguments)
     found = []
-    for split in _list_shardings(inputs.forward_inputs, settings):
+    for split in _list_shardings(inputs.forward_inputs, options):
         of_gradients = split._replace(parameter_placement=split.gradient_placement).list_placements(
             inputs.forward_inputs
         )
         gradients = [split.replicated if placement is None else placement for placement in of_gradients]
-        placed = BackwardInputs(*split.list_placements(inputs)).list_operator_arguments()
-        found.append((gradients, [*placed, *(None for _ in settings)]))
+        placed: BackwardInputs[Any] = BackwardInputs._make(split.list_placements(inputs))
+        found.append((gradients, list(list_operator_arguments(placed, of_options))))
     return found
 
 
@@ -71,33 +75,37 @@ class _ShardingPlacements(NamedTuple):
         replicated: the placement of a tensor that each rank has undivided.
         x_placement: of x, and of every other tensor that is not a parameter.
         parameter_placement, gradient_placement: of parameters, and of their gradients.
+        samples_are_split: whether tensors of each sample are divided as x is; else they are placed as parameters.
     """
 
     replicated: Any
     x_placement: Any
     parameter_placement: Any
     gradient_placement: Any
+    samples_are_split: bool = True
 
     def list_placements(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
         """List the placement of each input; None for an absent one."""
+        as_parameters = (
+            {ShapeRole.PARAMETER} if self.samples_are_split else {ShapeRole.PARAMETER, ShapeRole.PER_SAMPLE}
+        )
         return [
             None
             if tensor is None
             else self.parameter_placement
-            if ROLES[name] is ShapeRole.PARAMETER
+            if ROLES[name] in as_parameters
             else self.x_placement
             for name, tensor in zip(inputs._fields, inputs, strict=True)
         ]
 
 
-def _list_shardings(inputs: NormInputs, option_values: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
+def _list_shardings(inputs: NormInputs, options: NormOptions) -> Iterator[_ShardingPlacements]:
     """Yield the ways to divide an operation's work over ranks: undivided, or by samples, rows or heads.
 
     With dropout the work stays undivided, since the mask counts the rows of the undivided tensor.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    options = NormOptions("", *option_values)
     replicated = Replicate()
     yield _ShardingPlacements(replicated, replicated, replicated, replicated)
     # The dropout mask counts the rows of the undivided tensor.
@@ -107,7 +115,10 @@ def _list_shardings(inputs: NormInputs, option_values: tuple[Any, ...]) -> Itera
     # Rows of an operation without groups: num_groups is 0.
     axes: int = inputs.x.ndim
     last = 1 if options.num_groups else axes - 2 if has_heads else axes - 1
+    modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate).values()
     for axis in range(last):
-        yield _ShardingPlacements(replicated, Shard(axis), replicated, Partial())
+        of_axis = [each.ndim > axis + 1 and each.shape[axis] == inputs.x.shape[axis] for each in modulations]
+        if len(set(of_axis)) < 2:
+            yield _ShardingPlacements(replicated, Shard(axis), replicated, Partial(), all(of_axis))
     if has_heads:
         yield _ShardingPlacements(replicated, Shard(last), Shard(0), Shard(0))

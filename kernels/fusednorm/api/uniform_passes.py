@@ -7,7 +7,7 @@ Tensors whose strides the launchers do not support are copied.
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,22 @@ from torch._prims_common import suggest_memory_format
 from fusednorm.arguments.arrays import merge_axes
 from fusednorm.arguments.checks import (
     MAX_HEADS,
+    check_gate,
     check_groups,
     check_weight_offset,
     count_samples,
     has_heads,
+    select_modulations,
 )
-from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeRole, group_names_by_role
+from fusednorm.arguments.inputs import (
+    ROLES,
+    BackwardInputs,
+    NormInputs,
+    ShapeRole,
+    group_names_by_role,
+    has_own_gradient,
+)
+from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
@@ -69,11 +79,11 @@ def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backw
     """
     op = options.op
     run = getattr(torch.ops.fusednorm, f"{op}_backward")
-    results = run(*inputs.list_operator_arguments(), *options.operator_arguments)
+    results = run(*list_operator_arguments(inputs, options.operator_arguments))
     # The operator returns tensors also where there is no gradient.
     given = zip(inputs.forward_inputs, results, strict=True)
     gradients = Backward._make([None if tensor is None else result for tensor, result in given])
-    if inputs.residual is not None and not has_own_gradient(inputs.residual, op, inputs.x):
+    if inputs.residual is not None and not has_own_gradient(op, inputs):
         return gradients._replace(dresidual=gradients.dx)
     return gradients
 
@@ -97,11 +107,6 @@ def compute_input_gradients(
     return result
 
 
-def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
-    """Return whether the residual's gradient is a separate tensor, not dx."""
-    return residual is not None and residual.dtype != x.dtype and op != "group_norm"
-
-
 def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
     """Return the inputs, with copies of those whose strides a pass would not support."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
@@ -118,7 +123,7 @@ def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
             like_x, copy_unsupported_strides(op, *[made[name] for name in like_x], modulated=modulated), strict=True
         )
     )
-    made.update(zip(of_samples, _unify_strides(*[made[name] for name in of_samples]), strict=True))
+    made.update(zip(of_samples, _unify_strides([made[name] for name in of_samples]), strict=True))
     return type(inputs)(*made.values())
 
 
@@ -126,8 +131,8 @@ def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None, modulat
     """Return x and tensors of x's shape, with copies of those whose strides a pass would not support.
 
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
-    function; copies of the other tensors have x's layout.  `modulated`: whether rows have a scale or a shift of
-    each sample; their passes need one constant stride between all rows.
+    function; copies of the other tensors have x's layout.  `modulated`: whether rows have a scale, shift or gate
+    of each sample; their passes need one constant stride between all rows.
     """
     if op != "group_norm":
         tensors = [x, *others]
@@ -162,9 +167,8 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
         of_statistics = x.shape[:-1]
-        modulations = {
-            name: each for name, each in (("scale", inputs.scale), ("shift", inputs.shift)) if each is not None
-        }
+        check_gate(inputs.gate, residual)
+        modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate)
         if modulations:
             count_samples(tuple(x.shape), modulations)
     shapes: dict[ShapeRole, Any] = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters}
@@ -186,8 +190,10 @@ def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backwar
     made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward_inputs]
     x, residual = inputs.x, inputs.residual
     dx = torch.empty_like(x)
-    dresidual = torch.empty_like(residual) if has_own_gradient(residual, options.op, x) else dx
-    return Backward._make(made)._replace(dx=dx, dresidual=None if residual is None else dresidual)
+    dresidual = None if residual is None else dx
+    if residual is not None and has_own_gradient(options.op, inputs):
+        dresidual = torch.empty_like(residual)
+    return Backward._make(made)._replace(dx=dx, dresidual=dresidual)
 
 
 def _has_sample_layout(x: Tensor) -> bool:
@@ -222,12 +228,12 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
     return merge_axes(tensor.shape[:-2], tensor.stride()[:-2]) is not None
 
 
-def _unify_strides(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return scale and shift [N, C] with contiguous channels and one common stride between samples.
+def _unify_strides(modulations: list[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors of each sample with contiguous rows and one common stride between samples.
 
-    Both are copied unless they already have such strides.
+    All are copied unless they already have such strides.
     """
-    strides = [tensor.stride() for tensor in (scale, shift) if tensor is not None]
-    if all(stride == strides[0] and stride[-1:] == (1,) for stride in strides):
-        return scale, shift
-    return None if scale is None else scale.contiguous(), None if shift is None else shift.contiguous()
+    given = [each for each in modulations if each is not None]
+    if all(each.stride() == given[0].stride() and _is_contiguous_or_uniform(each) for each in given):
+        return modulations
+    return [None if each is None else each.contiguous() for each in modulations]

@@ -262,8 +262,20 @@ def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) ->
         )
 
 
+def select_modulations(scale: Any, shift: Any, gate: Any) -> dict[str, Any]:
+    """Select the tensors of each sample that are not None, by name."""
+    given = {"scale": scale, "shift": shift, "gate": gate}
+    return {name: array for name, array in given.items() if array is not None}
+
+
+def check_gate(gate: Any, residual: Any) -> None:
+    """Raise KernelInputError for a gate without a residual, to which gate * x would be added."""
+    if gate is not None and residual is None:
+        raise KernelInputError("gate needs a residual, got None: multiply x, or use scale")
+
+
 def count_samples(shape: tuple[int, ...], modulations: Mapping[str, Any]) -> int:
-    """Count the samples of rows [..., cols]: the groups of consecutive rows that share a row of scale and shift.
+    """Count the samples of rows [..., cols]: the groups of consecutive rows that share a row of each modulation.
 
     Each of `modulations` has the shape of some leading axes of x and its last axis, with axes of one element
     between them or without.
@@ -288,5 +300,5 @@ def count_samples(shape: tuple[int, ...], modulations: Mapping[str, Any]) -> int
         samples[name] = math.prod(leading)
     if len(set(samples.values())) > 1:
         shapes = " and ".join(str(list(array.shape)) for array in modulations.values())
-        raise KernelInputError(f"scale and shift must have one shape, got {shapes}")
+        raise KernelInputError(f"{' and '.join(modulations)} must have one shape, got {shapes}")
     return samples.popitem()[1]

@@ -1,6 +1,5 @@
 """The tensors of a call, in one order for passes, keys of calls and gradients, and the role of each."""
 
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any, Generic, NamedTuple
@@ -31,6 +30,7 @@ ROLES = {
     "residual": ShapeRole.LIKE_X,
     "scale": ShapeRole.PER_SAMPLE,
     "shift": ShapeRole.PER_SAMPLE,
+    "gate": ShapeRole.PER_SAMPLE,
     "mean": ShapeRole.PER_ROW,
     "rstd": ShapeRole.PER_ROW,
     "dy": ShapeRole.LIKE_X,
@@ -41,11 +41,10 @@ OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _CENTRED = ("layer_norm", "group_norm")
 
-OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED}
-"""The operations that have each tensor; a tensor that is not listed belongs to all operations."""
+_OF_ROWS = ("layer_norm", "rms_norm")
 
-_OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scale", "shift", "dresidual_out"
-"""The tensors of backward operators, whose schemas saved graphs refer to; forward operators have `NormInputs`."""
+OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "gate": _OF_ROWS}
+"""The operations that have each tensor; a tensor that is not listed belongs to all operations."""
 
 
 class NormInputs(NamedTuple, Generic[A]):
@@ -58,6 +57,7 @@ class NormInputs(NamedTuple, Generic[A]):
         weight, bias: the affine step of columns, heads or channels.
         residual: added to x first.
         scale, shift: the affine step of each sample.
+        gate: the factor of x in each sample, before the residual is added.
     """
 
     x: A
@@ -66,6 +66,7 @@ class NormInputs(NamedTuple, Generic[A]):
     residual: A | None = None
     scale: A | None = None
     shift: A | None = None
+    gate: A | None = None
 
 
 class BackwardInputs(NamedTuple, Generic[A]):
@@ -82,6 +83,7 @@ class BackwardInputs(NamedTuple, Generic[A]):
     residual: A | None
     scale: A | None
     shift: A | None
+    gate: A | None
     mean: A | None
     rstd: A | None
     dy: A
@@ -92,14 +94,12 @@ class BackwardInputs(NamedTuple, Generic[A]):
         """The tensors of the forward pass."""
         return NormInputs._make(self[: len(NormInputs._fields)])
 
-    @classmethod
-    def from_operator_arguments(cls, tensors: Sequence[Any]) -> "BackwardInputs[A]":
-        """Make the inputs from the tensors of a backward operator."""
-        return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
 
-    def list_operator_arguments(self) -> tuple[A | None, ...]:
-        """List the inputs as arguments of a backward operator."""
-        return tuple(getattr(self, name) for name in _OPERATOR_ORDER)
+def has_own_gradient(op: str, inputs: NormInputs[Any] | BackwardInputs[Any]) -> bool:
+    """Return whether the residual's gradient is a separate tensor, not dx."""
+    if inputs.residual is None or op == "group_norm":
+        return False
+    return inputs.gate is not None or inputs.residual.dtype != inputs.x.dtype
 
 
 @cache
@@ -111,9 +111,3 @@ def group_names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 def list_roles(inputs: type[NormInputs | BackwardInputs]) -> tuple[ShapeRole, ...]:
     """List the role of each input."""
     return tuple(ROLES[name] for name in inputs._fields)
-
-
-def format_tensor_schema(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
-    """Format the inputs for the schema of an operator; those that are not required may be None."""
-    names = _OPERATOR_ORDER if inputs is BackwardInputs else inputs._fields
-    return ", ".join(f"{'Tensor' if name in required else 'Tensor?'} {name}" for name in names)

@@ -1,12 +1,13 @@
-"""LayerNorm and RMSNorm with a scale and a shift for each sample, by the norms without them.
+"""LayerNorm and RMSNorm with a scale, shift or gate for each sample, by the norms without them.
 
-y = dropout(act(z * (1 + scale) + shift)), where z is the norm without scale and shift, in float32.  The backward
+y = dropout(act(z * (1 + scale) + shift)), where z is the norm of residual + gate * x, in float32.  The backward
 pass computes z again.  With dropout, float64 or invalid arguments `fusednorm.reference` computes the call.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusednorm import reference
@@ -17,59 +18,71 @@ from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
 Norm = Callable[..., Any]
-"""A pass of `fusednorm.reference` without scale and shift."""
+"""A pass of `fusednorm.reference` without the tensors of samples."""
+
+Modulations = dict[str, Tensor]
+"""The scale, shift and gate of a call, those that it has."""
 
 
 def compute_forward(
-    norm: Norm, op: str, scale: Tensor | None, shift: Tensor | None, x: Tensor, stats: bool, **arguments: Any
+    norm: Norm, op: str, modulations: Modulations, x: Tensor, stats: bool, **arguments: Any
 ) -> Forward:
     """Compute the forward pass of an operation; `norm` is its forward pass, `arguments` its other ones by name."""
-    samples = _count_samples(x, scale, shift, arguments)
+    samples = _count_samples(x, modulations, arguments)
     if not samples:
-        computed: Forward = getattr(reference, f"{op}_forward")(
-            x=x, scale=scale, shift=shift, stats=stats, **arguments
-        )
+        computed: Forward = getattr(reference, f"{op}_forward")(x=x, stats=stats, **modulations, **arguments)
         return computed
-    result: Forward = norm(x=x.float(), stats=stats, **arguments | {"activation": "none"})
-    z = _modulate_(result.y.view(samples, -1, x.shape[-1]), scale, shift)
+    gated = _multiply_by_gate(x.float(), modulations, samples)
+    result: Forward = norm(x=gated, stats=stats, **arguments | {"activation": "none"})
+    z = _modulate_(result.y.view(samples, -1, x.shape[-1]), modulations)
     activate_(z, arguments["activation"])
     return result._replace(y=result.y.to(x.dtype))
 
 
 def compute_backward(
-    forward: Norm, backward: Norm, op: str, scale: Tensor | None, shift: Tensor | None, dy: Tensor, x: Tensor,
-    **arguments: Any,
-) -> Backward:  # fmt: skip
+    forward: Norm, backward: Norm, op: str, modulations: Modulations, dy: Tensor, x: Tensor, **arguments: Any
+) -> Backward:
     """Compute the backward pass of an operation; `forward` and `backward` are its passes."""
-    samples = _count_samples(x, scale, shift, arguments)
+    samples = _count_samples(x, modulations, arguments)
     if not samples or not has_float_tensors(x.shape, dy):
-        computed: Backward = getattr(reference, f"{op}_backward")(dy=dy, x=x, scale=scale, shift=shift, **arguments)
+        computed: Backward = getattr(reference, f"{op}_backward")(dy=dy, x=x, **modulations, **arguments)
         return computed
     activation = arguments["activation"]
     arguments["activation"] = "none"
     given = {name: arguments[name] for name in _FORWARD_ARGUMENTS if name in arguments}
-    z = forward(x=x.float(), **given).y.view(samples, -1, x.shape[-1])
+    gated = _multiply_by_gate(x.float(), modulations, samples)
+    z = forward(x=gated, **given).y.view(samples, -1, x.shape[-1])
     dz = dy.reshape(z.shape).float()
     if activation != "none":
-        dz = backpropagate_activation_into_z_(dz.contiguous(), _modulate_(z.clone(), scale, shift), activation)
-    dshift = None if shift is None else dz.sum(1).view(shift.shape).to(shift.dtype)
-    dscale = None
-    if scale is not None:
-        dscale = (dz * z).sum(1).view(scale.shape).to(scale.dtype)
-        dz = dz * _compute_factors(scale, samples)
-    gradients: Backward = backward(dy=dz.view(dy.shape), x=x, **arguments)
-    return gradients._replace(dscale=dscale, dshift=dshift)
+        dz = backpropagate_activation_into_z_(dz.contiguous(), _modulate_(z.clone(), modulations), activation)
+    gradients: dict[str, Tensor] = {}
+    if "shift" in modulations:
+        gradients["dshift"] = _sum_samples(dz, modulations["shift"])
+    if "scale" in modulations:
+        gradients["dscale"] = _sum_samples(dz * z, modulations["scale"])
+        dz = dz * _compute_factors(modulations["scale"], samples)
+    if "gate" not in modulations:
+        result: Backward = backward(dy=dz.view(dy.shape), x=x, **arguments)
+        return result._replace(**gradients)
+    result = backward(dy=dz.view(dy.shape), x=gated, **arguments)
+    # Of the residual's sum, in float32 as gated is.
+    dh = result.dx.view(z.shape)
+    gradients["dgate"] = _sum_samples(dh * x.reshape(z.shape), modulations["gate"])
+    gradients["dx"] = _multiply_by_gate(result.dx, modulations, samples).to(x.dtype)
+    gradients["dresidual"] = result.dx.to(arguments["residual"].dtype)
+    return result._replace(**gradients)
 
 
 _FORWARD_ARGUMENTS = ("weight", "bias", "eps", "weight_offset", "residual", "activation")
 
 
-def _count_samples(x: Tensor, scale: Tensor | None, shift: Tensor | None, arguments: dict[str, Any]) -> int:
+def _count_samples(x: Tensor, modulations: Modulations, arguments: dict[str, Any]) -> int:
     """Count the samples of a valid call; 0 if the reference must compute the call or refuse it."""
-    modulations = {name: each for name, each in (("scale", scale), ("shift", shift)) if each is not None}
     if not all(has_float_tensors(each.shape, each) for each in modulations.values()):
         return 0
     if not (is_zero_dropout(arguments["dropout"]) and has_float_tensors(x.shape, x) and x.numel()):
+        return 0
+    if "gate" in modulations and not _has_float_residual(x, arguments["residual"]):
         return 0
     try:
         return count_samples(tuple(x.shape), modulations)
@@ -77,15 +90,32 @@ def _count_samples(x: Tensor, scale: Tensor | None, shift: Tensor | None, argume
         return 0
 
 
+def _has_float_residual(x: Tensor, residual: Tensor | None) -> bool:
+    return residual is not None and has_float_tensors(x.shape, residual)
+
+
+def _multiply_by_gate(x: Tensor, modulations: Modulations, samples: int) -> Tensor:
+    """Compute gate * x in float32; x without a gate."""
+    if "gate" not in modulations:
+        return x
+    gate = modulations["gate"].float().reshape(samples, 1, -1)
+    return torch.mul(x.reshape(samples, -1, x.shape[-1]), gate).reshape(x.shape)
+
+
 def _compute_factors(scale: Tensor, samples: int) -> Tensor:
     """Compute the factors 1 + scale, [samples, 1, cols] float32."""
     return scale.float().reshape(samples, 1, -1) + 1.0
 
 
-def _modulate_(z: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+def _modulate_(z: Tensor, modulations: Modulations) -> Tensor:
     """Compute z * (1 + scale) + shift in z's memory, [samples, tokens, cols] float32."""
-    if scale is not None:
-        z.mul_(_compute_factors(scale, z.shape[0]))
-    if shift is not None:
-        z.add_(shift.float().reshape(z.shape[0], 1, -1))
+    if "scale" in modulations:
+        z.mul_(_compute_factors(modulations["scale"], z.shape[0]))
+    if "shift" in modulations:
+        z.add_(modulations["shift"].float().reshape(z.shape[0], 1, -1))
     return z
+
+
+def _sum_samples(terms: Tensor, modulation: Tensor) -> Tensor:
+    """Sum [samples, tokens, cols] over the tokens, in the shape and dtype of a tensor of samples."""
+    return terms.sum(1).view(modulation.shape).to(modulation.dtype)

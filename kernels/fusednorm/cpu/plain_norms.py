@@ -17,15 +17,15 @@ def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradien
     """Compute a norm without weight offset, activation and dropout by torch's own CPU functions, or return None.
     Autograd differentiates these functions directly.
 
-    The result is None if a residual, scale or shift is given, or if torch cannot compute the call or is less
+    The result is None if a residual, scale, shift or gate is given, or if torch cannot compute the call or is less
     accurate than this package.
 
     `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.  The last
     argument is as in `try_layer_norm`.
     """
     op, num_groups, eps, _, _, _, _ = values
-    x, weight, bias, residual, scale, shift = tensors
-    if not (residual is scale is shift is None):
+    x, weight, bias, *others = tensors
+    if any(tensor is not None for tensor in others):
         return None
     if op == "layer_norm":
         return try_layer_norm(x, weight, bias, eps, needs_gradient)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.checks import select_modulations
 from fusednorm.cpu import fallback_passes, modulated_norms
 from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
@@ -62,6 +63,7 @@ def layer_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -72,7 +74,8 @@ def layer_norm_forward(
     Arguments and results are those of `fusednorm.reference.layer_norm_forward`.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if not (scale is shift is None):
+    modulations = select_modulations(scale, shift, gate)
+    if modulations:
         more: dict[str, Any] = {
             "weight": weight,
             "bias": bias,
@@ -81,7 +84,7 @@ def layer_norm_forward(
             "seed": seed,
         }
         return modulated_norms.compute_forward(
-            layer_norm_forward, "layer_norm", scale, shift, x, stats, **options, **more
+            layer_norm_forward, "layer_norm", modulations, x, stats, **options, **more
         )
     if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
         more = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
@@ -114,6 +117,7 @@ def rms_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -124,10 +128,11 @@ def rms_norm_forward(
     Arguments and results are those of `fusednorm.reference.rms_norm_forward`.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if not (scale is shift is None):
+    modulations = select_modulations(scale, shift, gate)
+    if modulations:
         more: dict[str, Any] = {"weight": weight, "residual": residual, "dropout": dropout, "seed": seed}
         return modulated_norms.compute_forward(
-            rms_norm_forward, "rms_norm", scale, shift, x, stats, **options, **more
+            rms_norm_forward, "rms_norm", modulations, x, stats, **options, **more
         )
     if (
         x.ndim == 0
@@ -166,6 +171,7 @@ def layer_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -177,12 +183,13 @@ def layer_norm_backward(
     saved statistics.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if not (scale is shift is None):
+    modulations = select_modulations(scale, shift, gate)
+    if modulations:
         more: dict[str, Any] = {"weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "residual": residual}
         more |= {"dresidual_out": dresidual_out, "dropout": dropout, "seed": seed}
         more |= {"parameter_gradients": parameter_gradients}
         return modulated_norms.compute_backward(
-            layer_norm_forward, layer_norm_backward, "layer_norm", scale, shift, dy, x, **options, **more
+            layer_norm_forward, layer_norm_backward, "layer_norm", modulations, dy, x, **options, **more
         )
     of_x = x.shape[:-1]
     can_compute_call = (
@@ -220,6 +227,7 @@ def rms_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -233,7 +241,8 @@ def rms_norm_backward(
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if not (scale is shift is None):
+    modulations = select_modulations(scale, shift, gate)
+    if modulations:
         more: dict[str, Any] = {
             "weight": weight,
             "rstd": rstd,
@@ -242,7 +251,7 @@ def rms_norm_backward(
         }
         more |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
         return modulated_norms.compute_backward(
-            rms_norm_forward, rms_norm_backward, "rms_norm", scale, shift, dy, x, **options, **more
+            rms_norm_forward, rms_norm_backward, "rms_norm", modulations, dy, x, **options, **more
         )
     can_compute_call = (
         can_compute(x, weight, None, residual, dropout=dropout, **options)

@@ -93,16 +93,39 @@ def add_one(scale):
 
 
 @triton.jit
-def load_row_residual_sum(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
-    """Load x + residual in float32, at the offsets `x_at` and `residual_at`.  Masked elements are 0.
+def load_gate(gate_ptr, at, mask):
+    """Load a tile of a sample's gate in the dtype of memory, as a tuple of one; () if gate_ptr is None."""
+    gates = ()
+    if gate_ptr is not None:
+        gates = (tl.load(gate_ptr + at, mask=mask, other=0.0),)
+    return gates
 
-    The sum is x alone if residual_ptr is None.
-    """
-    h = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
+
+@triton.jit
+def add_residual(x, residual, gates):
+    """Compute h = residual + gate * x in float32, rounded once; `gates` is a tuple of the gate, or () for 1."""
+    h = widen(x)
+    if len(gates) > 0:
+        h = tl.fma(widen(gates[0]), h, widen(residual))
+    else:
         h += widen(residual)
     return h
+
+
+@triton.jit
+def load_row_residual_sum(x_ptr, residual_ptr, gates, x_at, residual_at, mask, EVICT: tl.constexpr):
+    """Load x, and h = residual + gate * x in float32, at the offsets `x_at` and `residual_at`.
+
+    Masked elements are 0.  x has the dtype of memory; h is x alone if residual_ptr is None.  `gates` is a tuple of
+    the gate, or () for 1.
+    """
+    x = tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
+        h = add_residual(x, residual, gates)
+    else:
+        h = widen(x)
+    return x, h
 
 
 @triton.jit

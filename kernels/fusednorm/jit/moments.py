@@ -8,7 +8,7 @@ deviations from zero, the rounding errors of several sets' means would be a part
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
+from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask
 from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
 
@@ -147,6 +147,7 @@ def compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, n):
 def compute_row_mean_and_variance(
     x_ptr,
     residual_ptr,
+    gate_ptr,
     x_row,
     residual_row,
     cols,
@@ -160,7 +161,8 @@ def compute_row_mean_and_variance(
 
     Returns rough, shift and variance, [1, 1] each.  The mean is rough + shift.  Subtract rough first, then
     shift: that keeps x - mean exact to a float32 rounding of the difference.  `x_row` and `residual_row` are
-    the row's offsets in elements.  For RMSNorm rough and shift are 0, and the variance is the mean square.
+    the row's offsets in elements; `gate_ptr` points to the sample's gate.  For RMSNorm rough and shift are 0, and
+    the variance is the mean square.
 
     A lane is the GROUP columns that one thread loads at once; its sums take three registers, not three for
     each column.
@@ -169,7 +171,8 @@ def compute_row_mean_and_variance(
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     n = cols.to(tl.float32)
     mask = make_column_mask(col, cols, EVEN)
-    h = load_row_residual_sum(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last")
+    gates = load_gate(gate_ptr, col, mask)
+    _, h = load_row_residual_sum(x_ptr, residual_ptr, gates, x_row + col, residual_row + col, mask, "evict_last")
     first_count = tl.sum(mask.to(tl.float32), 1, keep_dims=True)
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
@@ -186,7 +189,8 @@ def compute_row_mean_and_variance(
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = make_column_mask(at, cols, EVEN)
-        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+        gates = load_gate(gate_ptr, at, mask)
+        _, h = load_row_residual_sum(x_ptr, residual_ptr, gates, x_row + at, residual_row + at, mask, "evict_last")
         if IS_RMS:
             sum_2 += tl.sum(multiply_for_uniform_sum(h, h), 1, keep_dims=True)
         else:

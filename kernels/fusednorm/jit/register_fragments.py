@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import apply_epilogue
-from fusednorm.jit.loads import add_one, add_residual_chunk, add_weight_offset, make_column_mask, widen
+from fusednorm.jit.loads import (
+    add_one,
+    add_residual,
+    add_residual_chunk,
+    add_weight_offset,
+    make_column_mask,
+    widen,
+)
 from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
 
@@ -64,6 +71,15 @@ def load_fragment(
                 tl.load(ptr + start + i * BLOCK_N + col, mask=mask, other=0.0, eviction_policy=EVICT),
             )
     return chunks
+
+
+@triton.jit
+def add_residual_fragment(chunks, residuals, gates):
+    """Compute h = residual + gate * x of a loaded fragment, in float32."""
+    sums = ()
+    for i in tl.static_range(len(chunks)):
+        sums = sums + (add_residual(chunks[i], residuals[i], gates[i : i + 1]),)
+    return sums
 
 
 @triton.jit

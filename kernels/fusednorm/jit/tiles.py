@@ -3,17 +3,23 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import add_one, add_weight_offset, load_row_residual_sum, make_column_mask, widen
+from fusednorm.jit.loads import (
+    add_one,
+    add_weight_offset,
+    load_row_residual_sum,
+    make_column_mask,
+    widen,
+)
 
 
 @triton.jit
 def load_tile(
-    x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
+    x_ptr, residual_ptr, gates, x_row, residual_row, row_mask, cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of complete rows of x + residual as CHUNKS blocks [ROWS, BLOCK_N] of float32.
+    """Load a tile of complete rows of residual + gate * x as CHUNKS blocks [ROWS, BLOCK_N] of float32.
 
-    The first FULL blocks have no columns past the row's end.
+    The first FULL blocks have no columns past the row's end.  `gates` are the blocks of the gate, or () for 1.
     Without a residual, the tile is x.  Returns three tuples: the blocks' columns [1, BLOCK_N], masks of
     columns [1, BLOCK_N], and values.
 
@@ -26,7 +32,9 @@ def load_tile(
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         col_mask = make_column_mask(col, cols, i < FULL)
-        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "")
+        _, h = load_row_residual_sum(
+            x_ptr, residual_ptr, gates[i : i + 1], x_row + col, residual_row + col, row_mask & col_mask, ""
+        )
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         chunks = chunks + (h,)

@@ -5,10 +5,10 @@ float64 if requested or if x is float64, otherwise float32.  Three decisions app
 
 - y = dropout(act(x_hat * (weight + weight_offset) + bias)), and dy of the backward pass is the gradient of this y;
   scale and shift of a sample are applied before act: with them act(z * (1 + scale) + shift) replaces act(z) there;
-- with a residual the statistics are those of h = x + residual as summed in `precision`, *before* it is rounded for
-  `residual_out`; the backward pass computes h again from x and residual in the same way;
-- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype differs;
-  `dresidual_out`, the gradient of `residual_out`, is added to it.
+- with a residual the statistics are those of h = residual + gate * x as summed in `precision`, *before* it is
+  rounded for `residual_out`; the backward pass computes h again in the same way; without a gate, it is 1;
+- dresidual is the gradient of h, to which `dresidual_out`, the gradient of `residual_out`, is added; dx is gate
+  times this gradient, so without a gate dresidual is dx itself unless its dtype differs.
 
 y has `out_dtype` or else x's dtype, dx x's, residual_out and dresidual the residual's (for GroupNorm x's), dweight
 weight's, dbias bias's; mean and rstd have dtype `precision`.  Rows in float8_e4m3fn are quantised as in
@@ -26,10 +26,12 @@ from torch import Tensor
 
 from fusednorm.arguments.checks import (
     ActivationName,
+    check_gate,
     check_groups,
     check_weight_offset,
     count_samples,
     has_heads,
+    select_modulations,
 )
 from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
@@ -51,9 +53,9 @@ class _NormView:
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
     `rows` x `positions` is the grid on which dropout's mask is defined, and `convert_mask` converts a mask of that
     grid to `shape`.  `work_dtype` is the dtype of every sum, `residual_dtype` that of residual_out and dresidual;
-    `weight_offset` is added to weight.  `scale` and `shift` of a sample are applied after the affine step; they
-    broadcast as `sample_shape`, and their gradients are sums over `sample_axis`.  Results of
-    x's shape are channels-last in memory if `channels_last`, else contiguous.
+    `weight_offset` is added to weight.  `scale` and `shift` of a sample are applied after the affine step, and
+    `gate` multiplies x; they broadcast as `sample_shape`, and their gradients are sums over `sample_axis`.  Results
+    of x's shape are channels-last in memory if `channels_last`, else contiguous.
     """
 
     shape: tuple[int, ...]
@@ -70,6 +72,7 @@ class _NormView:
     weight_offset: float = 0.0
     scale: Tensor | None = None
     shift: Tensor | None = None
+    gate: Tensor | None = None
     sample_shape: tuple[int, ...] = ()
     sample_axis: int = -1
     channels_last: bool = False
@@ -85,6 +88,7 @@ def layer_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -92,9 +96,9 @@ def layer_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """Compute y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis.
+    """Compute y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * (weight + weight_offset) + bias.
 
-    h = x + residual.
+    h = residual + gate * x, normalised over the last axis.
 
     Dropout's row is the index of the row in x flattened to [rows, cols], its position the column.
 
@@ -105,6 +109,8 @@ def layer_norm_forward(
         eps: added to the variance; at least 0 and finite.
         weight_offset: 0 or 1.
         residual: in x's shape, any of these dtypes.
+        scale, shift, gate: of each sample, [*x.shape[:k], cols] with axes of one element between or without, any of
+            these dtypes; None for zeros, and ones in place of gate.  A gate needs a residual.
         activation: one of `checks.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
@@ -121,7 +127,7 @@ def layer_norm_forward(
     """
     check_result_dtype(out_dtype, float8=True)
     view = _check_and_view_rows(
-        x, weight, bias, weight_offset, residual, scale, shift, centre=True, precision=precision
+        x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
@@ -136,6 +142,7 @@ def rms_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -143,13 +150,15 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """Compute y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps).
+    """Compute y = dropout(act(z * (1 + scale) + shift)), z = h * rstd * (weight + weight_offset).
+
+    rstd = 1 / sqrt(mean(h^2) + eps).
 
     Everything else is as in `layer_norm_forward`.
     """
     check_result_dtype(out_dtype, float8=True)
     view = _check_and_view_rows(
-        x, weight, None, weight_offset, residual, scale, shift, centre=False, precision=precision
+        x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _compute_forward(view, x, weight, None, residual, options, out_dtype, stats)
@@ -212,29 +221,32 @@ def layer_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
+    """Compute dh = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
-    w = weight + weight_offset, dz = keep / (1 - dropout) * dy * act'(z), z = x_hat * w + bias;
-    dweight = sum(dz * x_hat) and dbias = sum(dz) over the rows.
+    w = weight + weight_offset, z = x_hat * w + bias, dz = ds * (1 + scale), ds = keep / (1 - dropout) * dy *
+    act'(z * (1 + scale) + shift).  dresidual = dh, dx = gate * dh; dweight = sum(dz * x_hat) and dbias = sum(dz)
+    over the rows; dscale = sum(ds * z), dshift = sum(ds) and dgate = sum(dh * x) over the rows of a sample.
 
     Args:
         dy: the gradient of y, in x's shape, any dtype that x may have.
         mean, rstd: [...], float32 or float64, from the forward pass; computed again unless both are passed.
         dresidual_out: the gradient of residual_out, in x's shape.
         parameter_gradients: whether dweight and dbias are wanted.
-        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward, and also
+            scale, shift and gate.
 
     Raises:
         KernelInputError: as in forward.
     """
     view = _check_and_view_rows(
-        x, weight, bias, weight_offset, residual, scale, shift, centre=True, precision=precision
+        x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
@@ -253,18 +265,19 @@ def rms_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
-    """Compute dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
+    """Compute dh = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, with g = dz * w.
 
     Everything else is as in `layer_norm_backward`.
     """
     view = _check_and_view_rows(
-        x, weight, None, weight_offset, residual, scale, shift, centre=False, precision=precision
+        x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
@@ -313,6 +326,7 @@ def _check_and_view_rows(
     residual: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
+    gate: Tensor | None,
     *,
     centre: bool,
     precision: torch.dtype | None,
@@ -323,11 +337,12 @@ def _check_and_view_rows(
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     own = has_heads(weight, bias)
-    modulations = {name: each for name, each in (("scale", scale), ("shift", shift)) if each is not None}
+    check_gate(gate, residual)
+    modulations = select_modulations(scale, shift, gate)
     for name, each in modulations.items():
         check_optional_tensor(name, each, x, tuple(each.shape))
     if modulations and own:
-        raise KernelInputError("scale and shift need parameters [cols], got parameters of each head")
+        raise KernelInputError(f"{' and '.join(modulations)} need parameters [cols], got parameters of each head")
     samples = count_samples(tuple(x.shape), modulations) if modulations else 1
     of_parameters = x.shape[-2:] if own else x.shape[-1:]
     check_optional_tensor("weight", weight, x, of_parameters)
@@ -351,6 +366,7 @@ def _check_and_view_rows(
         weight_offset=weight_offset,
         scale=scale,
         shift=shift,
+        gate=gate,
         sample_shape=(samples, 1, cols),
         sample_axis=1,
     )
@@ -446,7 +462,7 @@ def _compute_backward(
     options: NormOptions,
 ) -> Backward:
     """Compute the backward pass of any of the three norms, over tensors as the view describes them."""
-    work, scale, shift = view.work_dtype, view.scale, view.shift
+    work, scale, shift, gate = view.work_dtype, view.scale, view.shift, view.gate
     check_optional_tensor("dy", dy, x)
     check_optional_tensor("dresidual_out", dresidual_out, x)
     check_optional_tensor("mean", mean, x, view.statistics_shape)
@@ -480,8 +496,10 @@ def _compute_backward(
     dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
-    dx = _convert_result(view, x, dh, x.dtype)
-    dresidual = dx if view.residual_dtype == x.dtype else _convert_result(view, x, dh, view.residual_dtype)
+    dx = _convert_result(view, x, dh if gate is None else dh * _broadcast_sample_parameter(view, gate), x.dtype)
+    dresidual = dx
+    if gate is not None or view.residual_dtype != x.dtype:
+        dresidual = _convert_result(view, x, dh, view.residual_dtype)
     return Backward(
         dx=dx,
         dweight=None if weight is None else _sum_parameter_gradient(view, dz * xhat, weight),
@@ -489,6 +507,7 @@ def _compute_backward(
         dresidual=None if residual is None else dresidual,
         dscale=dscale,
         dshift=dshift,
+        dgate=None if gate is None else _sum_sample_gradient(view, dh * x.to(work).reshape(view.shape), gate),
     )
 
 
@@ -505,8 +524,10 @@ def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
 
 
 def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor:
-    h = x.to(view.work_dtype) if residual is None else x.to(view.work_dtype) + residual.to(view.work_dtype)
-    return h.reshape(view.shape)
+    h = x.to(view.work_dtype).reshape(view.shape)
+    if view.gate is not None:
+        h = h * _broadcast_sample_parameter(view, view.gate)
+    return h if residual is None else h + residual.to(view.work_dtype).reshape(view.shape)
 
 
 def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -158,11 +158,15 @@ def test_schemas_are_those_of_saved_graphs():
         "Tensor? scale, Tensor? shift, Tensor? dresidual_out"
     )
     results = "Tensor y, Tensor mean, Tensor rstd, Tensor residual_out"
-    gradients = "Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift"
+    gradients = (
+        "Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift, Tensor dgate"
+    )
+    # Arguments that operators gained later follow the others, and have defaults.
+    later = "Tensor? gate=None"
     for op in ("layer_norm", "rms_norm", "group_norm"):
         name = f"fusednorm::{op}"
         schemas = [str(getattr(torch.ops.fusednorm, each).default._schema) for each in (op, f"{op}_backward")]
         assert schemas == [
-            f"{name}({forward}, {settings}) -> ({results})",
-            f"{name}_backward({backward}, {settings}) -> ({gradients})",
+            f"{name}({forward}, {settings}, {later}) -> ({results})",
+            f"{name}_backward({backward}, {settings}, {later}) -> ({gradients})",
         ]

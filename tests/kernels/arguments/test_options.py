@@ -12,8 +12,8 @@ X = torch.zeros(2, 4)
 @pytest.mark.parametrize(
     ("op", "names"),
     [
-        ("layer_norm", {"weight", "bias", "scale", "shift", "weight_offset"}),
-        ("rms_norm", {"weight", "scale", "shift", "weight_offset"}),
+        ("layer_norm", {"weight", "bias", "scale", "shift", "gate", "weight_offset"}),
+        ("rms_norm", {"weight", "scale", "shift", "gate", "weight_offset"}),
         ("group_norm", {"weight", "bias", "scale", "shift", "num_groups"}),
     ],
 )
@@ -24,7 +24,7 @@ def test_an_operation_takes_its_own_arguments(op, names):
 
 
 def test_the_statistics_of_rms_norm_are_rstd_alone():
-    inputs = BackwardInputs(X, *(None for _ in range(7)), X, None)
+    inputs = BackwardInputs(X, *(None for _ in range(8)), X, None)
     assert collect_arguments("rms_norm", inputs).keys() & {"mean", "rstd"} == {"rstd"}
 
 

@@ -64,8 +64,8 @@ def rows(shape, activation):
     out = Forward(*describe_results(outputs, x))
     yield from plan_forward(LayerNormForwardCall(**check_rows(options, inputs), options=options, out=out))
     mean, rstd = (new(name, *shape[:-1], dtype="float32") for name in ("mean", "rstd"))
-    inputs = BackwardInputs(x, weight, bias, None, None, None, mean, rstd, new("dy", *shape), None)
-    out = Backward(*describe_results(declare_backward_outputs(x, (weight, bias, None, None), None), x))
+    inputs = BackwardInputs(x, weight, bias, None, None, None, None, mean, rstd, new("dy", *shape), None)
+    out = Backward(*describe_results(declare_backward_outputs(inputs.forward_inputs, True), x))
     yield from plan_backward(LayerNormBackwardCall(**check_rows(options, inputs), options=options, out=out))
 
 def samples(shape, groups):
@@ -77,7 +77,7 @@ def samples(shape, groups):
     out = Forward(*describe_results(group_results(x, sample, None, "bfloat16", True), x))
     yield from group_forward.plan_forward(GroupNormForwardCall(**given, out=out))
     dy = in_the_other_format(new("dy", *shape))
-    check_sample(options, BackwardInputs(x, weight, bias, None, None, None, None, None, dy, None))
+    check_sample(options, BackwardInputs(x, weight, bias, None, None, None, None, None, None, dy, None))
     out = Backward(*describe_results(group_gradients(x, (weight, bias, None, None), False), x))
     yield from group_backward.plan_backward(GroupNormBackwardCall(dy=dy, **given, out=out))
 

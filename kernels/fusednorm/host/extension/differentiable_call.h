@@ -28,7 +28,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // The inputs of a forward pass, in the order of `arguments.inputs.NormInputs`; gradients have the same order.
-constexpr size_t kInputs = 6, kWeight = 1, kBias = 2, kResidual = 3;
+constexpr size_t kInputs = 7, kWeight = 1, kBias = 2, kResidual = 3;
 
 // The derivative of a norm; it holds the inputs of the forward pass, then mean and rstd.
 struct NormBackward : public Node {

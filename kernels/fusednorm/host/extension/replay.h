@@ -18,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr size_t kMaxResults = 6;
+constexpr size_t kMaxResults = 7;
 
 using Inputs = std::vector<Tensor>;  // Undefined for an absent input.
 

@@ -33,4 +33,4 @@ def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], has
         None if parameter is None else OutputSpec(name, parameter.dtype, parameter.shape)
         for name, parameter in zip(("dweight", "dbias", "dscale", "dshift"), parameters, strict=True)
     )
-    return dx, dweight, dbias, dx if has_residual else None, dscale, dshift
+    return dx, dweight, dbias, dx if has_residual else None, dscale, dshift, None

@@ -50,10 +50,10 @@ class RowLayout(NamedTuple):
 class LayerNormCall:
     """The checked arguments that LayerNorm's and RMSNorm's forward and backward calls have in common.
 
-    x is [rows, cols] or [tokens, heads, cols]; with a scale or a shift, [tokens, samples, cols].
+    x is [rows, cols] or [tokens, heads, cols]; with a scale, shift or gate, [tokens, samples, cols].
 
     Attributes:
-        scale, shift: [samples, cols] with one stride between samples, or None.
+        scale, shift, gate: [samples, cols] with one stride between samples, or None.
     """
 
     x: Array
@@ -62,12 +62,13 @@ class LayerNormCall:
     residual: Array | None = None
     scale: Array | None = None
     shift: Array | None = None
+    gate: Array | None = None
     options: NormOptions
 
     @property
     def is_modulated(self) -> bool:
-        """Whether each sample has a scale or a shift."""
-        return self.scale is not None or self.shift is not None
+        """Whether each sample has a scale, a shift or a gate."""
+        return not (self.scale is self.shift is self.gate is None)
 
     @property
     def heads_have_own_parameters(self) -> bool:
@@ -113,14 +114,17 @@ class LayerNormCall:
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else max(1, resident // self.x.shape[1])
 
+    @property
+    def modulations(self) -> tuple[Array | None, ...]:
+        """The tensors of each sample, in the order of the kernels' arguments."""
+        return self.scale, self.shift, self.gate
+
     def modulation_arguments(self, vec: int) -> tuple[Any, ...]:
-        """Return scale, shift, the number of samples, and the stride between samples in units of `vec` elements."""
-        modulation = self.scale if self.scale is not None else self.shift
-        if modulation is None:
-            return None, None, None, 0
-        samples = self.x.shape[1]
-        stride = self.cols if samples == 1 else modulation.stride(0)
-        return self.scale, self.shift, samples, stride // vec
+        """Return scale, shift, gate, the number of samples, and their stride in units of `vec` elements."""
+        if not self.is_modulated:
+            return *self.modulations, None, 0
+        (stride, *_) = list_row_strides(self.cols, *filter(None, self.modulations))
+        return *self.modulations, self.x.shape[1], stride // vec
 
     def make_common_constexprs(self, vec: int) -> dict[str, object]:
         """Make the constexprs that all LayerNorm kernels with an epilogue have in common.
@@ -143,7 +147,7 @@ class LayerNormCall:
         if self.x.ndim > 2:
             raise UnsupportedShapeError(
                 f"rows of {self.cols} columns are too long for two strides, "
-                "for heads with parameters of their own, and for scale and shift"
+                "and for heads with parameters of their own"
             )
 
     def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
@@ -155,24 +159,25 @@ class LayerNormCall:
         self.check_no_heads()
         return RowLayout.from_strides("none", self.cols, list_row_strides(self.cols, *self.strided_inputs), max_vec)
 
-    def make_head_layout(self) -> RowLayout:
+    def make_head_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
         """Make the layout of rows or, if x has heads, of tokens with heads, for kernels that support both.
+
+        `max_vec` limits an access's elements.
 
         Raises:
             UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
         """
         cols, tensors = self.cols, self.strided_inputs
         if self.is_modulated:
-            modulations = [m for m in (self.scale, self.shift) if m is not None]
             tokens, samples, _ = self.x.shape
             strides = tuple(
                 cols if t is None or tokens * samples == 1 else t.stride(0) if tokens > 1 else t.stride(1)
                 for t in tensors
             )
-            vec = compute_vector_width(MAX_VEC, cols, *strides, *list_row_strides(cols, *modulations))
+            vec = compute_vector_width(max_vec, cols, *strides, *list_row_strides(cols, *self.modulations))
             return RowLayout("samples", vec, (cols // vec, *[stride // vec for stride in strides]))
         if self.x.ndim == 2:
-            return RowLayout.from_strides("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
+            return RowLayout.from_strides("none", cols, list_row_strides(cols, *tensors), max_vec)
         present = [tensor for tensor in tensors if tensor is not None]
         tokens, heads, _ = self.x.shape
         own_parameters = self.heads_have_own_parameters
@@ -180,12 +185,12 @@ class LayerNormCall:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
         if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
             return RowLayout.from_strides(
-                "own" if own_parameters else "shared", cols, list_row_strides(cols, *tensors), MAX_VEC
+                "own" if own_parameters else "shared", cols, list_row_strides(cols, *tensors), max_vec
             )
         uniform = tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)
         if own_parameters and uniform:
             strides = tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
-            return RowLayout.from_strides("own_uniform", cols, strides, MAX_VEC)
+            return RowLayout.from_strides("own_uniform", cols, strides, max_vec)
         raise UnsupportedShapeError(
             f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
             f"got strides {', '.join(str(list(tensor.strides)) for tensor in present)}"
@@ -219,11 +224,9 @@ class LayerNormForwardCall(LayerNormCall):
         Raises:
             UnsupportedShapeError: there are heads.
         """
-        if self.x.ndim > 2:
-            raise UnsupportedShapeError(
-                "a float8 y needs rows one constant stride apart, parameters [cols], and neither scale nor shift"
-            )
-        return self.make_row_layout(16 // self.itemsize)
+        if self.x.ndim > 2 and not self.is_modulated:
+            raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
+        return self.make_head_layout(16 // self.itemsize)
 
     @property
     def tensors(self) -> tuple[Array | None, ...]:
@@ -299,7 +302,7 @@ class LayerNormBackwardCall(LayerNormCall):
     def can_reduce_early(self) -> bool:
         """Whether a kernel that adds up partials follows and may start before the previous kernel ends."""
         out = self.out
-        sums = out.dweight, out.dbias, out.dscale, out.dshift
+        sums = out.dweight, out.dbias, out.dscale, out.dshift, out.dgate
         return self.can_start_early and any(gradient is not None for gradient in sums)
 
 

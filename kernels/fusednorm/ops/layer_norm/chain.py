@@ -122,7 +122,7 @@ def layer_norm_chain_tile_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
     x_row = row * (x_row_units * VEC)
-    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, FULL, BLOCK_N, CHUNKS)
+    columns, col_masks, chunks = load_tile(x_ptr, None, (), x_row, x_row, row_mask, cols, FULL, BLOCK_N, CHUNKS)
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
@@ -152,7 +152,7 @@ def _load_after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstd
     The moments of these first norms are in `roughs`, `shifts` and `rstds`.  `at` and `mask` are the chunk's
     columns and their mask.
     """
-    h = load_row_residual_sum(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
+    _, h = load_row_residual_sum(x_ptr, None, (), x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
         h = normalise(
             h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], None, None,

@@ -5,11 +5,13 @@ from typing import Any
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import (
     check_float,
+    check_gate,
     check_parameter,
     check_statistics,
     check_weight_offset,
     count_samples,
     has_heads,
+    select_modulations,
     select_row_view,
     view_as_rows,
 )
@@ -20,7 +22,6 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 _LIKE_X: dict[type, tuple[str, ...]] = {
     each: group_names_by_role(each._fields)[ShapeRole.LIKE_X] for each in (NormInputs, BackwardInputs)
 }
-_MODULATIONS = group_names_by_role(NormInputs._fields)[ShapeRole.PER_SAMPLE]
 _PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
 
 
@@ -41,9 +42,10 @@ def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[
         if arrays[name] is not None:
             check_float(name, arrays[name], shape_like=x)
     own = has_heads(inputs.weight, inputs.bias)
-    modulations = {name: arrays[name] for name in _MODULATIONS if arrays[name] is not None}
+    check_gate(inputs.gate, inputs.residual)
+    modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate)
     if modulations and own:
-        raise KernelInputError("scale and shift need parameters [cols], got parameters of each head")
+        raise KernelInputError(f"{' and '.join(modulations)} need parameters [cols], got parameters of each head")
     view = view_as_rows if modulations else select_row_view(own, *map(arrays.get, like_x))
     for name in like_x:
         if arrays[name] is not None:
@@ -73,7 +75,7 @@ def view_as_samples(rows: Array, samples: int) -> Array:
 
 
 def check_modulations(modulations: dict[str, Array]) -> None:
-    """Check that scale and shift have supported dtypes, and one stride between samples.
+    """Check that the tensors of each sample have supported dtypes, and one stride between samples.
 
     Raises:
         KernelInputError: wrong dtype.
@@ -87,5 +89,5 @@ def check_modulations(modulations: dict[str, Array]) -> None:
             strides.add(rows.strides[0])
     if len(strides) > 1:
         raise UnsupportedShapeError(
-            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
+            f"{' and '.join(modulations)} must have one stride from sample to sample, got {sorted(strides)}"
         )

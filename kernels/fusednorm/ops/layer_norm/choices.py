@@ -230,6 +230,9 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
     neither.  `config` overrides the choice, for tests, benchmarks and compile checks.
     """
     config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
+    if call.is_modulated and isinstance(config, LayerNormBackwardCooperative):
+        # Its programs share rows without regard to samples.
+        config = tables.BACKWARD_SPLIT[call.itemsize]
     match config:
         case LayerNormBackwardTile():
             return plan_tile_backward(call, config)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import compute_tile_keep_mask, differentiate_activation
+from fusednorm.jit.loads import add_weight_offset, widen
 
 
 @triton.jit
@@ -19,6 +20,30 @@ def load_unconverted_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
 def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
     """Load weight or bias as float32; a tile of DEFAULT if ptr is None."""
     return load_unconverted_parameter(ptr, col, col_mask, DEFAULT).to(tl.float32)
+
+
+@triton.jit
+def load_affine_steps(
+    weight_ptr, bias_ptr, scale_ptr, shift_ptr, col, modulation, mask,
+    WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Load the factor and the offset of x_hat in the argument of the activation, as float32.
+
+    Without an activation the offset is not needed, and 0.  The sample's scale and shift start at `modulation`.
+    """
+    factor = add_weight_offset(load_parameter(weight_ptr, col, mask, 1.0), WEIGHT_OFFSET)
+    if ACTIVATION == "none":
+        offset = 0.0
+    else:
+        offset = load_parameter(bias_ptr, col, mask, 0.0)
+    if scale_ptr is not None:
+        scale = 1.0 + load_parameter(scale_ptr, modulation + col, mask, 0.0)
+        factor = factor * scale
+        if ACTIVATION != "none":
+            offset = offset * scale
+    if ACTIVATION != "none" and shift_ptr is not None:
+        offset = offset + load_parameter(shift_ptr, modulation + col, mask, 0.0)
+    return factor, offset
 
 
 @triton.jit
@@ -50,17 +75,16 @@ def backpropagate_epilogue(
 
 
 @triton.jit
-def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
-    """Store the gradient of h = x + residual as dx and, unless dresidual_ptr is None, as dresidual.
+def store_input_gradients(gradient, gates, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
+    """Store dx, gate times the gradient of h = residual + gate * x, and this gradient as dresidual.
 
-    Each is cast to its tensor's dtype.
+    Each is cast to its tensor's dtype; dresidual is not stored if dresidual_ptr is None.  `gates` is a tuple of the
+    gate, or () for 1.
     """
-    tl.store(
-        dx_ptr + start + col,
-        gradient.to(dx_ptr.dtype.element_ty),
-        mask=mask,
-        eviction_policy=EVICT,
-    )
+    dx = gradient
+    if len(gates) > 0:
+        dx = gradient * widen(gates[0])
+    tl.store(dx_ptr + start + col, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
     if dresidual_ptr is not None:
         tl.store(
             dresidual_ptr + start + col,

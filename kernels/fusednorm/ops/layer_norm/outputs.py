@@ -1,6 +1,7 @@
 """The results of LayerNorm's and RMSNorm's passes."""
 
 from fusednorm.arguments.arrays import FLOAT8, Array
+from fusednorm.arguments.inputs import NormInputs, has_own_gradient
 from fusednorm.arguments.outputs import Outputs, OutputSpec
 
 
@@ -19,18 +20,19 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
     )
 
 
-def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], residual: Array | None) -> Outputs:
+def declare_backward_outputs(inputs: NormInputs[Array], parameter_gradients: bool) -> Outputs:
     """Declare shape and dtype of each output of a backward pass, in the order of the fields of `Backward`.
 
-    `parameters` are weight, bias, scale and shift; one that is None has no gradient.  If x and residual have
-    the same dtype, dresidual is dx.
+    Without `parameter_gradients` weight and bias have no gradient.
     """
-    gradients = [
-        None if parameter is None else OutputSpec(f"d{name}", parameter.dtype, parameter.shape)
-        for name, parameter in zip(("weight", "bias", "scale", "shift"), parameters, strict=True)
-    ]
-    dx = OutputSpec("dx", x.dtype)
-    dresidual = None if residual is None else dx
-    if residual is not None and residual.dtype != x.dtype:
-        dresidual = OutputSpec("dresidual", residual.dtype)
-    return dx, *gradients[:2], dresidual, *gradients[2:]
+    x, residual = inputs.x, inputs.residual
+    specs = {
+        name: OutputSpec(f"d{name}", array.dtype, array.shape)
+        for name, array in inputs._asdict().items()
+        if array is not None and (parameter_gradients or name not in ("weight", "bias"))
+    }
+    specs["x"] = OutputSpec("dx", x.dtype)
+    if residual is not None:
+        own = has_own_gradient("layer_norm", inputs)
+        specs["residual"] = OutputSpec("dresidual", residual.dtype) if own else specs["x"]
+    return tuple(map(specs.get, inputs._fields))

@@ -1,125 +1,234 @@
-"""A scale and a shift for each sample of rows (adaptive LayerNorm and RMSNorm), against the float64 oracle.
+"""A scale, shift and gate for each sample of rows (adaptive LayerNorm and RMSNorm), against the float64 oracle.
 
-Lengths: tiles of several rows and of one row, both with empty lanes, and rows held in registers.
+Lengths: tiles of several rows and of one row, both with empty lanes, rows held in registers, and rows that the
+forward pass sweeps and the backward pass splits into ranges of columns.
 """
 
 import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, UnsupportedShapeError, reference
+from fusednorm.tensors.arrays import FLOAT8
+
+from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
 
 COLS = (36, 260, 1152, 2050)
+LONG = 17001
+NAMES = ("scale", "shift", "gate")
 
 
-def of_samples(x, axes, *, between=False, padded=False):
-    """Scale and shift of the first `axes` axes of x; `padded`: as the parts of one wider tensor."""
+def of_samples(x, axes, names=NAMES, *, between=False, padded=False, dtype=torch.float32):
+    """Tensors of the first `axes` axes of x by name; `padded`: as parts of one wider tensor."""
     shape, cols = x.shape[:axes], x.shape[-1]
-    wide = torch.randn(*shape, (6 if padded else 2) * cols, device=x.device)
-    made = [wide[..., :cols], wide[..., -cols:]]
+    made = torch.randn(*shape, 6 * cols, dtype=dtype).chunk(6, -1)[1 : 1 + len(names)]
     if not padded:
         made = [each.contiguous() for each in made]
-    return [each.view(*shape, *(1,) * (x.dim() - 1 - axes), cols) if between else each for each in made]
+    wide = (*shape, *(1,) * (x.dim() - 1 - axes), cols)
+    return {name: each.view(wide) if between else each for name, each in zip(names, made, strict=True)}
 
 
-def check(op, x, scale, shift, *, affine=True, residual=None, **options):
-    """Both passes, backward with saved statistics and without."""
+def check(op, x, modulations, *, affine=True, rtol=1e-5, atol=2e-5, **options):
+    """Both passes, backward with saved statistics and without; a gate comes with a residual."""
     cols = x.shape[-1]
-    parameters = [torch.randn(cols, device=x.device) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
-    options |= {"scale": scale, "shift": shift, "residual": residual}
-    dy = torch.randn(x.shape, device=x.device)
+    parameters = [torch.randn(cols) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
+    options |= modulations
+    of_backward = {}
+    if "gate" in modulations:
+        options.setdefault("residual", torch.randn(x.shape))
+        of_backward["dresidual_out"] = torch.randn(x.shape)
+    dy = torch.randn(x.shape)
     actual, exact = (
         getattr(library, f"{op}_forward")(x, *parameters, stats=True, **options, **precision)
         for library, precision in ((fusednorm, {}), (reference, {"precision": torch.float64}))
     )
-    assert_same(actual, exact)
+    assert_same(actual, exact, rtol, atol)
     saved = {"rstd": actual.rstd} if op == "rms_norm" else {"mean": actual.mean, "rstd": actual.rstd}
+    options |= of_backward
     run = getattr(fusednorm, f"{op}_backward")
     exact = getattr(reference, f"{op}_backward")(dy, x, *parameters, **options, precision=torch.float64)
-    assert_same(run(dy, x, *parameters, **options), exact)
-    assert_same(run(dy, x, *parameters, **options, **saved), exact)
+    assert_same(run(dy, x, *parameters, **options), exact, rtol, atol)
+    assert_same(run(dy, x, *parameters, **options, **saved), exact, rtol, atol)
 
 
-def assert_same(actual, exact):
+def assert_same(actual, exact, rtol, atol):
     for name, right in exact._asdict().items():
         got = getattr(actual, name)
         assert (got is None) == (right is None), name
         if right is not None:
             assert got.shape == right.shape, name
-            torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=2e-5 * float(right.abs().max() + 1))
+            torch.testing.assert_close(
+                got.float(), right.float(), rtol=rtol, atol=atol * float(right.abs().max() + 1), msg=name
+            )
 
 
+@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_each_sample_has_its_scale_and_shift(op, cols):
+def test_each_sample_has_its_own(op, cols, names, poisoned):
     x = torch.randn(3, 5, cols)
-    check(op, x, *of_samples(x, 1))
+    check(op, x, of_samples(x, 1, names))
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_too_long_for_a_tile(op, names, poisoned):
+    x = torch.randn(2, 2, LONG)
+    check(op, x, of_samples(x, 1, names), activation="silu")
 
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("axes", [0, 1, 2, 3])
 def test_samples_are_any_leading_axes(axes, affine):
     x = torch.randn(2, 3, 4, 40)
-    check("layer_norm", x, *of_samples(x, axes), affine=affine)
+    check("layer_norm", x, of_samples(x, axes), affine=affine)
 
 
 @pytest.mark.parametrize("between", [True, False])
 def test_parts_of_a_wider_tensor_are_not_copied(between):
     x = torch.randn(2, 3, 4, 40)
-    check("layer_norm", x, *of_samples(x, 2, between=between, padded=True))
+    check("layer_norm", x, of_samples(x, 2, between=between, padded=True))
 
 
-@pytest.mark.parametrize("given", ["scale", "shift"])
-def test_one_of_them_alone(given):
-    x = torch.randn(2, 3, 40)
-    scale, shift = of_samples(x, 1)
-    check("layer_norm", x, scale if given == "scale" else None, shift if given == "shift" else None)
+@pytest.mark.parametrize("cols", [40, 2050, LONG])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_of_them_alone(name, cols):
+    x = torch.randn(2, 3, cols)
+    check("layer_norm", x, of_samples(x, 1, (name,)), affine=cols != 40)
 
 
 def test_before_activation_and_dropout_with_a_residual():
     x = torch.randn(2, 5, 260)
     options = {"activation": "silu", "dropout": 0.25, "seed": 7, "residual": torch.randn(2, 5, 260)}
-    check("layer_norm", x, *of_samples(x, 1), weight_offset=1.0, **options)
+    check("layer_norm", x, of_samples(x, 1), weight_offset=1.0, **options)
 
 
-def test_rows_with_gaps():
-    x = torch.randn(2, 5, 100)[..., :72]
-    check("layer_norm", x, *of_samples(x, 1))
+@pytest.mark.parametrize("cols", [72, 1152, 2050, LONG])
+def test_types_are_mixed(cols):
+    x = torch.randn(2, 3, cols).to(torch.bfloat16)
+    dtypes = zip(NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True)
+    modulations = {name: torch.randn(2, 6 * cols).to(dtype)[:, :cols] for name, dtype in dtypes}
+    check("layer_norm", x, modulations, rtol=1e-2, atol=1e-2)
+
+
+def test_without_a_gate_a_residual_of_xs_dtype_has_xs_gradient():
+    x = torch.randn(2, 3, 40)
+    result = fusednorm.layer_norm_backward(x, x, residual=x, scale=torch.randn(2, 40))
+    assert result.dresidual is result.dx
+    result = fusednorm.layer_norm_backward(x, x, residual=x, gate=torch.randn(2, 40))
+    assert result.dresidual is not result.dx
+
+
+@pytest.mark.parametrize("cols", [72, LONG])
+def test_rows_with_gaps(cols):
+    x = torch.randn(2, 3, cols + 28)[..., :cols]
+    check("layer_norm", x, of_samples(x, 1))
+
+
+@pytest.mark.parametrize("cols", [40, 2050, LONG])
+def test_nan_stays_in_its_sample(cols):
+    x = torch.randn(3, 2, cols)
+    modulations = of_samples(x, 1)
+    call = {"residual": torch.randn(x.shape), **modulations}
+    for name, at in (("scale", 0), ("gate", 1)):
+        modulations[name][at, 0] = torch.nan
+    forward = fusednorm.layer_norm_forward(x, **call)
+    backward = fusednorm.layer_norm_backward(x, x, **call)
+    for each in (forward.y, forward.residual_out, backward.dx, backward.dresidual, backward.dgate, backward.dscale):
+        assert torch.isfinite(each[2]).all()
+    assert torch.isnan(forward.y[0, :, 0]).all()
+    assert torch.isfinite(forward.y[0, :, 1:]).all()
+    assert torch.isnan(forward.y[1]).all()
+
+
+@pytest.mark.parametrize("cols", [260, LONG])
+def test_a_large_mean_does_not_cancel(cols):
+    x = torch.randn(2, 3, cols)
+    modulations = of_samples(x, 1, ("scale", "shift"))
+    residual = torch.randn(x.shape) + 1e4
+    modulations["gate"] = torch.ones(2, cols)
+    actual = fusednorm.layer_norm_forward(x, residual=residual, **modulations)
+    exact = reference.layer_norm_forward(
+        (x + residual).double() - 1e4, scale=modulations["scale"], shift=modulations["shift"]
+    )
+    torch.testing.assert_close(actual.y.double(), exact.y, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("cols", [260, LONG])
+def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols):
+    x, residual = torch.randn(2, 3, 5, cols)
+    modulations = of_samples(x, 1)
+    call = {"residual": residual, **modulations}
+    first, again = (fusednorm.layer_norm_forward(x, **call) for _ in range(2))
+    alone = fusednorm.layer_norm_forward(
+        x[1:2], residual=residual[1:2], **{name: each[1:2] for name, each in modulations.items()}
+    )
+    assert torch.equal(first.y, again.y)
+    assert torch.equal(first.y[1:2], alone.y)
+    first, again = (fusednorm.layer_norm_backward(x, x, torch.ones(cols), **call) for _ in range(2))
+    for name, each in first._asdict().items():
+        assert each is None or torch.equal(each, getattr(again, name)), name
+
+
+@pytest.mark.parametrize("cols", [64, 1200, LONG])
+@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
+def test_a_float8_result(cols, names):
+    x = torch.randn(2, 3, cols)
+    call = of_samples(x, 1, names, padded=True)
+    if "gate" in names:
+        call["residual"] = torch.randn(x.shape)
+    weight = torch.randn(cols)
+    actual = fusednorm.layer_norm_forward(x, weight, out_dtype=FLOAT8, activation="silu", **call)
+    in_float32 = reference.layer_norm_forward(x, weight, activation="silu", **call)
+    exact = reference.layer_norm_forward(
+        x, weight, activation="silu", precision=torch.float64, out_dtype=torch.float64, **call
+    )
+    assert_float8_close_to_oracle(actual.y, actual.y_scale, exact.y, in_float32.y)
 
 
 def test_no_samples():
-    x, scale, shift = torch.randn(0, 5, 40), torch.randn(0, 40), torch.randn(0, 40)
-    assert fusednorm.layer_norm_forward(x, scale=scale, shift=shift).y.shape == x.shape
-    result = fusednorm.layer_norm_backward(x, x, torch.ones(40), scale=scale, shift=shift)
-    assert result.dscale.shape == scale.shape
+    x = torch.randn(0, 5, 40)
+    modulations = of_samples(x, 1)
+    assert fusednorm.layer_norm_forward(x, residual=x, **modulations).y.shape == x.shape
+    result = fusednorm.layer_norm_backward(x, x, torch.ones(40), residual=x, **modulations)
+    assert result.dscale.shape == result.dgate.shape == (0, 40)
     assert not result.dweight.any()
 
 
+def test_samples_without_rows():
+    x = torch.randn(2, 0, 40)
+    result = fusednorm.layer_norm_backward(x, x, torch.ones(40), residual=x, **of_samples(x, 1))
+    assert not any(each.any() for each in (result.dscale, result.dshift, result.dgate))
+
+
 @pytest.mark.parametrize("shape", [(3, 40), (2, 5, 3, 40), (2, 39), (40, 2)])
-def test_a_shape_that_is_not_of_leading_axes(shape):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shape_that_is_not_of_leading_axes(name, shape):
     x = torch.randn(2, 5, 40)
-    with pytest.raises(KernelInputError, match="leading axes"):
-        fusednorm.layer_norm_forward(x, scale=torch.randn(shape))
+    with pytest.raises(KernelInputError, match=f"needs {name} .* leading axes"):
+        fusednorm.layer_norm_forward(x, residual=x, **{name: torch.randn(shape)})
 
 
-def test_scale_and_shift_of_different_samples():
+def test_tensors_of_different_samples():
     x = torch.randn(2, 5, 40)
-    with pytest.raises(KernelInputError, match="one shape"):
-        fusednorm.layer_norm_forward(x, scale=torch.randn(2, 40), shift=torch.randn(2, 5, 40))
+    with pytest.raises(KernelInputError, match="scale and gate must have one shape"):
+        fusednorm.layer_norm_forward(x, residual=x, scale=torch.randn(2, 40), gate=torch.randn(2, 5, 40))
+
+
+def test_tensors_of_different_strides_are_refused():
+    x = torch.randn(2, 5, 40)
+    with pytest.raises(UnsupportedShapeError, match="shift and gate must have one stride"):
+        fusednorm.layer_norm_forward(x, residual=x, shift=torch.randn(2, 40), gate=torch.randn(2, 80)[:, :40])
+
+
+def test_a_gate_needs_a_residual():
+    x = torch.randn(2, 5, 40)
+    with pytest.raises(KernelInputError, match="gate needs a residual"):
+        fusednorm.layer_norm_forward(x, gate=torch.randn(2, 40))
+    with pytest.raises(KernelInputError, match="gate needs a residual"):
+        fusednorm.layer_norm_backward(x, x, gate=torch.randn(2, 40))
 
 
 def test_parameters_of_heads_have_no_samples():
     x = torch.randn(2, 5, 3, 40)
     with pytest.raises(KernelInputError, match="each head"):
         fusednorm.layer_norm_forward(x, torch.randn(3, 40), scale=torch.randn(2, 40))
-
-
-def test_float8_has_no_samples():
-    x = torch.randn(2, 5, 40)
-    with pytest.raises(UnsupportedShapeError, match="float8"):
-        fusednorm.layer_norm_forward(x, scale=torch.randn(2, 40), out_dtype=torch.float8_e4m3fn)
-
-
-def test_rows_too_long_for_a_tile_are_refused_in_backward():
-    x = torch.randn(1, 2, 16400)
-    with pytest.raises(UnsupportedShapeError):
-        fusednorm.layer_norm_backward(x, x, scale=torch.randn(1, 16400))

@@ -21,7 +21,7 @@ from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradient_steps import (
     backpropagate_epilogue,
     load_unconverted_parameter,
-    store_input_gradient,
+    store_input_gradients,
 )
 
 
@@ -269,7 +269,9 @@ def layer_norm_backward_cooperative_kernel(
             if dresidual_out_ptr is not None:
                 outside_at = row_b * (dresidual_out_row_units * VEC) + first_col + lane
                 dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-            store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
+            store_input_gradients(
+                dx, (), dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP
+            )
 
         if turn < turns:
             weight = add_weight_offset(widen(weight_stored), WEIGHT_OFFSET)

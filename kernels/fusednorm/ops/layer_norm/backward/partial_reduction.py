@@ -1,7 +1,7 @@
 """The last launches of a backward pass: they add up the partial sums of all programs for the parameters.
 
-Without scale and shift it is one launch.  With them a first launch adds up the partial sums of each sample, for
-dscale, dshift and the sample's share of dweight and dbias; a second one adds up these shares.
+Without scale, shift and gate it is one launch.  With them a first launch adds up the partial sums of each sample,
+for dscale, dshift, dgate and the sample's share of dweight and dbias; a second one adds up these shares.
 
 The first kernel is launched while the previous kernel still runs (programmatic dependent launch, compute capability
 9.0), so that only its own work adds to the time of the pass.
@@ -26,16 +26,17 @@ TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 
 @dataclass(frozen=True, slots=True)
 class PartialGradients:
-    """The memory for each program's partial sums of dweight and dbias in a backward kernel, float32.
+    """The memory for each program's partial sums of dweight, dbias and dgate in a backward kernel, float32.
 
     Attributes:
         count: the number of sums for each element of a parameter.
-        dweight, dbias: [programs, *x.shape[1:]] each, None if the gradient is not wanted.
+        dweight, dbias, dgate: [programs, *x.shape[1:]] each, None if the gradient is not wanted.
     """
 
     count: int
     dweight: Array | None
     dbias: Array | None
+    dgate: Array | None = None
 
     @classmethod
     def allocate(
@@ -53,12 +54,16 @@ class PartialGradients:
             out.dbias is not None or out.dshift is not None or (out.dscale is not None and call.bias is not None)
         )
         own = call.heads_have_own_parameters or call.is_modulated
-        # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
-        room = cdiv(max_programs or programs, 4) * 4
-        wanted = of_weight + of_bias
-        both = new_workspace(x, wanted, room, *x.shape[1:]).unbind() if wanted else (None,)
         count = programs if x.ndim == 2 or own else programs * x.shape[1]
-        return cls(count, both[0] if of_weight else None, both[-1] if of_bias else None)
+        wanted = of_weight, of_bias, out.dgate is not None
+        return cls(count, *_allocate_sums(x, wanted, max_programs or programs, *x.shape[1:]))
+
+
+def _allocate_sums(x: Array, wanted: tuple[bool, ...], count: int, *shape: int) -> list[Array | None]:
+    """Allocate `count` float32 sums of each wanted gradient; None for another one."""
+    # Each has a multiple of 16 bytes, so that all are aligned for any number of programs.
+    sums = iter(new_workspace(x, sum(wanted), cdiv(count, 4) * 4, *shape).unbind() if any(wanted) else ())
+    return [next(sums) if each else None for each in wanted]
 
 
 def choose_reduction_tile(most_partials: int) -> dict[str, int]:
@@ -78,7 +83,7 @@ def plan_partial_reduction(
     most_partials: int,
     row_dependence: RowDependence | None = None,
 ) -> list[Launch]:
-    """Plan the launches that add up the programs' partial sums to dweight and dbias, and to dscale and dshift.
+    """Plan the launches that add up the programs' partial sums to the gradients of parameters and of samples.
 
     The list is empty if no gradient is wanted.
 
@@ -114,18 +119,16 @@ def _plan_sample_reduction(
     """
     out, x = call.out, call.x
     samples, cols = x.shape[1:]
-    wanted = (out.dweight is not None) + (out.dbias is not None)
-    both = new_workspace(x, wanted, cdiv(samples, 4) * 4, cols).unbind() if wanted else (None,)
-    of_samples = PartialGradients(
-        samples, None if out.dweight is None else both[0], None if out.dbias is None else both[-1]
-    )
-    if partials.dweight is None and partials.dbias is None:
+    wanted = out.dweight is not None, out.dbias is not None
+    of_samples = PartialGradients(samples, *_allocate_sums(x, wanted, samples, cols))
+    if partials.dweight is partials.dbias is partials.dgate is None:
         return [], of_samples
     tile = choose_reduction_tile(partials.count)
-    scale, _, _, stride = call.modulation_arguments(1)
+    *_, stride = call.modulation_arguments(1)
     arguments = (
-        partials.dweight, partials.dbias, call.weight, call.bias, scale, out.dscale, out.dshift,
-        of_samples.dweight, of_samples.dbias, partials.count, samples, cols, stride,
+        partials.dweight, partials.dbias, partials.dgate, call.weight, call.bias, call.scale,
+        out.dscale, out.dshift, out.dgate, of_samples.dweight, of_samples.dbias,
+        partials.count, samples, cols, stride,
     )  # fmt: skip
     options = {
         "WEIGHT_OFFSET": float(call.options.weight_offset),
@@ -138,16 +141,17 @@ def _plan_sample_reduction(
 
 @triton.jit
 def _sum_sample_partials(
-    dweight_ptr, dbias_ptr, partials, sample, samples, cols, col, BLOCK_P: tl.constexpr
+    dweight_ptr, dbias_ptr, dgate_ptr, partials, sample, samples, cols, col, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """Sum one sample's columns of two arrays [partials, samples, cols] float32 over the partials.
+    """Sum one sample's columns of three arrays [partials, samples, cols] float32 over the partials.
 
-    Returns the sums for weight and bias, [1, BLOCK_N] each.  The sum of an array that is None is zero.  Both are
-    loaded at once, since their latency is most of the kernel's time.
+    Returns the sums for weight, bias and gate, [1, BLOCK_N] each.  The sum of an array that is None is zero.  All
+    are loaded at once, since their latency is most of the kernel's time.
     """
     lane = tl.arange(0, BLOCK_P)[:, None]
     dweights = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
     dbiases = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
+    dgates = tl.zeros((BLOCK_P, col.shape[1]), tl.float32)
     for first in range(0, partials, BLOCK_P):
         mask = (first + lane < partials) & (col < cols)
         at = ((first + lane).to(tl.int64) * samples + sample) * cols + col
@@ -155,18 +159,24 @@ def _sum_sample_partials(
             dweights += tl.load(dweight_ptr + at, mask=mask, other=0.0)
         if dbias_ptr is not None:
             dbiases += tl.load(dbias_ptr + at, mask=mask, other=0.0)
-    return tl.sum(dweights, 0, keep_dims=True), tl.sum(dbiases, 0, keep_dims=True)
+        if dgate_ptr is not None:
+            dgates += tl.load(dgate_ptr + at, mask=mask, other=0.0)
+    of_weight = tl.sum(dweights, 0, keep_dims=True)
+    of_bias = tl.sum(dbiases, 0, keep_dims=True)
+    return of_weight, of_bias, tl.sum(dgates, 0, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["partials", "samples", "cols", "scale_row_stride"])
 def layer_norm_backward_reduce_samples_kernel(
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dgate_partial_ptr,
     weight_ptr,
     bias_ptr,
     scale_ptr,
     dscale_ptr,
     dshift_ptr,
+    dgate_ptr,
     sample_dweight_ptr,
     sample_dbias_ptr,
     partials,
@@ -182,7 +192,7 @@ def layer_norm_backward_reduce_samples_kernel(
 
     With A and B the sums of dz * x_hat and of dz over the rows of a sample, dscale = weight * A + bias * B and
     dshift = B.  The sample's share of dweight and dbias, [samples, cols] float32, is (1 + scale) * A and
-    (1 + scale) * B.
+    (1 + scale) * B.  dgate is the sum of its partial sums.
     """
     await_previous_launch(EARLY)
     blocks = tl.cdiv(cols, BLOCK_N)
@@ -193,8 +203,8 @@ def layer_norm_backward_reduce_samples_kernel(
     factor = tl.full((1, BLOCK_N), 1.0, tl.float32)
     if scale_ptr is not None:
         factor += load_parameter(scale_ptr, sample * scale_row_stride + col, mask, 0.0)
-    of_weight, of_bias = _sum_sample_partials(
-        dweight_partial_ptr, dbias_partial_ptr, partials, sample, samples, cols, col, BLOCK_P
+    of_weight, of_bias, dgate = _sum_sample_partials(
+        dweight_partial_ptr, dbias_partial_ptr, dgate_partial_ptr, partials, sample, samples, cols, col, BLOCK_P
     )
     dscale = tl.zeros((1, BLOCK_N), tl.float32)
     if dweight_partial_ptr is not None:
@@ -210,6 +220,8 @@ def layer_norm_backward_reduce_samples_kernel(
             tl.store(sample_dbias_ptr + at, of_bias * factor, mask=mask)
     if dscale_ptr is not None:
         tl.store(dscale_ptr + at, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
+    if dgate_ptr is not None:
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

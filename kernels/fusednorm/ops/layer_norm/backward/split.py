@@ -11,13 +11,18 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv
-from fusednorm.jit.loads import add_weight_offset, load_row_residual_sum, make_column_mask, widen
+from fusednorm.jit.heads import compute_modulation_offset, compute_row_index, locate_program_among_heads
+from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask, widen
 from fusednorm.jit.moments import compute_row_mean_and_variance
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradient_steps import (
+    backpropagate_epilogue,
+    load_affine_steps,
+    store_input_gradients,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +50,44 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     Rows may have any length.  The constants are mean, rstd, c1 and c2, the row's means of g * x_hat and of g
     in the formula of dx.
     """
-    layout = call.make_row_layout()
+    layout = call.make_head_layout() if call.is_modulated else call.make_row_layout()
+    samples = call.x.shape[1] if call.is_modulated else 1
+    modulations = call.modulation_arguments(layout.vec)
     ranges = cdiv(call.cols, config.block_n)
-    most_tiles = max(1, call.multiprocessors * config.programs_per_sm // ranges)
+    most_tiles = max(1, call.compute_max_programs(config.programs_per_sm) // ranges)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
     partials = PartialGradients.allocate(call, tiles)
-    constants = new_workspace(call.x, call.rows, 4)
+    constants = new_workspace(call.x, call.rows * samples, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
-        (call.rows,),
+        (call.rows * samples,),
         (
-            call.dy, call.x, call.residual, call.weight, call.bias, call.mean, call.rstd, constants,
-            *layout.sizes[:4], call.options.eps, *call.options.dropout_arguments,
+            call.dy, call.x, call.residual, call.weight, call.bias, *modulations, call.mean, call.rstd,
+            constants, *layout.sizes[:4], call.options.eps, *call.options.dropout_arguments,
         ),
         {
             "BLOCK_N": config.constants_block_n,
             "GROUP": 16 // call.itemsize,
             "EVEN": call.cols % config.constants_block_n == 0,
             "IS_RMS": call.options.is_rms,
+            "HEADS": layout.heads,
             "num_warps": config.constants_num_warps,
             **call.make_common_constexprs(layout.vec),
         },
     )  # fmt: skip
     apply = Launch(
         layer_norm_backward_split_apply_kernel,
-        (ranges, tiles),
+        (ranges * samples, tiles),
         (
-            *call.tensors, constants, *call.input_gradients, partials.dweight, partials.dbias,
-            call.rows, *layout.sizes, *call.options.dropout_arguments,
+            *call.tensors, *modulations, constants, *call.input_gradients, partials.dweight, partials.dbias,
+            partials.dgate, call.rows, *layout.sizes, *call.options.dropout_arguments,
         ),
         {
             "ROWS": config.rows,
             "BLOCK_N": config.block_n,
             "EVEN": call.cols % config.block_n == 0,
             "STAGES": config.stages,
+            "HEADS": layout.heads,
             "num_warps": config.num_warps,
             **call.make_common_constexprs(layout.vec),
         },
@@ -88,6 +97,8 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
 
 @triton.jit(
     do_not_specialize=[
+        "samples",
+        "modulation_units",
         "col_units",
         "dy_row_units",
         "x_row_units",
@@ -102,6 +113,11 @@ def layer_norm_backward_split_sums_kernel(
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    gate_ptr,
+    samples,
+    modulation_units: tl.int64,
     mean_ptr,
     rstd_ptr,
     constants_ptr,
@@ -118,6 +134,7 @@ def layer_norm_backward_split_sums_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
+    HEADS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -130,7 +147,12 @@ def layer_norm_backward_split_sums_kernel(
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    program, programs, head, heads = locate_program_among_heads(samples, HEADS)
+    token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    row = compute_row_index(token, head, programs, heads, HEADS)
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
+    if gate_ptr is not None:
+        gate_ptr += modulation
     col = tl.arange(0, BLOCK_N)[None, :]
     x_row = row * (x_row_units * VEC)
     residual_row = row * (residual_row_units * VEC)
@@ -144,7 +166,7 @@ def layer_norm_backward_split_sums_kernel(
             rough = tl.load(mean_ptr + row)
     else:
         rough, shift, variance = compute_row_mean_and_variance(
-            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
+            x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
         rstd = 1.0 / tl.sqrt(variance + eps)
 
@@ -154,14 +176,13 @@ def layer_norm_backward_split_sums_kernel(
         first_col = chunk * BLOCK_N
         at = col + first_col
         mask = make_column_mask(at, cols, EVEN)
-        h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "")
+        gates = load_gate(gate_ptr, at, mask)
+        _, h = load_row_residual_sum(x_ptr, residual_ptr, gates, x_row + at, residual_row + at, mask, "")
         dy = widen(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0))
         x_hat = ((h - rough) - shift) * rstd
-        weight = add_weight_offset(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
-        if ACTIVATION == "none":
-            bias = 0.0
-        else:
-            bias = load_parameter(bias_ptr, at, mask, 0.0)
+        weight, bias = load_affine_steps(
+            weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, modulation, mask, WEIGHT_OFFSET, ACTIVATION
+        )
         dz = backpropagate_epilogue(
             dy,
             x_hat,
@@ -190,6 +211,8 @@ def layer_norm_backward_split_sums_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "samples",
+        "modulation_units",
         "rows",
         "col_units",
         "dy_row_units",
@@ -207,11 +230,17 @@ def layer_norm_backward_split_apply_kernel(
     dresidual_out_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    gate_ptr,
+    samples,
+    modulation_units: tl.int64,
     constants_ptr,
     dx_ptr,
     dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dgate_partial_ptr,
     rows: tl.int64,
     col_units,
     dy_row_units: tl.int64,
@@ -226,39 +255,45 @@ def layer_norm_backward_split_apply_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """Write dx, and partial sums for the parameter gradients.  Each program handles a range of BLOCK_N columns
-    of many rows.
+    of many rows, which are of one sample if there are samples.
 
     A program processes every num_programs(1)-th tile of rows, last rows first.
     `layer_norm_backward_split_sums_kernel` wrote `constants_ptr`, [rows, 4], and left the last rows in the
     cache.
     """
     cols = col_units * VEC
-    first_col = tl.program_id(0) * BLOCK_N
+    block, _, head, heads = locate_program_among_heads(samples, HEADS)
+    first_col = block * BLOCK_N
     col = first_col + tl.arange(0, BLOCK_N)[None, :]
+    modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
     col_mask = make_column_mask(col, cols, EVEN)
-    weight = add_weight_offset(load_parameter(weight_ptr, col, col_mask, 1.0), WEIGHT_OFFSET)
-    if ACTIVATION == "none":
-        bias = 0.0
-    else:
-        bias = load_parameter(bias_ptr, col, col_mask, 0.0)
+    weight, bias = load_affine_steps(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, col, modulation, col_mask, WEIGHT_OFFSET, ACTIVATION
+    )
+    gates = load_gate(gate_ptr, modulation + col, col_mask)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if dbias_partial_ptr is not None:
         dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    if dgate_partial_ptr is not None:
+        dgate = tl.zeros((ROWS, BLOCK_N), tl.float32)
 
     tiles = tl.cdiv(rows, ROWS)
     for step in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
-        row = (tiles - 1 - step) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < rows
+        token = (tiles - 1 - step) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = token < rows
+        row = compute_row_index(token, head, rows, heads, HEADS)
         mask = row_mask & col_mask
-        h = load_row_residual_sum(
+        x, h = load_row_residual_sum(
             x_ptr,
             residual_ptr,
+            gates,
             row * (x_row_units * VEC) + col,
             row * (residual_row_units * VEC) + col,
             mask,
@@ -288,14 +323,18 @@ def layer_norm_backward_split_apply_kernel(
             dweight += dz * x_hat
         if dbias_partial_ptr is not None:
             dbias += dz
-        dx = (dz * weight - c2 - x_hat * c1) * rstd
+        dh = (dz * weight - c2 - x_hat * c1) * rstd
         if dresidual_out_ptr is not None:
             outside_at = row * (dresidual_out_row_units * VEC) + col
-            dx += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
-        store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask, "evict_first")
+            dh += tl.load(dresidual_out_ptr + outside_at, mask=mask, other=0.0).to(tl.float32)
+        if dgate_partial_ptr is not None:
+            dgate += dh * widen(x)
+        store_input_gradients(dh, gates, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), col, mask, "evict_first")
 
-    partial_at = tl.program_id(1).to(tl.int64) * cols + col
+    partial_at = (tl.program_id(1).to(tl.int64) * heads + head) * cols + col
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_at, tl.sum(dweight, 0, keep_dims=True), mask=col_mask)
     if dbias_partial_ptr is not None:
         tl.store(dbias_partial_ptr + partial_at, tl.sum(dbias, 0, keep_dims=True), mask=col_mask)
+    if dgate_partial_ptr is not None:
+        tl.store(dgate_partial_ptr + partial_at, tl.sum(dgate, 0, keep_dims=True), mask=col_mask)

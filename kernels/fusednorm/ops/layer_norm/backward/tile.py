@@ -23,6 +23,7 @@ from fusednorm.jit.heads import (
 from fusednorm.jit.loads import (
     add_one,
     add_weight_offset,
+    load_gate,
     load_row_residual_sum,
     make_column_mask,
     make_unaligned_zero,
@@ -34,7 +35,7 @@ from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
 from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, fit_stages
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradient
+from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
     layout = call.make_head_layout()
     pipelined = list(call.strided_inputs)
     if not config.holds_weight:
-        pipelined += [call.weight, call.scale]
+        pipelined += [call.weight, call.scale, call.gate]
         if call.options.activation != "none":
             pipelined += [call.bias, call.shift]
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
@@ -96,7 +97,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
     }
     tensors = (
         *call.tensors, *call.modulation_arguments(layout.vec), call.mean, call.rstd, *call.input_gradients,
-        partials.dweight, partials.dbias,
+        partials.dweight, partials.dbias, partials.dgate,
     )  # fmt: skip
     arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     by_rows = RowDependence(config.rows, most, rows_index=len(tensors)) if call.x.ndim == 2 else None
@@ -129,6 +130,7 @@ def layer_norm_backward_tile_kernel(
     bias_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     samples,
     modulation_units: tl.int64,
     mean_ptr,
@@ -137,6 +139,7 @@ def layer_norm_backward_tile_kernel(
     dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dgate_partial_ptr,
     rows: tl.int64,
     col_units,
     dy_row_units: tl.int64,
@@ -184,8 +187,10 @@ def layer_norm_backward_tile_kernel(
     held_biases = ()
     held_scales = ()
     held_shifts = ()
+    held_gates = ()
     dweights = ()
     dbiases = ()
+    dgates = ()
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         col_mask = make_column_mask(col, cols, i < FULL)
@@ -199,10 +204,14 @@ def layer_norm_backward_tile_kernel(
             held_scales = held_scales + (tl.load(scale_ptr + modulation + col, mask=col_mask, other=0.0),)
         if HOLD_WEIGHT and ACTIVATION != "none" and shift_ptr is not None:
             held_shifts = held_shifts + (tl.load(shift_ptr + modulation + col, mask=col_mask, other=0.0),)
+        if HOLD_WEIGHT:
+            held_gates = held_gates + load_gate(gate_ptr, modulation + col, col_mask)
         if dweight_partial_ptr is not None:
             dweights = dweights + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
         if dbias_partial_ptr is not None:
             dbiases = dbiases + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
+        if dgate_partial_ptr is not None:
+            dgates = dgates + (tl.zeros((ROWS, BLOCK_N), tl.float32),)
 
     tiles = tl.cdiv(rows, ROWS)
 
@@ -221,13 +230,18 @@ def layer_norm_backward_tile_kernel(
         x_row = compute_row_offset(token, row, head, x_row_units * VEC, cols, HEADS)
         residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
         dy_row = compute_row_offset(token, row, head, dy_row_units * VEC, cols, HEADS)
+        gates = held_gates
+        xs = ()
         chunks = ()
         dys = ()
         for i in tl.static_range(CHUNKS):
             mask = row_mask & col_masks[i]
-            h = load_row_residual_sum(
-                x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT
+            if not HOLD_WEIGHT:
+                gates = gates + load_gate(gate_ptr, modulation + columns[i], col_masks[i])
+            x, h = load_row_residual_sum(
+                x_ptr, residual_ptr, gates[i : i + 1], x_row + columns[i], residual_row + columns[i], mask, EVICT
             )
+            xs = xs + (x,)
             chunks = chunks + (h,)
             dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy=EVICT)
             dys = dys + (widen(dy),)
@@ -317,16 +331,22 @@ def layer_norm_backward_tile_kernel(
             c2 = tl.zeros_like(c1)
         else:
             c1, c2 = sum_pair(products, total, 1)
+        new_dgates = ()
         for i in tl.static_range(CHUNKS):
-            dx = gs[i] - x_hats[i] * (c1 * inverse_n)
+            dh = gs[i] - x_hats[i] * (c1 * inverse_n)
             if not IS_RMS:
-                dx -= c2 * inverse_n
-            dx *= rstd
+                dh -= c2 * inverse_n
+            dh *= rstd
             mask = row_mask & col_masks[i]
             if dresidual_out_ptr is not None:
                 outside_row = compute_row_offset(token, row, head, dresidual_out_row_units * VEC, cols, HEADS)
-                dx += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
-            store_input_gradient(dx, dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT)
+                dh += tl.load(dresidual_out_ptr + outside_row + columns[i], mask=mask, other=0.0).to(tl.float32)
+            if dgate_partial_ptr is not None:
+                new_dgates = new_dgates + (dgates[i] + dh * widen(xs[i]),)
+            store_input_gradients(
+                dh, gates[i : i + 1], dx_ptr, dresidual_ptr, row * cols.to(tl.int64), columns[i], mask, EVICT
+            )
+        dgates = new_dgates
 
     partial_row = (program.to(tl.int64) * heads + head) * cols
     for i in tl.static_range(CHUNKS):
@@ -335,3 +355,5 @@ def layer_norm_backward_tile_kernel(
             tl.store(dweight_partial_ptr + at, tl.sum(dweights[i], 0, keep_dims=True), mask=col_masks[i])
         if dbias_partial_ptr is not None:
             tl.store(dbias_partial_ptr + at, tl.sum(dbiases[i], 0, keep_dims=True), mask=col_masks[i])
+        if dgate_partial_ptr is not None:
+            tl.store(dgate_partial_ptr + at, tl.sum(dgates[i], 0, keep_dims=True), mask=col_masks[i])

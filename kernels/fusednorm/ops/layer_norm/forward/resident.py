@@ -16,6 +16,7 @@ from fusednorm.jit.loads import make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
 from fusednorm.jit.register_fragments import (
+    add_residual_fragment,
     compute_fragment_moments,
     load_fragment,
     store_normalised_fragment,
@@ -106,6 +107,7 @@ def layer_norm_forward_resident_kernel(
     rstd_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     samples,
     modulation_units: tl.int64,
     ahead,
@@ -147,6 +149,11 @@ def layer_norm_forward_resident_kernel(
 
     chunks = load_fragment(x_ptr, x_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     residuals = load_fragment(residual_ptr, residual_row, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+    if gate_ptr is not None:
+        # In float32 the sum takes no more registers than x and the residual in 16 bits.
+        gates = load_fragment(gate_ptr, modulation, cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
+        chunks = add_residual_fragment(chunks, residuals, gates)
+        residuals = ()
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS:
             # Nothing else hides the latency of the parameters.

@@ -14,7 +14,7 @@ from fusednorm.jit.heads import (
     compute_row_offset,
     locate_program_among_heads,
 )
-from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
+from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask
 from fusednorm.jit.moments import compute_row_mean_and_variance, store_row_statistics
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
@@ -105,6 +105,7 @@ def layer_norm_forward_sweep_kernel(
     y_scale_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     samples,
     modulation_units: tl.int64,
     ahead,
@@ -147,6 +148,8 @@ def layer_norm_forward_sweep_kernel(
     residual_row = compute_row_offset(token, row, head, residual_row_units * VEC, cols, HEADS)
     own = compute_parameter_offset(head, cols, HEADS)
     modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
+    if gate_ptr is not None:
+        gate_ptr += modulation
     y_row = row * cols.to(tl.int64)
     chunks = tl.cdiv(cols, BLOCK_N)
 
@@ -161,7 +164,7 @@ def layer_norm_forward_sweep_kernel(
         else:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     rough, shift, variance = compute_row_mean_and_variance(
-        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
+        x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
@@ -180,7 +183,10 @@ def layer_norm_forward_sweep_kernel(
             first_col = lane_col + (chunks - 1 - step) * BLOCK_N
             at = first_col + col
             mask = make_column_mask(at, cols, EVEN)
-            h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+            gates = load_gate(gate_ptr, at, mask)
+            _, h = load_row_residual_sum(
+                x_ptr, residual_ptr, gates, x_row + at, residual_row + at, mask, "evict_last"
+            )
             y = normalise(
                 h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask, IS_RMS, WEIGHT_OFFSET
             )
@@ -199,7 +205,10 @@ def layer_norm_forward_sweep_kernel(
                 first_col = lane_col + step * BLOCK_N
             at = col + first_col
             mask = make_column_mask(at, cols, EVEN)
-            h = load_row_residual_sum(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
+            gates = load_gate(gate_ptr, at, mask)
+            _, h = load_row_residual_sum(
+                x_ptr, residual_ptr, gates, x_row + at, residual_row + at, mask, "evict_first"
+            )
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
             y = normalise(

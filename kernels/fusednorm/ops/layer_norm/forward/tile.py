@@ -20,7 +20,7 @@ from fusednorm.jit.heads import (
     compute_row_offset,
     locate_program_among_heads,
 )
-from fusednorm.jit.loads import add_one, add_weight_offset, make_column_mask, widen
+from fusednorm.jit.loads import add_one, add_weight_offset, load_gate, make_column_mask, widen
 from fusednorm.jit.moments import compute_tile_moments, store_row_statistics
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import reduce_maximum
@@ -85,9 +85,9 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
         "IS_RMS": call.options.is_rms,
         **call.make_common_constexprs(layout.vec),
     }
-    scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    arguments = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), *scalars)
-    by_rows = RowDependence(config.rows, most, rows_index=len(call.tensors) + 6) if call.x.ndim == 2 else None
+    leading = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), ahead)
+    arguments = (*leading, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    by_rows = RowDependence(config.rows, most, rows_index=len(leading)) if call.x.ndim == 2 else None
     grid = call.make_grid(min(cdiv(call.rows, config.rows), most))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
@@ -117,6 +117,7 @@ def layer_norm_forward_tile_kernel(
     y_scale_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     samples,
     modulation_units: tl.int64,
     ahead,
@@ -155,23 +156,30 @@ def layer_norm_forward_tile_kernel(
     biases = ()
     scales = ()
     shifts = ()
-    if y_scale_ptr is None:
-        for i in tl.static_range(CHUNKS):
-            col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            col_mask = make_column_mask(col, cols, i < FULL)
+    gates = ()
+    if scale_ptr is not None:
+        scale_ptr += modulation
+    if shift_ptr is not None:
+        shift_ptr += modulation
+    for i in tl.static_range(CHUNKS):
+        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        col_mask = make_column_mask(col, cols, i < FULL)
+        gates = gates + load_gate(gate_ptr, modulation + col, col_mask)
+        if y_scale_ptr is None:
             if weight_ptr is not None:
                 weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
             if bias_ptr is not None:
                 biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
             if scale_ptr is not None:
-                scales = scales + (tl.load(scale_ptr + modulation + col, mask=col_mask, other=0.0),)
+                scales = scales + (tl.load(scale_ptr + col, mask=col_mask, other=0.0),)
             if shift_ptr is not None:
-                shifts = shifts + (tl.load(shift_ptr + modulation + col, mask=col_mask, other=0.0),)
+                shifts = shifts + (tl.load(shift_ptr + col, mask=col_mask, other=0.0),)
 
     if STAGES == 1:
         _write_tile(
-            program, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
-            y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+            program.to(tl.int64), rows, head, heads,
+            x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+            y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
             ahead, cols, x_row_units * VEC, residual_row_units * VEC, eps, seed, dropout_threshold, dropout_scale,
             FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
         )  # fmt: skip
@@ -179,7 +187,7 @@ def layer_norm_forward_tile_kernel(
         for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
             _write_tile(
                 tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
-                y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+                y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
                 ahead, cols, x_row_units * VEC, residual_row_units * VEC,
                 eps, seed, dropout_threshold, dropout_scale,
                 FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
@@ -189,24 +197,24 @@ def layer_norm_forward_tile_kernel(
 @triton.jit
 def _write_tile(
     tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
-    y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts,
+    y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
     ahead, cols, x_row_stride, residual_row_stride, eps, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Load one tile of rows, and write its y, residual_out and statistics.
 
-    `weights`, `biases`, `scales` and `shifts` are the blocks of the parameters, empty for those that are None.
-    With a y_scale they are empty, too, and weight and bias are loaded here.
+    `weights`, `biases`, `scales`, `shifts` and `gates` are the blocks of the parameters, empty for those that are
+    None.  With a y_scale all but the last are empty, too, and loaded here.
     """
     n = cols.to(tl.float32)
-    token = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    token = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = token < rows
     row = compute_row_index(token, head, rows, heads, HEADS)
     x_row = compute_row_offset(token, row, head, x_row_stride, cols, HEADS)
     residual_row = compute_row_offset(token, row, head, residual_row_stride, cols, HEADS)
     columns, col_masks, chunks = load_tile(
-        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, FULL, BLOCK_N, CHUNKS
+        x_ptr, residual_ptr, gates, x_row, residual_row, row_mask, cols, FULL, BLOCK_N, CHUNKS
     )
     if ahead is not None:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_stride, residual_row_stride, cols)
@@ -239,9 +247,17 @@ def _write_tile(
                 bias = tl.load(bias_ptr + columns[i], mask=col_masks[i], other=0.0)
             y = y + widen(bias)
         if scale_ptr is not None:
-            y = y * add_one(scales[i])
+            if y_scale_ptr is None:
+                scale = scales[i]
+            else:
+                scale = tl.load(scale_ptr + columns[i], mask=col_masks[i], other=0.0)
+            y = y * add_one(scale)
         if shift_ptr is not None:
-            y = y + widen(shifts[i])
+            if y_scale_ptr is None:
+                offset = shifts[i]
+            else:
+                offset = tl.load(shift_ptr + columns[i], mask=col_masks[i], other=0.0)
+            y = y + widen(offset)
         y = apply_epilogue(
             y,
             row,

@@ -125,7 +125,7 @@ def test_the_stride_of_a_single_row_is_not_taken_for_that_of_many(replaying):
     assert replaying.is_repeated(lambda: call(wide[:, :COLS]))
     assert replaying.is_repeated(lambda: call(wide[:1, :COLS]))
     # After grid, stream, head, tensors, scales, samples, rows ahead and rows: columns and the stride of x.
-    many, single = (again.parameters[15:17] for again in replaying.launched)
+    many, single = (again.parameters[16:18] for again in replaying.launched)
     assert many == (single[0], 2 * single[1])
 
 
