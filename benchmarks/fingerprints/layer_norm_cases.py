@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from fusednorm import ActivationName
 from fusednorm.api.chain import MAX_NORMS
+from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm import config_tables as tables
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, MetaTensors, choose_other_dtype
 
-ROWS, TOKENS, HEADS = 4096, 512, 4
+ROWS, TOKENS, HEADS, SAMPLES = 4096, 512, 4, 8
 EPS = 1e-5
 LONGEST = 1 << 23
 """Number of columns of a row, too many for all programs of a device to hold together."""
@@ -39,8 +40,9 @@ class LayerNormVariant:
         other_dtypes: whether the parameters and y have another dtype.
         heads: x is [tokens, heads, cols]: "shared" parameters for the heads of a wider tensor, "own" parameters for
             each of packed heads, or "uniform": own parameters for padded rows.
-        rows: number of rows of x, without heads.
-        tokens: number of tokens of x, with heads.
+        modulations: x is [samples, tokens, cols] with these tensors of each sample, which are parts of a wider one.
+        rows: number of rows of x, without heads and samples.
+        tokens: number of tokens of x with heads, or of each sample.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerNormVariant:
     other_dtypes: bool = False
     unaligned: bool = False
     heads: Literal["", "shared", "own", "uniform"] = ""
+    modulations: tuple[Literal["scale", "shift", "gate"], ...] = ()
     rows: int = ROWS
     tokens: int = TOKENS
 
@@ -71,6 +74,10 @@ USUAL = (
     LayerNormVariant("dropout", dropout=0.1),
     LayerNormVariant("rms", bias=False, is_rms=True),
     LayerNormVariant("one row", rows=1),
+    LayerNormVariant("adaptive", weight=False, bias=False, modulations=("scale", "shift")),
+    LayerNormVariant(
+        "gated", weight=False, bias=False, stats=True, residual="own", modulations=("scale", "shift", "gate")
+    ),
 )
 """Variants for the longest row of every entry of a table."""
 
@@ -96,6 +103,20 @@ RARE = (
     LayerNormVariant("few rows", rows=7),
     LayerNormVariant("residual alone", residual="own", has_dresidual_out=False),
     LayerNormVariant("dresidual_out alone", has_dresidual_out=True),
+    LayerNormVariant("scale", modulations=("scale",)),
+    LayerNormVariant("shift other dtypes", modulations=("shift",), other_dtypes=True),
+    LayerNormVariant("gate", stats=True, residual="own", modulations=("gate",)),
+    LayerNormVariant(
+        "gated rms fused",
+        bias=False,
+        is_rms=True,
+        residual="other dtype",
+        activation="silu",
+        dropout=0.1,
+        modulations=("scale", "shift", "gate"),
+    ),
+    LayerNormVariant("adaptive, fused", stats=True, activation="gelu", modulations=("scale", "shift")),
+    LayerNormVariant("adaptive tokens", modulations=("scale", "shift"), tokens=1),
 )
 """Variants for one row length of every algorithm."""
 
@@ -165,10 +186,18 @@ class _LayerNormTensors:
     weight: Tensor | None
     bias: Tensor | None
     residual: Tensor | None
+    modulations: dict[str, Tensor]
+
+    def describe(self, tensors: MetaTensors) -> dict[str, Any]:
+        """The descriptions of the tensors, by name."""
+        named = {name: getattr(self, name) for name in ("x", "weight", "bias", "residual")}
+        return {name: tensors.describe(tensor) for name, tensor in (named | self.modulations).items()}
 
 
 def _make_rows(tensors: MetaTensors, role: str, cols: int, dtype: torch.dtype, variant: LayerNormVariant) -> Tensor:
-    """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads."""
+    """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads, or samples in their place."""
+    if variant.modulations:
+        return tensors.make_tensor(role, (SAMPLES, variant.tokens, cols), dtype).transpose(0, 1)
     if variant.heads == "shared":
         return tensors.make_tensor(role, (variant.tokens, 3 * HEADS, cols), dtype)[:, :HEADS]
     if variant.heads == "own":
@@ -188,7 +217,11 @@ def _make_inputs(
     bias = tensors.make_tensor("bias", shape, of_parameters) if variant.bias else None
     of_residual = choose_other_dtype(dtype) if variant.residual == "other dtype" else dtype
     residual = _make_rows(tensors, "residual", cols, of_residual, variant) if variant.residual else None
-    return _LayerNormTensors(x, weight, bias, residual)
+    modulations: dict[str, Tensor] = {}
+    if variant.modulations:
+        wide = tensors.make_tensor("modulations", (SAMPLES, 6, cols), of_parameters)
+        modulations.update({name: wide[:, at] for at, name in enumerate(variant.modulations)})
+    return _LayerNormTensors(x, weight, bias, residual, modulations)
 
 
 def _make_options(variant: LayerNormVariant) -> NormOptions:
@@ -211,7 +244,7 @@ def _make_results(
     inputs: _LayerNormTensors,
     dtype: torch.dtype,
     variant: LayerNormVariant,
-    scale: Tensor | None,
+    y_scale: Tensor | None,
 ) -> Forward:
     x, residual = inputs.x, inputs.residual
     mean, rstd = _make_statistics(tensors, x, variant)
@@ -219,7 +252,7 @@ def _make_results(
         residual_out = residual
     else:
         residual_out = tensors.make_tensor("residual_out", tuple(x.shape), residual.dtype)
-    return Forward(tensors.make_tensor("y", tuple(x.shape), dtype), mean, rstd, residual_out, scale)
+    return Forward(tensors.make_tensor("y", tuple(x.shape), dtype), mean, rstd, residual_out, y_scale)
 
 
 def _plan_forward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
@@ -231,28 +264,21 @@ def _plan_forward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tens
 
 def _plan_float8(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
     inputs = _make_inputs(tensors, dtype, cols, variant)
-    scale = tensors.make_tensor("scale", tuple(inputs.x.shape[:-1]), torch.float32)
-    out = _make_results(tensors, inputs, FLOAT8, variant, scale)
+    y_scale = tensors.make_tensor("y_scale", tuple(inputs.x.shape[:-1]), torch.float32)
+    out = _make_results(tensors, inputs, FLOAT8, variant, y_scale)
     return plan_forward(_make_forward_call(tensors, inputs, variant, out))
 
 
 def _make_forward_call(
     tensors: MetaTensors, inputs: _LayerNormTensors, variant: LayerNormVariant, out: Forward
 ) -> LayerNormForwardCall:
-    describe = tensors.describe
-    return LayerNormForwardCall(
-        x=describe(inputs.x),
-        weight=describe(inputs.weight),
-        bias=describe(inputs.bias),
-        residual=describe(inputs.residual),
-        options=_make_options(variant),
-        out=Forward(*map(describe, out)),
-    )
+    results: Forward[Array] = Forward(*map(tensors.describe, out))
+    return LayerNormForwardCall(**inputs.describe(tensors), options=_make_options(variant), out=results)
 
 
 def _plan_backward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
     inputs = _make_inputs(tensors, dtype, cols, variant)
-    x, weight, bias, residual = inputs.x, inputs.weight, inputs.bias, inputs.residual
+    x, residual = inputs.x, inputs.residual
     mean, rstd = _make_statistics(tensors, x, variant)
     of_dy = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     dy = _make_rows(tensors, "dy", cols, of_dy, variant)
@@ -261,28 +287,24 @@ def _plan_backward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, ten
     outside = _make_rows(tensors, "dresidual_out", cols, of_outside, variant) if comes else None
     dx = tensors.make_tensor("dx", tuple(x.shape), dtype)
     dresidual = None if residual is None else dx
-    if residual is not None and residual.dtype != dtype:
+    if residual is not None and (residual.dtype != dtype or "gate" in variant.modulations):
         dresidual = tensors.make_tensor("dresidual", tuple(x.shape), residual.dtype)
-    dweight, dbias = (
-        None if parameter is None else tensors.make_tensor(role, tuple(parameter.shape), parameter.dtype)
-        for role, parameter in (("dweight", weight), ("dbias", bias))
-    )
     describe = tensors.describe
     place = describe(dx)
+    gradients = {
+        f"d{name}": describe(tensors.make_tensor(f"d{name}", tuple(parameter.shape), parameter.dtype))
+        for name, parameter in {"weight": inputs.weight, "bias": inputs.bias, **inputs.modulations}.items()
+        if parameter is not None
+    }
     return plan_backward(
         LayerNormBackwardCall(
-            x=describe(x),
-            weight=describe(weight),
-            bias=describe(bias),
-            residual=describe(residual),
+            **inputs.describe(tensors),
             options=_make_options(variant),
             dy=describe(dy),
             mean=describe(mean),
             rstd=describe(rstd),
             dresidual_out=describe(outside),
-            out=Backward(
-                place, describe(dweight), describe(dbias), place if dresidual is dx else describe(dresidual)
-            ),
+            out=Backward(place, dresidual=place if dresidual is dx else describe(dresidual), **gradients),
         )
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.fingerprints.cases import MetaTensors, plan_case
 from tests.sanitize.calls import Call
 
-_RESULTS = ("y", "residual_out", "scale", "dx", "dresidual", "dweight", "dbias", "dscale", "dshift")
+_RESULTS = ("y", "residual_out", "y_scale", "dx", "dresidual", "dweight", "dbias", "dscale", "dshift", "dgate")
 _VALUES = torch.rand(1 << 22, generator=torch.Generator().manual_seed(20)) + 0.5
 
 

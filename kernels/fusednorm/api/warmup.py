@@ -36,6 +36,9 @@ def warmup(
     *,
     parameter_dtype: torch.dtype | None = None,
     residual: bool = False,
+    scale: bool = False,
+    shift: bool = False,
+    gate: bool = False,
     activation: ActivationName = "none",
     dropout: float = 0.0,
     backward: bool = True,
@@ -46,15 +49,17 @@ def warmup(
     It runs the operation on one or two rows; the kernels serve any number of aligned rows of `cols` elements.
     These are forward passes with and without statistics and backward passes with and without saved statistics, all
     with a weight, and with a bias if `op` has one.  A call with other options, without parameters, or with rows
-    that do not start at multiples of 16 bytes compiles at its first use.  Only a GPU has kernels to compile: CPU
-    tensors need no warm-up.
+    that do not start at multiples of 16 bytes compiles at its first use, as do, for each order of magnitude of rows
+    and samples, the kernels that add up the gradients of a backward pass with scale, shift or gate.  Only a GPU has
+    kernels to compile: CPU tensors need no warm-up.
 
     Args:
         op: "layer_norm" or "rms_norm".
         dtype: dtype of x, y and dy: float32, float16 or bfloat16.
         cols: elements of a row, at least 1.
-        parameter_dtype: dtype of weight and bias; None (default) for `dtype`.
+        parameter_dtype: dtype of weight, bias, scale, shift and gate; None (default) for `dtype`.
         residual: whether calls have a residual, of `dtype`; default False.
+        scale, shift, gate: whether calls have them; default False.  A gate needs a residual.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
         backward: whether to compile the backward passes too; default True.
@@ -76,6 +81,7 @@ def warmup(
         raise KernelInputError(f"cols must be at least 1, got {cols}")
     device = device or torch.device("cpu" if INTERPRETED else "cuda")
     parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
+    of_sample = parameters[0]
     forward = getattr(layer_norm_passes, f"{op}_forward")
     differentiate = getattr(layer_norm_passes, f"{op}_backward")
     # A single very long row uses another algorithm than several rows.
@@ -83,6 +89,9 @@ def warmup(
         x = torch.zeros(rows, cols, dtype=dtype, device=device)
         options: dict[str, Any] = {
             "residual": x if residual else None,
+            "scale": of_sample if scale else None,
+            "shift": of_sample if shift else None,
+            "gate": of_sample if gate else None,
             "activation": activation,
             "dropout": dropout,
             "seed": 0 if dropout else None,

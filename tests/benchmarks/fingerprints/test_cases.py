@@ -59,7 +59,7 @@ for case in cases:
     # Tables are by the bytes of an element, and all else is the same for both of two.
     if " f16 " in case.name:
         continue
-    if case.name.endswith((" plain", " residual", ", nothing waits", "layout")) or "chain" in case.name:
+    if case.name.endswith((" plain", " residual", " gated", ", nothing waits", "layout")) or "chain" in case.name:
         kernels |= {launch.kernel.fn.__name__ for launch in plan_case(case).launches or ()}
 print(json.dumps([sorted(entries - reached), len(entries), sorted(kernels)]))
 """

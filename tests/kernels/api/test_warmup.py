@@ -67,6 +67,24 @@ def test_calls_of_any_rows_take_nothing_but_what_was_warmed_up(op, options, note
     assert notes.new(fusednorm.layer_norm_forward, x.float())
 
 
+@pytest.mark.parametrize("names", [("scale", "shift"), ("scale", "shift", "gate"), ("gate",)])
+def test_samples_take_nothing_but_what_was_warmed_up_and_a_last_step(names, notes, device):
+    cols, residual = 80, "gate" in names
+    fusednorm.warmup("layer_norm", DTYPE, cols, residual=residual, device=device, **dict.fromkeys(names, True))
+    known = set(notes.kinds)
+    weight = torch.randn(cols, device=device, dtype=DTYPE)
+    for samples in (1, 2, 5):
+        x = torch.randn(samples, 3, cols, device=device, dtype=DTYPE)
+        wide = torch.randn(samples, 6 * cols, device=device, dtype=DTYPE)
+        call = dict(zip(names, wide.chunk(6, -1), strict=False))
+        call |= {"residual": x} if residual else {}
+        result = fusednorm.layer_norm_forward(x, weight, weight, stats=True, **call)
+        saved = {"mean": result.mean, "rstd": result.rstd}
+        fusednorm.layer_norm_backward(x, x, weight, weight, **call, **saved)
+    later = {kernel.__name__ for kernel, *_ in notes.kinds - known}
+    assert later <= {"layer_norm_backward_reduce_samples_kernel", "layer_norm_backward_reduce_kernel"}
+
+
 def test_inference_needs_no_backward(notes, device):
     fusednorm.warmup("layer_norm", DTYPE, 80, backward=False, device=device)
     x = torch.randn(3, 80, device=device, dtype=DTYPE)
