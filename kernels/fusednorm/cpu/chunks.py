@@ -15,20 +15,21 @@ def compute_chunk_rows(cols: int) -> int:
     return max(1, PIECE_ELEMENTS // cols)
 
 
-def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
+def split_rows(rows: int, cols: int, unit_rows: int = 0) -> Iterator[slice]:
     """Divide rows into ranges of at most `PIECE_ELEMENTS` elements, but at least one row.
 
-    Args: heads: the rows of each token; a range has complete tokens, or some heads of one token.
+    Args: unit_rows: the rows of each unit, a token of heads or a sample; a range has complete units, or some rows
+        of one unit; 0 (default) if rows belong to no unit.
     """
     step = compute_chunk_rows(cols)
-    if heads and step < heads:
+    if unit_rows and step < unit_rows:
         return (
-            slice(token + start, token + min(start + step, heads))
-            for token in range(0, rows, heads)
-            for start in range(0, heads, step)
+            slice(unit + start, unit + min(start + step, unit_rows))
+            for unit in range(0, rows, unit_rows)
+            for start in range(0, unit_rows, step)
         )
-    if heads:
-        step -= step % heads
+    if unit_rows:
+        step -= step % unit_rows
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 

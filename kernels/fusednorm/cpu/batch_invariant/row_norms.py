@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm on the CPU over [rows, N], or over [tokens, heads, N] with parameters for each head.
 
-Rows are computed one after another; with parameters [heads, N], row r has those of head r modulo heads.  Rows of a
-result in float8_e4m3fn each have a scale.
+Rows are computed one after another; with parameters [heads, N], row r has those of head r modulo heads.  With scale
+and shift [samples, N] for each sample, rows are [samples, tokens, N].  Rows of a result in float8_e4m3fn each have
+a scale.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.batch_invariant.row_modulation import ModulationGradients, RowModulation
 from fusednorm.cpu.chunks import split_rows
 from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
 from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
@@ -36,6 +38,8 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -58,14 +62,15 @@ def layer_norm_forward(
             y = apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, slice(0, len(x))))
         return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
-    heads = _count_own_heads(x)
+    modulation, heads = RowModulation(x, scale, shift), _count_own_heads(x, weight, bias)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
-    for piece in split_rows(out.rows, out.cols, heads):
+    for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
         if heads:
             _apply_affine_(y, w.slice_heads(piece), b.slice_heads(piece))
+        modulation.apply_(y, piece)
         out.write_chunk(
             piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd
         )
@@ -80,6 +85,8 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -93,14 +100,15 @@ def rms_norm_forward(
     """
     w = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
-    heads = _count_own_heads(x)
+    modulation, heads = RowModulation(x, scale, shift), _count_own_heads(x, weight)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
-    for piece in split_rows(out.rows, out.cols, heads):
+    for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         rstd = _compute_rms_rstd(h, eps)
         y = h * rstd
         del h
         _apply_affine_(y, w.get_for_rows(piece), None)
+        modulation.apply_(y, piece)
         out.write_chunk(
             piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd
         )
@@ -120,6 +128,8 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -128,19 +138,25 @@ def layer_norm_backward(
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _RowGradients(x, weight, bias, residual), _count_own_heads(x)
+    gradients, heads = _RowGradients(x, weight, bias, residual), _count_own_heads(x, weight, bias)
+    modulation = RowModulation(x, scale, shift)
+    of_samples = ModulationGradients(modulation, scale, shift)
     x, dy, residual, dresidual_out, mean, rstd = _flatten_tensors(x, dy, residual, dresidual_out, mean, rstd)
-    for piece in split_rows(len(x), x.shape[-1], heads):
+    for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
         h = add_residual(x[piece], None if residual is None else residual[piece])
-        z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
+        z, centre, inverse = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.slice_heads(piece)
         if heads:
             _apply_affine_(z, weight_of_heads, b.slice_heads(piece))
         if mean is not None and rstd is not None:
-            centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
+            centre, inverse = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
-        dz = backpropagate_epilogue(dy[piece], z, activation, drop, dropout_mask, overwrites_z=True)
-        del z, dropout_mask
+        # The norm itself is needed again only if it is modulated.
+        modulated = modulation.apply_(z.clone(), piece) if modulation.tokens else z
+        dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=True)
+        del modulated, dropout_mask
+        dz = of_samples.add_chunk(piece, dz, z)
+        del z
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
         # has the same gradient.
         h = h.sub_(centre) if is_own else h - centre
@@ -150,18 +166,19 @@ def layer_norm_backward(
         needed = [True, weight is not None and of_all, bias is not None and of_all]
         g = dz if weight_of_heads is None else _multiply_by_weight(dz, weight_of_heads)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-            g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
+            g, h, h.shape[-1:], torch.zeros_like(centre), inverse, w.common, b.common, needed
         )
         del g, weight_of_heads
         if heads:
-            dw = None if weight is None else h.mul_(scale).mul_(dz)
+            dw = None if weight is None else h.mul_(inverse).mul_(dz)
             db = None if bias is None else dz
         elif is_lone:
-            dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
+            dw = None if weight is None else h.mul_(inverse).mul_(dz)[0]
             db = None if bias is None else dz[0]
         gradients.add_chunk(piece, dx, dresidual_out, dw, db)
         del h, dz, dx, dw, db
-    return gradients.get_result()
+    dscale, dshift = of_samples.get_results()
+    return gradients.get_result()._replace(dscale=dscale, dshift=dshift)
 
 
 def rms_norm_backward(
@@ -174,6 +191,8 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -182,32 +201,39 @@ def rms_norm_backward(
     parameter = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _RowGradients(x, weight, None, residual), _count_own_heads(x)
+    gradients, heads = _RowGradients(x, weight, None, residual), _count_own_heads(x, weight)
+    modulation = RowModulation(x, scale, shift)
+    of_samples = ModulationGradients(modulation, scale, shift)
     x, dy, residual, dresidual_out, rstd = _flatten_tensors(x, dy, residual, dresidual_out, rstd)
-    for piece in split_rows(len(x), x.shape[-1], heads):
+    for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
         h = add_residual(x[piece], None if residual is None else residual[piece])
-        scale = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
-        xhat = h.mul_(scale) if is_own else h * scale
+        inverse = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
+        xhat = h.mul_(inverse) if is_own else h * inverse
         del h
         w = parameter.get_for_rows(piece)
         z = xhat if w is None else _multiply_by_weight(xhat, w)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
-        dz = backpropagate_epilogue(dy[piece], z, activation, drop, dropout_mask, overwrites_z=w is not None)
-        del z, dropout_mask
+        modulated = modulation.apply_(z.clone(), piece) if modulation.tokens else z
+        is_new = modulated is not xhat
+        dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=is_new)
+        del modulated, dropout_mask
+        dz = of_samples.add_chunk(piece, dz, z)
+        del z
         g = dz if w is None else _multiply_by_weight(dz, w)
         dx = g * xhat
         torch.mul(xhat, _compute_row_mean(dx), out=dx)
-        torch.sub(g, dx, out=dx).mul_(scale)
+        torch.sub(g, dx, out=dx).mul_(inverse)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
         gradients.add_chunk(piece, dx, dresidual_out, dw, None)
         del xhat, dz, dx, dw
-    return gradients.get_result()
+    dscale, dshift = of_samples.get_results()
+    return gradients.get_result()._replace(dscale=dscale, dshift=dshift)
 
 
-def _count_own_heads(x: Tensor) -> int:
+def _count_own_heads(x: Tensor, *parameters: Tensor | None) -> int:
     """Return the number of heads that have separate parameters, or 0 if all rows share them."""
-    return x.shape[1] if x.ndim == 3 else 0
+    return x.shape[1] if any(each is not None and each.ndim == 2 for each in parameters) else 0
 
 
 def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
