@@ -32,8 +32,8 @@ def find_unsupported_reason(case: RequestCase) -> str | None:
     """Return why a server that can compute only LayerNorm of x does not support the case; None if it supports it.
     The text names the server's limits.
     """
-    if case.operation != "layer_norm" or case.make_nondefault_client_options() or case.residual:
-        return "only layer_norm forward, without residual, activation and other options"
+    if case.operation != "layer_norm" or case.make_nondefault_client_options() or case.residual or case.adaptive:
+        return "only layer_norm forward, without residual, scale, shift, activation and other options"
     if case.heads or case.parts:
         return "only one x, weight and bias of one vector each"
     if not case.affine or case.dtype not in _DATATYPES:

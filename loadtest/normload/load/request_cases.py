@@ -59,7 +59,7 @@ class RequestCase:
         layout: of GroupNorm, "nchw" or "nhwc".
         residual: whether the request has one.
         affine: whether the request has weight and bias.
-        adaptive: whether the request has scale and shift for each sample; only GroupNorm.
+        adaptive: whether the request has scale and shift for each sample, along x's first axis.
         seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of

@@ -44,6 +44,7 @@ DEFAULT_MIX: Mapping[str, float] = {
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _HEADS = (2, 8, 32)
+_TOKENS_OF_SAMPLES = (1, 16, 256)
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
 
 # Limit for gradients of parameters of each head.
@@ -107,7 +108,8 @@ class Workload:
 def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> RequestCase:
     """Return the LayerNorm or RMSNorm request; some requests, chosen at random, get options that real models use.
 
-    These are a weight offset, a float32 residual, heads with own weights, and float8 output.
+    These are a weight offset, a float32 residual, heads with own weights, float8 output, and scale and shift for
+    each sample.
     """
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
@@ -118,8 +120,13 @@ def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> R
     if case.affine and fitting and cols <= _MOST_COLS_OF_HEADS and choices.random() < 0.2:
         heads = choices.choice(fitting)
         case = replace(case, heads=True, shape=(rows // heads, heads, cols))
-    if not case.is_backward and not case.heads and choices.random() < 0.1:
-        case = replace(case, out_dtype=DType.FLOAT8_E4M3FN)
+    if case.heads:
+        return case
+    if not case.is_backward and choices.random() < 0.1:
+        return replace(case, out_dtype=DType.FLOAT8_E4M3FN)
+    if choices.random() < 0.2:
+        tokens = choices.choice([tokens for tokens in _TOKENS_OF_SAMPLES if tokens <= rows])
+        case = replace(case, adaptive=True, shape=(rows // tokens, tokens, cols))
     return case
 
 
@@ -193,8 +200,12 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
         raise ScenarioError(f"{table.location}: num_groups belongs to group_norm, and only there")
     if is_group_norm and (len(case.shape) < 2 or case.shape[case.channel_axis] % case.num_groups):
         raise ScenarioError(f"{table.location}: num_groups must divide the channels of {list(case.shape)}")
-    if case.adaptive and not is_group_norm:
-        raise ScenarioError(f"{table.location}: adaptive belongs to group_norm")
+    if case.adaptive and len(case.shape) < 2:
+        raise ScenarioError(
+            f"{table.location}: adaptive needs a shape of at least two sizes, got {list(case.shape)}"
+        )
+    if case.adaptive and (case.heads or case.out_dtype is DType.FLOAT8_E4M3FN):
+        raise ScenarioError(f"{table.location}: adaptive belongs neither to heads nor to float8_e4m3fn")
     if is_group_norm and (case.weight_offset or case.heads):
         raise ScenarioError(f"{table.location}: weight_offset and heads belong to layer_norm and rms_norm")
     if (case.weight_offset or case.heads) and not case.affine:

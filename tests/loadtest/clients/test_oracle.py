@@ -74,8 +74,6 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
     other = {"residual": True, "residual_dtype": DType.FLOAT16}
     own = {"heads": True, "weight_offset": 1}
     for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, own, other):
-        if "adaptive" in options and not operation.startswith("group_norm"):
-            continue
         if "heads" in options and operation.startswith("group_norm"):
             continue
         asked = case(operation, layout, activation=activation, **options)
@@ -112,7 +110,7 @@ def right_answer(asked):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("operation", OF_ONE_NORM)
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
-    asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
+    asked = case(operation, dtype=dtype, residual=True, adaptive=True)
     tensors, answer = right_answer(asked)
     assert oracle.find_fault(asked, tensors, answer) is None
 
@@ -168,7 +166,7 @@ def test_float8_is_right_up_to_its_own_rounding(operation):
 
 @pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])
 def test_any_wrong_answer_is_found(operation):
-    asked = case(operation, adaptive=operation.startswith("group_norm"))
+    asked = case(operation, adaptive=True)
     tensors, answer = right_answer(asked)
     for name, tensor in answer.items():
         without = {other: value for other, value in answer.items() if other != name}

@@ -100,7 +100,11 @@ def test_another_duration_is_shared_out():
         ('[[workload.cases]]\noperation = "layer_norm"\nshape = []' + STEADY, "shape must be a list"),
         ('[[workload.cases]]\noperation = "layer_norm"\nshape = [4]\nnum_groups = 2' + STEADY, "num_groups"),
         ('[[workload.cases]]\noperation = "group_norm"\nshape = [1, 6]\nnum_groups = 4' + STEADY, "must divide"),
-        ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nadaptive = true' + STEADY, "adaptive belongs"),
+        ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nadaptive = true' + STEADY, "adaptive needs"),
+        (
+            '[[workload.cases]]\noperation = "rms_norm"\nshape = [2, 4]\nheads = true\nadaptive = true' + STEADY,
+            "adaptive belongs neither to heads",
+        ),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnorms = 2' + STEADY, "norms belongs"),
         ('[[workload.cases]]\noperation = "layer_norm_chain"\nshape = [4]' + STEADY, "norms belongs"),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\nparts = 5' + STEADY, "parts need a shape"),

@@ -37,8 +37,8 @@ def test_every_kind_of_request_is_drawn():
     assert len({case.dtype for case in cases}) == 3
     assert {case.layout for case in cases} == {"nchw", "nhwc"}
     assert {case.residual for case in cases} == {case.affine for case in cases} == {True, False}
-    assert {case.op for case in cases if case.adaptive} == {"group_norm"}
-    assert not all(case.adaptive for case in cases if case.op == "group_norm")
+    for op in ("layer_norm", "rms_norm", "group_norm"):
+        assert {case.adaptive for case in cases if case.op == op} == {True, False}
     assert {case.norms for case in cases if case.op == "layer_norm_chain"} > {1, 8}
     in_parts = [case for case in cases if case.parts]
     assert {case.op for case in in_parts} == {case.op for case in cases}
