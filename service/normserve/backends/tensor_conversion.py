@@ -1,17 +1,25 @@
 """Conversion between the host tensors of a batch and the torch tensors of one launch.
 
-A launch has one tensor for each name: rows as [rows, N], samples as [B, C, *spatial], where channels-last is a
-permuted view of the same memory.
+A launch has one tensor for each name: rows as [rows, N], or [units, rows, N] where the rows of a unit belong
+together, and samples as [B, C, *spatial], where channels-last is a permuted view of the same memory.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from fusednorm.traffic import compute_backward_bytes, compute_forward_bytes
 from torch import Tensor
 
-from normserve.codec.api_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
+from normserve.codec.api_names import (
+    COMPANIONS,
+    OF_SAMPLES,
+    PARAMETER_GRADIENTS,
+    SAMPLE_GRADIENTS,
+    STATISTICS,
+    is_parameter,
+)
 from normserve.jobs import result_specs
 from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.tensors import DType, HostTensor
@@ -54,14 +62,18 @@ def view_rows(batch: Batch, name: str) -> list[Tensor]:
 def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     """Compute the shape that a tensor of jobs like this one has in a launch of `rows` rows, or samples.
 
-    Rows whose heads have parameters of their own are grouped by token: [tokens, heads, N].
+    Rows whose heads have parameters of their own are grouped by token, [tokens, heads, N], and rows with a scale or
+    a shift by sample, [samples, tokens, N] with scale and shift [samples, N].
     """
     shape = job.tensors[name].shape
     if is_parameter(name):
         return shape
     if job.spec.op is Op.GROUP_NORM:
         return (rows, *shape[1:])
-    of_rows = (rows // job.heads, job.heads) if job.heads else (rows,)
+    if name in OF_SAMPLES:
+        # There may be samples without rows.
+        return (rows // job.unit_rows if rows else prod(shape[:-1]), shape[-1])
+    of_rows = (rows // job.unit_rows, job.unit_rows) if job.unit_rows else (rows,)
     return of_rows if name in STATISTICS else (*of_rows, shape[-1])
 
 
@@ -122,7 +134,7 @@ def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict
 
 def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """Return a single job's outputs in the shapes of its request: the launch has all rows on one axis."""
-    if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
+    if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.unit_rows):
         return dict(outputs)
     rows = job.rows
     return {name: _slice_result(job, name, output, 0, rows, rows) for name, output in outputs.items()}
@@ -140,13 +152,15 @@ def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop:
         shape = job.x.shape
     elif job.spec.op is Op.GROUP_NORM:
         shape = (stop - start, *output.shape[1:])
+    elif name in SAMPLE_GRADIENTS:
+        shape = job.tensors[name.removeprefix("d")].shape
     else:
         shape = job.x.shape[:-1]
     if stop - start == total:
         # Of the device's memory, where `output` is.
         return output if shape == output.shape else type(output)(output.dtype, shape, output.data)
-    row_bytes = len(output.data) // total
-    return HostTensor(output.dtype, shape, output.data[start * row_bytes : stop * row_bytes])
+    nbytes = len(output.data)
+    return HostTensor(output.dtype, shape, output.data[nbytes * start // total : nbytes * stop // total])
 
 
 def count_batch_kernel_bytes(
@@ -169,7 +183,7 @@ def count_batch_kernel_bytes(
 def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
     """Count the fewest bytes that a job's share of a launch must move through the device's memory.
 
-    GroupNorm's scale and shift count, and their gradients: they grow with the samples, which a weight does not.
+    scale and shift count, and their gradients: they grow with the samples, which a weight does not.
     """
 
     def width(tensor: HostTensor | None) -> int:

@@ -75,7 +75,8 @@ class ForwardResult(Generic[T]):
         mean: float32 mean of each row or group (never for RMSNorm), if statistics were requested.
         rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
         timing: the `Timing` of the request on the server.
-        scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.
+        scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.  It is not the
+            argument scale of a call.
     """
 
     y: T
@@ -94,8 +95,8 @@ class BackwardResult(Generic[T]):
         dx: the gradient of x, and also of the residual, in x's shape and dtype.
         dweight: the gradient of weight, if there is one, else None.
         dbias: the gradient of bias, if there is one, else None.
-        dscale: the gradient of GroupNorm's scale, if there is one, else None.
-        dshift: the gradient of GroupNorm's shift, if there is one, else None.
+        dscale: the gradient of scale, if there is one, else None.
+        dshift: the gradient of shift, if there is one, else None.
         timing: the `Timing` of the request on the server.
         dresidual: the gradient in the residual's dtype, if that is not x's; None otherwise, and always for
             GroupNorm.

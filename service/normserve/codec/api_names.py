@@ -16,6 +16,11 @@ PARAMETER_GRADIENTS = tuple([f"d{name}" for name in PARAMETERS])
 """Results that are sums over all rows or samples."""
 
 OF_SAMPLES = ("scale", "shift")
+"""Tensors with a row for each sample: of GroupNorm, or for consecutive rows of LayerNorm and RMSNorm."""
+
+SAMPLE_GRADIENTS = tuple([f"d{name}" for name in OF_SAMPLES])
+"""Results with a row for each sample."""
+
 STATISTICS = ("mean", "rstd")
 
 COMPANIONS = ("residual", "dy", "dresidual_out")

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from normserve.codec.api_names import ACTIVATIONS, PARAMETERS, is_parameter
+from normserve.codec.api_names import ACTIVATIONS, OF_SAMPLES, PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
     RequestParameter,
     make_choice_parameter,
@@ -337,7 +337,8 @@ class NormJob:
         replay_slot: shared with the equal jobs before and after it; None if the job is not known to recur.
         nbytes: of all tensors of the request.
         rows: the number of independent units of x along its outermost axis: rows, or samples of GroupNorm.
-        heads: H where each head of x [..., H, N] has parameters of its own, else 0.
+        unit_rows: the rows that stay together in a launch: H if each head of x [..., H, N] has parameters of its
+            own, T if each T consecutive rows, those of a sample, share a scale or a shift; else 0.
     """
 
     spec: NormSpec
@@ -348,14 +349,14 @@ class NormJob:
     replay_slot: ReplaySlot | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
-    heads: int = field(init=False)
+    unit_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Not frozen, as `Batch` is not.
         shape = self.tensors["x"].shape
         self.nbytes = sum([len(tensor.data) for tensor in self.tensors.values()])
         self.rows = shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
-        self.heads = self._count_heads()
+        self.unit_rows = self._count_sample_rows() or self._count_heads()
 
     @property
     def x(self) -> HostTensor:
@@ -371,7 +372,8 @@ class NormJob:
         """Compute a key that is equal for jobs whose rows may share a launch; None if this job must run alone.
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either
-        would differ in a shared launch.  GroupNorm's scale and shift are batched with their samples.
+        would differ in a shared launch.  scale and shift are batched with their samples, which for LayerNorm and
+        RMSNorm must have equally many rows.
         """
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
@@ -379,7 +381,7 @@ class NormJob:
         if len(tensors) == 1 and spec.direction is PassDirection.FORWARD:
             x = tensors["x"]
             return None if x.fortran_order else (spec, self._unit_shape, self.layer, ("x", x.dtype))
-        if spec.direction is PassDirection.BACKWARD and (self.layer is not None or any(map(is_parameter, tensors))):
+        if self.has_sums_over_rows or (self.unit_rows and not self.rows):
             return None
         members: list[Hashable] = []
         for name, tensor in sorted(tensors.items()):
@@ -393,6 +395,19 @@ class NormJob:
                 members.append((name, tensor.dtype, bytes(tensor.data)))
         return (spec, self._unit_shape, self.layer, *members)
 
+    @property
+    def has_sums_over_rows(self) -> bool:
+        """Whether a result is a sum over rows, so that its bits may depend on the other rows of a launch.
+
+        Gradients of scale and shift are such sums, except GroupNorm's: a sample's rows are divided among programs,
+        whose number depends on that of the samples.
+        """
+        if self.spec.direction is PassDirection.FORWARD:
+            return False
+        if self.layer is not None or any(map(is_parameter, self.tensors)):
+            return True
+        return self.spec.op is not Op.GROUP_NORM and any(name in self.tensors for name in OF_SAMPLES)
+
     def compute_kernel_class(self) -> Hashable:
         """Compute a key that is equal for jobs that run the same compiled kernels, whatever their numbers of
         rows.
@@ -403,17 +418,29 @@ class NormJob:
         if len(tensors) == 1:
             return (self.spec.kernel_key, self._unit_shape, of_layer, tensors["x"].dtype)
         dtypes = [(name, tensor.dtype) for name, tensor in sorted(tensors.items())]
-        return (self.spec.kernel_key, self._unit_shape, of_layer, *dtypes)
+        # The kernels are the same for any number of rows of a sample.
+        shape = self._unit_shape[-1:] if self._count_sample_rows() else self._unit_shape
+        return (self.spec.kernel_key, shape, of_layer, *dtypes)
 
     @property
     def _unit_shape(self) -> tuple[int, ...]:
         """The shape of one unit of x, which is a row or a sample.  A launch may have any number of units.
 
-        A unit is a row, all heads of a row, or a sample of GroupNorm.
+        A unit is a row, all heads of a row, the rows that share a scale or a shift, or a sample of GroupNorm.
         """
         if self.spec.op is Op.GROUP_NORM:
             return self.x.shape[1:]
-        return self.x.shape[-2:] if self.heads else self.x.shape[-1:]
+        cols = self.x.shape[-1:]
+        return (self.unit_rows, *cols) if self.unit_rows else cols
+
+    def _count_sample_rows(self) -> int:
+        """Return T, at least 1, if each T consecutive rows of x share a scale or a shift; else 0."""
+        if self.spec.op is not Op.GROUP_NORM:
+            for name in OF_SAMPLES:
+                given = self.tensors.get(name)
+                if given is not None:
+                    return max(1, self.rows // max(1, prod(given.shape[:-1])))
+        return 0
 
     def _count_heads(self) -> int:
         """Return H if each head has parameters of its own, [H, N], in the layer or in the request; else 0."""

@@ -94,8 +94,8 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
     if spec.weight_offset and _get_weight_dtype(given, layer) is DType.FLOAT32:
         narrow += 1
     if spec.direction is PassDirection.FORWARD:
-        # The sum in float32, and its normalised values.
-        floats = 1 + _has_float32_sum(dtype, given) + narrow
+        # The sum in float32, and its normalised values; later, instead of the sum, 1 + scale.
+        floats = 1 + (_has_float32_sum(dtype, given) or "scale" in given) + narrow
     else:
         # The sum, dz and dx, and temporaries of RMSNorm's mean of a row; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 
 from normserve.codec.api_names import (
     CHAIN_PARAMETERS,
@@ -28,7 +29,10 @@ MAX_HEADS = 65535
 """The largest number of heads with parameters of their own that the kernels take."""
 
 MAX_COLS_OF_HEADS = 8192
-"""The longest rows of x in a backward pass with parameters for each head: its kernels hold a row at once."""
+"""The longest rows of x in a backward pass with parameters for each head, or with scale or shift.
+
+Its kernels hold a row at once.
+"""
 
 
 def make_validated_job(
@@ -72,8 +76,12 @@ def _merge_layer_options_and_validate(
         _check_parameter(name, tensors[name][1], x_shape, x_shape[-2:] if heads else (size,))
     if spec.weight_offset and layer is None and "weight" not in tensors:
         raise MissingTensorError("weight_offset needs a weight, none was sent")
-    for name in ("scale", "shift"):
-        _check_shape(name, tensors, (x_shape[0], size))
+    modulations = {name: tensors[name][1] for name in OF_SAMPLES if name in tensors}
+    if spec.op is Op.GROUP_NORM:
+        for name in modulations:
+            _check_shape(name, tensors, (x_shape[0], size))
+    elif modulations:
+        _check_row_modulations(spec, heads, modulations, x_shape)
     for name in ("mean", "rstd"):
         _check_statistics(name, tensors, spec, x_shape)
     return spec, estimate_memory_cost(spec, tensors, layer)
@@ -89,8 +97,7 @@ def list_accepted_tensor_names(
         return ("x",) if parameters_in_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
     parameters = () if parameters_in_layer else PARAMETERS[:1] if rms else PARAMETERS
-    of_samples = OF_SAMPLES if op is Op.GROUP_NORM else ()
-    names = ("x", *parameters, *of_samples, "residual")
+    names = ("x", *parameters, *OF_SAMPLES, "residual")
     if direction is PassDirection.FORWARD:
         return names
     return (*names, "dy", *(STATISTICS[1:] if rms else STATISTICS), "dresidual_out")
@@ -199,6 +206,49 @@ def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
 def _check_head_count(heads: int) -> None:
     if heads > MAX_HEADS:
         raise InvalidShapeError(f"parameters may be of at most {MAX_HEADS} heads, got {heads}")
+
+
+def _check_row_modulations(
+    spec: NormSpec, heads: int, modulations: Mapping[str, tuple[int, ...]], x_shape: tuple[int, ...]
+) -> None:
+    """Check the shapes of scale and shift of rows, and that the operation supports them.
+
+    Args:
+        heads: the number of heads with parameters of their own, or 0.
+        modulations: the shapes of scale and shift, of which at least one was sent.
+    """
+    names = " and ".join(modulations)
+    if heads:
+        raise InvalidShapeError(f"{names} need weight and bias [N], got those of each head")
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        raise InvalidParameterError(f"out_dtype float8_e4m3fn needs a request without scale and shift, got {names}")
+    counts = {_count_samples(name, shape, x_shape) for name, shape in modulations.items()}
+    if len(counts) > 1:
+        shapes = " and ".join(str(list(shape)) for shape in modulations.values())
+        raise InvalidShapeError(f"scale and shift must have rows for the same samples of x, got {shapes}")
+    if spec.direction is PassDirection.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
+        raise InvalidShapeError(f"gradients of {names} need N of at most {MAX_COLS_OF_HEADS}, got {x_shape[-1]}")
+
+
+def _count_samples(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> int:
+    """Count the samples of scale or shift, each of which has a row for consecutive rows of x [..., N].
+
+    The shape is that of some leading axes of x and its last one, with axes of one element between or without.
+    """
+    leading = shape[:-1]
+    while leading and leading[-1] == 1 and leading != x_shape[: len(leading)]:
+        leading = leading[:-1]
+    if len(shape) > len(x_shape) or shape[-1:] != x_shape[-1:] or leading != x_shape[: len(leading)]:
+        *axes, cols = x_shape
+        forms = [[*axes[:count], cols] for count in range(len(axes) + 1)]
+        raise InvalidShapeError(f"{name} of x {list(x_shape)} must be {_format_shapes(forms)}, got {list(shape)}")
+    return prod(leading)
+
+
+def _format_shapes(shapes: list[list[int]]) -> str:
+    """Format shapes as alternatives; of many, the first ones and the last."""
+    *first, last = map(str, shapes if len(shapes) < 5 else [*shapes[:3], "...", shapes[-1]])
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS, is_parameter
+from normserve.codec.api_names import OF_ROWS, OF_SAMPLES, PARAMETER_GRADIENTS, is_parameter
 from normserve.errors import InvalidShapeError, MissingTensorError, UnexpectedTensorError, UnsupportedDtypeError
 from normserve.memory.tensors import DType, HostTensor
 
@@ -122,6 +122,9 @@ def _check_numbered(base: str, group: Mapping[int, HostTensor], numbers: range, 
             raise UnsupportedDtypeError(
                 f"{base}.{number} must be {first.dtype.value} as {base}.0 is, got {tensor.dtype.value}"
             )
+        # A row for all of x.N has no axis along which rows of several x could be joined.
+        if base in OF_SAMPLES and len(tensor.shape) < 2:
+            raise InvalidShapeError(f"{base}.{number} must be [{count}, ..., N], got {list(tensor.shape)}")
         shape = (count, *first.shape[1:])
         if tensor.shape != shape:
             raise InvalidShapeError(f"{base}.{number} must be {list(shape)}, got {list(tensor.shape)}")

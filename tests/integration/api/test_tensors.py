@@ -36,12 +36,13 @@ from tests.integration.harness.wire import SAFETENSORS, assert_problem, packed, 
         ("/v1/group_norm?num_groups=2", {"x": (4, 0, 3)}, "invalid_shape"),
         ("/v1/group_norm?num_groups=3&layout=nhwc", {"x": (2, 6, 4)}, "invalid_parameter"),
         *(
-            (path, {"x": (2, 3), "dy": (2, 3), name: (2, 3)}, "unexpected_tensor")
+            (path, {"x": (2, 3), "dy": (2, 3), name: (3, 3)}, "invalid_shape")
             for path in ("/v1/layer_norm/backward", "/v1/rms_norm/backward")
             for name in ("scale", "shift")
         ),
-        ("/v1/layer_norm", {"x": (2, 3), "scale": (2, 3)}, "unexpected_tensor"),
-        ("/v1/rms_norm", {"x": (2, 3), "shift": (2, 3)}, "unexpected_tensor"),
+        ("/v1/layer_norm", {"x": (2, 3), "scale": (2, 1)}, "invalid_shape"),
+        ("/v1/rms_norm", {"x": (2, 3), "shift": (1, 2, 3)}, "invalid_shape"),
+        ("/v1/layer_norm_chain", {"x": (2, 3), "weight.0": (3,), "scale": (2, 3)}, "unexpected_tensor"),
         ("/v1/group_norm?num_groups=2", {"x": (2, 4, 3), "scales": (2, 4)}, "unexpected_tensor"),
         ("/v1/group_norm?num_groups=2", {"x": (2, 4, 3), "dscale": (2, 4)}, "unexpected_tensor"),
     ],

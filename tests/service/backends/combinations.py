@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from fusednorm import reference
 from fusednorm.results import Backward, Forward
+from normserve.codec.api_names import OF_SAMPLES
 from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.tensors import DType
 
@@ -49,9 +50,8 @@ def combinations(
 ) -> Iterator[Combination]:
     """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
     parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
-    of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
     statistics = ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
-    optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, *of_samples, "residual")]
+    optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, *OF_SAMPLES, "residual")]
     options: list[dict[str, object]] = [{}]
     if direction is PassDirection.BACKWARD:
         optional += [statistics, ("dresidual_out",)]
@@ -63,10 +63,12 @@ def combinations(
         # The number's own digits would pair each epilogue with the same tensors again and again.
         epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
         choices = random.Random(number)
-        heads = op is not Op.GROUP_NORM and choices.random() < 0.4
+        is_adaptive = not {*OF_SAMPLES}.isdisjoint(names)
+        heads = not (op is Op.GROUP_NORM or is_adaptive) and choices.random() < 0.4
         if "weight" in names and op is not Op.GROUP_NORM:
             asked = asked | {"weight_offset": float(choices.random() < 0.4)}
-        if asked.get("out_dtype") and op is not Op.GROUP_NORM and not heads and choices.random() < 0.5:
+        is_plain = op is not Op.GROUP_NORM and not heads and not is_adaptive
+        if asked.get("out_dtype") and is_plain and choices.random() < 0.5:
             asked = asked | {"out_dtype": DType.FLOAT8_E4M3FN}
         of_residual = choices.choice((dtype, torch.float32, torch.bfloat16))
         spec = NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue)
@@ -103,7 +105,8 @@ def _combination(
     spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype, heads: bool, of_residual: torch.dtype
 ) -> Combination:
     grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is ChannelLayout.NHWC
-    shape = (2, 4, 3, 2) if grouped else (3, 2, 6) if heads else (3, 6)
+    is_adaptive = not {*OF_SAMPLES}.isdisjoint(names)
+    shape = (2, 4, 3, 2) if grouped else (3, 2, 6) if heads or is_adaptive else (3, 6)
     size = shape[1:2] if grouped else shape[-2:] if heads else shape[-1:]
 
     def like_x() -> torch.Tensor:

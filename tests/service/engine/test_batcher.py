@@ -174,6 +174,16 @@ STRANGERS = {
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(1, 4)}),
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(1, 4, dtype=DType.FLOAT16)}),
     ),
+    "rows of each sample": (
+        job(2, 3, 4, tensors={"scale": tensor(2, 4)}),
+        job(2, 3, 4, tensors={"scale": tensor(2, 3, 4)}),
+    ),
+    "rows that share a scale": (job(4, 4), job(4, 4, tensors={"scale": tensor(4)})),
+    "gradients of samples of rows": tuple(
+        job(2, 3, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(2, 3, 4), "scale": tensor(2, 4)})
+        for _ in range(2)
+    ),
+    "samples without rows": tuple(job(2, 0, 4, tensors={"scale": tensor(2, 4)}) for _ in range(2)),
     "group shape": (
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
         job(1, 4, 7, op=Op.GROUP_NORM, num_groups=2),
@@ -198,6 +208,10 @@ KIN = {
     "samples with their scale and shift": (
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"scale": tensor(1, 4), "shift": tensor(1, 4)}),
         job(3, 4, 6, op=Op.GROUP_NORM, num_groups=2, tensors={"shift": tensor(3, 4), "scale": tensor(3, 4)}),
+    ),
+    "samples of rows, each with its scale": (
+        job(2, 3, 4, layer=LAYER, tensors={"scale": tensor(2, 4), "shift": tensor(2, 4)}),
+        job(1, 3, 4, layer=LAYER, tensors={"scale": tensor(4), "shift": tensor(1, 1, 4)}),
     ),
     "backward with scale": tuple(
         job(

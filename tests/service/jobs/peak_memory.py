@@ -67,6 +67,7 @@ def cases(noise: torch.Tensor) -> Iterator[Case]:
             else:
                 yield case(noise, op, direction, F32, layout, shape, index % 4 < 2, index % 3 == 0)
     yield from cases_of_rows(noise)
+    yield from cases_of_samples_of_rows(noise)
 
 
 def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
@@ -85,6 +86,27 @@ def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
         float8 = DType.FLOAT8_E4M3FN if forward and not heads else None
         spec = NormSpec(op, direction, 1e-5, out_dtype=float8, stats=forward, weight_offset=1.0)
         yield f"{op.value} {direction.value} {list(shape)} of {list(of)}, {float8}", spec, tensors, forward
+
+
+def cases_of_samples_of_rows(noise: torch.Tensor) -> Iterator[Case]:
+    """Scale and shift of long samples, of each row, and of rows that are longer than a piece."""
+    for op, direction, (shape, of) in product(
+        (Op.LAYER_NORM, Op.RMS_NORM),
+        PassDirection,
+        [
+            ((32, 1024, 64), (32, 64)),
+            ((2048, 1024), (2048, 1024)),
+            ((1, 2 * MIB), (2 * MIB,)),
+            ((2, MIB), (2, MIB)),
+        ],
+    ):
+        forward = direction is PassDirection.FORWARD
+        if not forward and shape[-1] > 8192:
+            continue
+        tensors = {name: tensor(noise, F32, shape) for name in (["x"] if forward else ["x", "dy"])}
+        tensors |= {"scale": tensor(noise, F16, of), "shift": tensor(noise, BF16, of)}
+        spec = NormSpec(op, direction, 1e-5, activation="silu")
+        yield f"{op.value} {direction.value} {list(shape)}, scale {list(of)}", spec, tensors, forward
 
 
 def case(

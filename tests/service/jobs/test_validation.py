@@ -63,9 +63,9 @@ def test_channels_are_where_the_layout_says():
 
 def test_heads_are_the_axis_before_the_last():
     parameters = {"weight": tensor(3, 4), "bias": tensor(3, 4)}
-    assert make_job(spec(), {"x": tensor(2, 3, 4), **parameters}).heads == 3
-    assert make_job(spec(), {"x": tensor(2, 3, 4)}).heads == 0
-    assert make_job(spec(), {"x": tensor(3, 4)}, layer(heads=3)).heads == 3
+    assert make_job(spec(), {"x": tensor(2, 3, 4), **parameters}).unit_rows == 3
+    assert make_job(spec(), {"x": tensor(2, 3, 4)}).unit_rows == 0
+    assert make_job(spec(), {"x": tensor(3, 4)}, layer(heads=3)).unit_rows == 3
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_gradients_of_heads_have_a_longest_row():
     tensors = {"x": tensor(2, 8193), "dy": tensor(2, 8193), "weight": tensor(2, 8193)}
     with pytest.raises(InvalidShapeError, match="N of at most 8192, got 8193"):
         make_job(spec(direction=PassDirection.BACKWARD), tensors)
-    assert make_job(spec(), {name: tensors[name] for name in ("x", "weight")}).heads == 2
+    assert make_job(spec(), {name: tensors[name] for name in ("x", "weight")}).unit_rows == 2
 
 
 def test_a_layer_of_heads_takes_its_rows_alone():
@@ -104,10 +104,10 @@ def test_weight_offset_needs_a_weight(tensors):
 
 
 @pytest.mark.parametrize("direction", PassDirection)
-def test_scale_and_shift_are_groups_alone(direction):
+def test_a_layer_replaces_weight_and_bias_but_not_scale_and_shift(direction):
     for op in LAYER_OPS:
         names = list_accepted_tensor_names(op, direction)
-        assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
+        assert {"scale", "shift"} <= set(names)
         beside_a_layer = list_accepted_tensor_names(op, direction, parameters_in_layer=True)
         assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
 
@@ -122,6 +122,71 @@ def test_scale_and_shift_are_of_samples_and_channels(x):
     for shape in ((8,), (1, 8), (2, 3), (2, 8, 1)):
         with pytest.raises(InvalidShapeError, match=r"shift must be \[2, 8\]"):
             make_job(groups, tensors | {"shift": tensor(*shape)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        ((8,), 6),
+        ((1, 8), 6),
+        ((1, 1, 8), 6),
+        ((2, 8), 3),
+        ((2, 1, 8), 3),
+        ((2, 3, 8), 1),
+    ],
+)
+def test_scale_and_shift_of_rows_are_of_leading_axes(shape, tokens):
+    tensors = {"x": tensor(2, 3, 8), "scale": tensor(*shape, dtype=DType.FLOAT16), "shift": tensor(*shape)}
+    for registered in (None, layer(size=8)):
+        made = make_job(spec(), tensors, registered)
+        assert made.unit_rows == tokens
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"scale": tensor(3, 8)}, r"scale of x \[2, 3, 8\] must be \[8\], \[2, 8\] or \[2, 3, 8\], got \[3, 8\]"),
+        ({"shift": tensor(2, 7)}, r"shift of x \[2, 3, 8\] must be .* got \[2, 7\]"),
+        ({"scale": tensor(8, 2)}, r"got \[8, 2\]"),
+        ({"scale": tensor(2, 3, 1, 8)}, r"got \[2, 3, 1, 8\]"),
+        ({"scale": tensor(1, 1, 1, 8)}, r"got \[1, 1, 1, 8\]"),
+        ({"scale": tensor()}, r"got \[\]"),
+        ({"scale": tensor(2, 0, 8)}, r"got \[2, 0, 8\]"),
+        ({"scale": tensor(0, 8)}, r"got \[0, 8\]"),
+        ({"scale": tensor(1)}, r"got \[1\]"),
+        ({"scale": tensor(2, 8), "shift": tensor(2, 3, 8)}, r"same samples of x, got \[2, 8\] and \[2, 3, 8\]"),
+    ],
+)
+def test_scale_and_shift_of_rows_must_fit(tensors, said):
+    with pytest.raises(InvalidShapeError, match=said):
+        make_job(spec(), {"x": tensor(2, 3, 8), **tensors})
+
+
+def test_scale_of_rows_goes_neither_with_heads_nor_with_float8():
+    tensors = {"x": tensor(2, 3, 4), "shift": tensor(2, 4)}
+    with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
+        make_job(spec(), tensors | {"weight": tensor(3, 4)})
+    with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
+        make_job(spec(), tensors, layer(heads=3))
+    with pytest.raises(InvalidParameterError, match="float8_e4m3fn needs a request without scale and shift"):
+        make_job(spec(out_dtype=DType.FLOAT8_E4M3FN), tensors)
+
+
+def test_gradients_of_scale_have_a_longest_row():
+    tensors = {"x": tensor(2, 8193), "dy": tensor(2, 8193), "scale": tensor(8193)}
+    with pytest.raises(InvalidShapeError, match="gradients of scale need N of at most 8192, got 8193"):
+        make_job(spec(direction=PassDirection.BACKWARD), tensors)
+    assert make_job(spec(), {name: tensors[name] for name in ("x", "scale")}).unit_rows == 2
+
+
+@pytest.mark.parametrize(("x", "scale"), [((0, 5, 8), (0, 8)), ((3, 0, 8), (3, 8)), ((3, 0, 8), (8,))])
+def test_samples_may_have_no_rows(x, scale):
+    made, cost = make_validated_job(
+        spec(direction=PassDirection.BACKWARD), {"x": tensor(*x), "dy": tensor(*x), "scale": tensor(*scale)}
+    )
+    assert (made.rows, made.unit_rows) == (0, 1)
+    assert made.compute_batch_class() is None
+    assert cost.result_bytes == made.tensors["scale"].nbytes
 
 
 def test_long_tensor_names_are_cut():

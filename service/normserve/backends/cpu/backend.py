@@ -138,8 +138,8 @@ class CpuBackend:
         return None
 
     def is_better_unbatched(self, job: NormJob) -> bool:
-        # They share no launch in any case: gradients of parameters are sums over the rows.
-        return job.spec.direction is PassDirection.BACKWARD and any(map(is_parameter, job.tensors))
+        # They share no launch in any case.
+        return job.has_sums_over_rows
 
     def get_captured_launch(self, replay_slot: ReplaySlot) -> None:
         return None

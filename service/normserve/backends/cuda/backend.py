@@ -293,7 +293,7 @@ class TritonBackend:
         compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
         parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
         for count in _FEW_ROWS:
-            rows = count * max(1, job.heads)
+            rows = count * max(1, job.unit_rows)
             tensors = {
                 name: torch.zeros(
                     compute_launch_shape(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE
@@ -385,7 +385,7 @@ def _call_on_meta_tensors(job: NormJob) -> None:
     parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
     named = {name: make_meta(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
     for count in _FEW_ROWS:
-        rows = count * max(1, job.heads)
+        rows = count * max(1, job.unit_rows)
         if not len(job.x.data):
             return
         results = infer_batch_result_specs(job, rows)

@@ -27,7 +27,7 @@ from normserve.backends.tensor_conversion import (
     move_channels_first,
     restore_payload_order,
 )
-from normserve.codec.api_names import is_parameter
+from normserve.codec.api_names import OF_SAMPLES, is_parameter
 from normserve.jobs.job import NormJob
 from normserve.memory.tensors import DType, HostTensor
 
@@ -195,9 +195,13 @@ def is_computed_in_place(job: NormJob) -> bool:
     ):
         return False
     nbytes = sum(map(len, memory))
-    # Each program reads the parameters for itself.
-    parameters = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
-    nbytes += min(job.rows, _PROGRAMS) * sum(parameters)
+    # Each program reads the parameters for itself, and for rows a row of scale and shift.
+    read_bytes = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
+    if job.unit_rows:
+        read_bytes += [
+            tensor.nbytes * job.unit_rows // job.rows for name, tensor in job.tensors.items() if name in OF_SAMPLES
+        ]
+    nbytes += min(job.rows, _PROGRAMS) * sum(read_bytes)
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 

@@ -150,7 +150,7 @@ def try_make_chunk_launches(
     own = {name: there[name] for name in host_inputs if is_parameter(name)}
     parameters = own if job.layer is None else collect_parameters(job.layer.backend_parameters)
     given = {name: tensor for name, tensor in host_inputs.items() if name not in own}
-    unit = max(1, job.heads)
+    unit = max(1, job.unit_rows)
     counts = [len(chunk) // unit for chunk in chunks]
 
     def split_rows(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -199,7 +199,7 @@ def try_divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
     """
     if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * limits.min_bytes:
         return ()
-    if any(tensor.fortran_order for tensor in job.tensors.values()):
+    if not job.rows or any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
     unit = _compute_row_alignment(job)
     units = job.rows // unit
@@ -215,11 +215,11 @@ def _compute_row_alignment(job: NormJob) -> int:
 
     Chunks of a multiple of this number begin at addresses that are aligned for the kernels.
     """
-    heads = max(1, job.heads)
-    count = job.rows // heads
+    unit_rows = max(1, job.unit_rows)
+    count = job.rows // unit_rows
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items() if not is_parameter(name)}
     sizes = [
         dtype.itemsize * math.prod(shape)
         for dtype, shape in (*given.values(), *infer_batch_result_specs(job, job.rows).values())
     ]
-    return heads * max([_ALIGNMENT // math.gcd(_ALIGNMENT, nbytes // count) for nbytes in sizes])
+    return unit_rows * max([_ALIGNMENT // math.gcd(_ALIGNMENT, nbytes // count) for nbytes in sizes])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS
+from normserve.codec.api_names import OF_ROWS, OF_SAMPLES, PARAMETER_GRADIENTS
 
 R = TypeVar("R")
 
@@ -78,7 +78,8 @@ class TensorListCall:
                 raise ValueError(f"{name} must be as many tensors as x, {len(self._row_counts)}, at least one")
             first = parts[0]
             for number, (part, count) in enumerate(zip(parts, self._row_counts, strict=True)):
-                if (name == "x" and part.ndim < 2) or tuple(part.shape) != (count, *first.shape[1:]):
+                has_axes = part.ndim > 1 or name not in ("x", *OF_SAMPLES)
+                if not has_axes or tuple(part.shape) != (count, *first.shape[1:]):
                     wanted = (
                         "of at least two axes, all but the first as x.0 has them" if name == "x" else "beside it"
                     )

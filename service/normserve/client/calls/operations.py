@@ -1,30 +1,18 @@
 """The operations: each function turns arguments into a request, and its response into a result.
 
 The functions here are the clients' methods without the sending; the methods take their signatures and texts
-from here.  Each hands on its arguments by the names that they have in the HTTP API: those of `_TENSORS` go into the
-body, the others into the query.  Parameters that are left out are not sent, so the server's defaults hold.
+from here.  Each hands on its arguments by the names that they have in the HTTP API.  Parameters that are left out
+are not sent, so the server's defaults hold.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
-from normserve.client.calls import array_conversion
-from normserve.client.calls.api_call import ApiCall, describe_tensors, make_query
+from normserve.client.calls.api_call import ApiCall
 from normserve.client.calls.array_conversion import TensorLike
-from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.responses import expected_results
-from normserve.client.responses.api_response import ApiResponse
-from normserve.client.responses.expected_results import ExpectedResults
+from normserve.client.calls.operation_calls import T, Tensors, make_backward_call, make_forward_call
 from normserve.client.results import BackwardResult, ForwardResult
-from normserve.codec.api_names import OF_ROWS, PARAMETERS, ActivationName
-from normserve.memory.tensors import HostTensor
-
-Tensors = TensorLike | Sequence[TensorLike]
-"""A tensor, or a list with one tensor for each of several x."""
-
-T = TypeVar("T", bound=Tensors)
-
-_TENSORS = OF_ROWS.union(PARAMETERS)
+from normserve.codec.api_names import PARAMETERS, ActivationName
 
 
 def layer_norm(
@@ -33,6 +21,8 @@ def layer_norm(
     bias: TensorLike | None = None,
     *,
     residual: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -45,8 +35,8 @@ def layer_norm(
 ) -> ApiCall[ForwardResult[T]]:
     """Compute LayerNorm over the last axis on the server.
 
-    y = dropout(act(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual, w = weight + weight_offset.
-    The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
+    y = dropout(act(z * (1 + scale) + shift)), z = w * (h - mean(h)) / sqrt(var(h) + eps) + bias, h = x + residual,
+    w = weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
         x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
@@ -57,13 +47,16 @@ def layer_norm(
         bias: [N] or [H, N], any of these dtypes; None (default) for zeros.
         residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
             `residual_out`, in the residual's dtype.
+        scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
+            [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, adds a `scale` per row.  numpy x: needs ml_dtypes for bfloat16 and float8.
+            parameters per head, scale and shift, adds a `scale` per row to the result.  numpy x: needs ml_dtypes
+            for bfloat16 and float8.
         stats: whether to return `mean` and `rstd`, float32 [...] too; False by default.
         layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -91,7 +84,7 @@ def layer_norm(
         >>> result.y.shape
         (8, 1024)
     """
-    return _make_forward_call("layer_norm", x, locals())
+    return make_forward_call("layer_norm", x, locals())
 
 
 def rms_norm(
@@ -99,6 +92,8 @@ def rms_norm(
     weight: TensorLike | None = None,
     *,
     residual: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -111,8 +106,8 @@ def rms_norm(
 ) -> ApiCall[ForwardResult[T]]:
     """Compute RMSNorm over the last axis on the server.
 
-    y = dropout(act(w * h / sqrt(mean(h^2) + eps))), h = x + residual, w = weight + weight_offset.  The method of
-    `AsyncClient` is a coroutine with these arguments, to be awaited.
+    y = dropout(act(z * (1 + scale) + shift)), z = w * h / sqrt(mean(h^2) + eps), h = x + residual, w = weight +
+    weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
         x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
@@ -122,13 +117,16 @@ def rms_norm(
             [..., H, N].
         residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
             `residual_out`, in the residual's dtype.
+        scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
+            [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, adds a `scale` per row.  numpy x: needs ml_dtypes for bfloat16 and float8.
+            parameters per head, scale and shift, adds a `scale` per row to the result.  numpy x: needs ml_dtypes
+            for bfloat16 and float8.
         stats: whether to return `rstd`, float32 [...], too; False by default.
         layer: name of a registered layer, in place of weight, eps, weight_offset and activation.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -155,7 +153,7 @@ def rms_norm(
         >>> result.y.shape
         (8, 1024)
     """
-    return _make_forward_call("rms_norm", x, locals())
+    return make_forward_call("rms_norm", x, locals())
 
 
 def group_norm(
@@ -227,7 +225,7 @@ def group_norm(
         >>> result.y.shape
         (2, 64, 16, 16)
     """
-    return _make_forward_call("group_norm", x, locals())
+    return make_forward_call("group_norm", x, locals())
 
 
 def layer_norm_chain(
@@ -285,7 +283,7 @@ def layer_norm_chain(
     arguments = dict(locals())
     for name, plural in zip(PARAMETERS, ("weights", "biases"), strict=True):
         arguments |= {f"{name}.{norm}": each for norm, each in enumerate(arguments.pop(plural))}
-    return _make_forward_call("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})
+    return make_forward_call("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})
 
 
 def layer_norm_backward(
@@ -298,6 +296,8 @@ def layer_norm_backward(
     rstd: Tensors | None = None,
     residual: Tensors | None = None,
     dresidual_out: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -308,8 +308,9 @@ def layer_norm_backward(
 ) -> ApiCall[BackwardResult[T]]:
     """Compute the gradients of LayerNorm's arguments on the server.
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where
-    dz is the gradient before activation and dropout; dweight = sum(dz * x_hat), dbias = sum(dz).  The method of
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, f = 1 + scale, g = dz * f * w, w = weight +
+    weight_offset, where dz is the gradient before activation and dropout; dweight = sum(dz * f * x_hat), dbias =
+    sum(dz * f); over each sample's rows dscale = sum(dz * (x_hat * w + bias)), dshift = sum(dz).  The method of
     `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
@@ -322,6 +323,7 @@ def layer_norm_backward(
             computes them again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
+        scale, shift: the forward call's, or None (default); N is then at most 8192.
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
@@ -332,9 +334,9 @@ def layer_norm_backward(
             (default) for the default limit of the server.
 
     Returns:
-        BackwardResult[T]: dx in x's shape and dtype; dweight and dbias in their parameters' dtypes; dresidual,
-            only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as its
-            argument; gradients of a registered layer's parameters are of x's kind.
+        BackwardResult[T]: dx in x's shape and dtype; dweight, dbias, dscale and dshift in their tensors' dtypes;
+            dresidual, only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as
+            its argument; gradients of a registered layer's parameters are of x's kind.
 
     Raises:
         TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
@@ -354,7 +356,7 @@ def layer_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         ((8, 1024), (1024,))
     """
-    return _make_backward_call("layer_norm", x, locals())
+    return make_backward_call("layer_norm", x, locals())
 
 
 def rms_norm_backward(
@@ -365,6 +367,8 @@ def rms_norm_backward(
     rstd: Tensors | None = None,
     residual: Tensors | None = None,
     dresidual_out: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -375,9 +379,10 @@ def rms_norm_backward(
 ) -> ApiCall[BackwardResult[T]]:
     """Compute the gradients of RMSNorm's arguments on the server.
 
-    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), x_hat = h * rstd,
-    where dz is the gradient before activation and dropout; dweight = sum(dz * x_hat).  The method of `AsyncClient`
-    is a coroutine with these arguments, to be awaited.
+    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, f = 1 + scale, g = dz * f * w, w = weight +
+    weight_offset, x_hat = h * rstd, where dz is the gradient before activation and dropout; dweight = sum(dz * f *
+    x_hat); over each sample's rows dscale = sum(dz * x_hat * w), dshift = sum(dz).  The method of `AsyncClient` is
+    a coroutine with these arguments, to be awaited.
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
@@ -388,6 +393,7 @@ def rms_norm_backward(
         rstd: the forward call's result with `stats`, float32 [...]; None (default) computes it again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
+        scale, shift: the forward call's, or None (default); N is then at most 8192.
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
@@ -398,9 +404,9 @@ def rms_norm_backward(
             (default) for the default limit of the server.
 
     Returns:
-        BackwardResult[T]: dx in x's shape and dtype; dweight in weight's dtype; dresidual, only if the residual's
-            dtype is not x's; and `timing`.  Each is a tensor of the same kind as its argument; gradients of a
-            registered layer's parameters are of x's kind.
+        BackwardResult[T]: dx in x's shape and dtype; dweight, dscale and dshift in their tensors' dtypes;
+            dresidual, only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as
+            its argument; gradients of a registered layer's parameters are of x's kind.
 
     Raises:
         TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
@@ -419,7 +425,7 @@ def rms_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         ((8, 1024), (1024,))
     """
-    return _make_backward_call("rms_norm", x, locals())
+    return make_backward_call("rms_norm", x, locals())
 
 
 def group_norm_backward(
@@ -493,106 +499,4 @@ def group_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         ((2, 64, 16, 16), (64,))
     """
-    return _make_backward_call("group_norm", x, locals())
-
-
-def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[ForwardResult[T]]:
-    """Build the call of an operation's forward pass, with the function that checks and converts its response.
-
-    Results have x's kind of array and device; `arguments` are all arguments of the public function, by name.
-    """
-    tensors, params = _split_arguments(arguments)
-    if "out_dtype" in params:
-        params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
-        array_conversion.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
-
-    sent, query = describe_tensors(tensors), make_query(params)
-    expected = expected_results.expect_forward(op, sent, query)
-
-    def read_result(answer: ApiResponse) -> ForwardResult[T]:
-        like = _get_first_tensor(x)
-        found = _group_numbered(
-            {
-                name: array_conversion.convert_tensor(tensor, like)
-                for name, tensor in _read_checked_tensors(answer, expected).items()
-            }
-        )
-        statistics = found.get("mean"), found.get("rstd")
-        return ForwardResult(
-            found["y"], found.get("residual_out"), *statistics, answer.read_timing(), found.get("scale")
-        )
-
-    return ApiCall("POST", f"/v1/{op}", read_result, query, sent, expected.by_name, max_bytes=expected.max_bytes)
-
-
-def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
-    """Build the call of an operation's backward pass, with the function that checks and converts its response.
-
-    Gradients of a registered layer's parameters have x's kind of array and device.
-    """
-    tensors, params = _split_arguments(arguments)
-    sent, query = describe_tensors(tensors), make_query(params)
-    expected = expected_results.expect_backward(op, sent, query)
-
-    def read_result(answer: ApiResponse) -> BackwardResult[T]:
-        results = _read_checked_tensors(answer, expected)
-        try:
-            like = _get_first_tensor(x)
-            found = _group_numbered(
-                {
-                    name: array_conversion.convert_tensor(tensor, _find_gradient_source(name, like, tensors))
-                    for name, tensor in results.items()
-                }
-            )
-        # A registered layer's parameters may be of a type that x's kind of array does not have.
-        except TypeError as error:
-            raise UnexpectedAnswerError(str(error)) from None
-        dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
-        timing, dresidual = answer.read_timing(), found.get("dresidual")
-        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
-
-    return ApiCall(
-        "POST", f"/v1/{op}/backward", read_result, query, sent, expected.by_name, max_bytes=expected.max_bytes
-    )
-
-
-def _get_first_tensor(x: T) -> Any:
-    """Return x, or the first tensor where x is a list of several."""
-    return x[0] if isinstance(x, list | tuple) else x
-
-
-def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect numbered results, such as y.0 and y.1, in a list under their common name, y."""
-    found: dict[str, Any] = {}
-    for name, tensor in results.items():
-        base, dot, _ = name.partition(".")
-        if dot:
-            found.setdefault(base, []).append(tensor)
-        else:
-            found[name] = tensor
-    return found
-
-
-def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Divide arguments into tensors for the body, lists as x.0 and x.1, and parameters for the query; omit None."""
-    tensors: dict[str, object] = {}
-    params: dict[str, object] = {}
-    for name, value in arguments.items():
-        if value is not None:
-            if isinstance(value, list | tuple):
-                tensors |= {f"{name}.{number}": each for number, each in enumerate(value)}
-            else:
-                (tensors if name.partition(".")[0] in _TENSORS else params)[name] = value
-    return tensors, params
-
-
-def _read_checked_tensors(answer: ApiResponse, expected: ExpectedResults) -> Mapping[str, HostTensor]:
-    results = answer.read_tensors()
-    expected.check(results)
-    return results
-
-
-def _find_gradient_source(gradient: str, x: object, tensors: Mapping[str, object]) -> object:
-    """Return the argument that a gradient belongs to; x for a parameter of a registered layer."""
-    owner = tensors.get(gradient.removeprefix("d"))
-    return x if owner is None else owner
+    return make_backward_call("group_norm", x, locals())

@@ -17,8 +17,12 @@ _AUTOCASTING = "cuda"
 _AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
 
 # Tensors of each operation, in the order in which `_ServiceNorm` is given them, and its statistics.
-_OF_ROWS = "x", "weight", "bias"
-_INPUTS = {"layer_norm": _OF_ROWS, "rms_norm": _OF_ROWS[:2], "group_norm": (*_OF_ROWS, "scale", "shift")}
+_ALL_INPUTS = "x", "weight", "bias", "scale", "shift"
+_INPUTS = {
+    "layer_norm": _ALL_INPUTS,
+    "rms_norm": tuple([name for name in _ALL_INPUTS if name != "bias"]),
+    "group_norm": _ALL_INPUTS,
+}
 _STATISTICS = "mean", "rstd"
 
 # On a GPU, kernels have a small x in registers or caches and compute its statistics again, while results that are
@@ -120,8 +124,9 @@ class _BackwardWithoutDoubleBackward(torch.autograd.Function):
 
 def _compute_gradients(operation: ClientOperation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     result = operation.run_backward(dy, saved)
-    parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
-    return _detach_view(result.dx), *map(_copy_unless_cuda, parameters)
+    _, *parameters = _INPUTS[operation.method_name]
+    gradients = [getattr(result, f"d{name}") for name in parameters]
+    return _detach_view(result.dx), *map(_copy_unless_cuda, gradients)
 
 
 def _has_kept_statistics(x: Tensor | None) -> bool:
@@ -146,17 +151,21 @@ def _detach_view(result: Tensor) -> Tensor:
 def _select_backward_inputs(
     inputs: Sequence[Tensor | None], operation: ClientOperation, needs_grad: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """Return the inputs that backward needs, with None for a bias or shift on which no needed gradient depends."""
-    if operation.options["activation"] != "none" or len(inputs) < len(_OF_ROWS):
+    """Return the inputs that backward needs, with None for a bias or shift on which no needed gradient depends.
+
+    Args: needs_grad: for the operation and each of the inputs, whether its gradient is needed.
+    """
+    if operation.options["activation"] != "none":
         return inputs
-    x, weight, bias, *of_samples = inputs
-    _, _, _, needs_bias, *needs_of_samples = needs_grad
-    if of_samples:
-        scale, shift = of_samples
-        # The gradient of scale depends on the norm's output, and therefore on bias.
-        needs_bias = needs_bias or scale is not None
-        of_samples = [scale, shift if needs_of_samples[1] else None]
-    return x, weight, bias if needs_bias else None, *of_samples
+    names = _INPUTS[operation.method_name]
+    given = dict(zip(names, inputs, strict=True))
+    needs = dict(zip(names, needs_grad[1:], strict=True))
+    # The gradient of scale depends on the norm's output, and therefore on bias.
+    if given["scale"] is None and not needs.get("bias"):
+        given["bias"] = None
+    if not needs["shift"]:
+        given["shift"] = None
+    return [given[name] for name in names]
 
 
 def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Tensor:
@@ -197,8 +206,8 @@ def normalise(client: Client, name: str, options: Mapping[str, object], *inputs:
     Args:
         name, options: the client's method, and the arguments of both of its passes beside tensors;
             `activation` is among them.
-        inputs: x and the operation's parameters, None where there is none: for LayerNorm weight and bias,
-            for RMSNorm weight, for GroupNorm weight, bias, scale and shift.
+        inputs: x and the operation's parameters, None where there is none: weight, bias, scale and shift, for
+            RMSNorm without bias.
     """
     global _untraced
     out_dtype = _get_autocast_dtype(name, inputs[0]) if torch.is_autocast_enabled(_AUTOCASTING) else None

@@ -94,19 +94,30 @@ class _ServiceRowModule(_ServiceNormModule):
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
-    def _normalise_rows(self, operation: str, x: Tensor, eps: float, **parameters: Tensor | None) -> Tensor:
+    def _normalise_rows(
+        self,
+        operation: str,
+        x: Tensor,
+        eps: float,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        **parameters: Tensor | None,
+    ) -> Tensor:
         """Compute a norm over the last axes, which are flattened to one axis for the server.
 
         Args:
             operation: the name of the client's method.
+            scale, shift: of the samples, in axes of x that lead and its last axes.
             parameters: weight and, for LayerNorm, bias.
         """
         shape, options = self.normalized_shape, self._make_options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
         inputs = [
-            _flatten_rows(x, shape),
+            _flatten_rows("x", x, shape),
             *[_flatten_parameter(name, each, shape) for name, each in parameters.items()],
+            None if scale is None else _flatten_rows("scale", scale, shape),
+            None if shift is None else _flatten_rows("shift", shift, shape),
         ]
         y = normalise(self.client, operation, options, *inputs)
         return y if len(shape) == 1 else y.view(x.shape)
@@ -115,8 +126,8 @@ class _ServiceRowModule(_ServiceNormModule):
 class LayerNorm(_ServiceRowModule, nn.LayerNorm):
     """A `torch.nn.LayerNorm` that the service computes, with an activation after the norm.
 
-    y = act((x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias), with the mean and the biased variance
-    over the last axes.
+    y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, with the
+    mean and the biased variance over the last axes.  scale and shift are optional arguments of the call.
 
     Parameters, their names, state_dict and initial values are those of `torch.nn.LayerNorm`; they are sent with
     each call.  Tensors may be CPU or GPU tensors.  First derivatives are computed by the server, second ones are
@@ -176,31 +187,34 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
 
     if TYPE_CHECKING:
 
-        def __call__(self, input: Tensor) -> Tensor: ...
+        def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalise the input over its last axes.
 
         Args:
             input: [..., *normalized_shape], float32, float16 or bfloat16.
+            scale, shift: the affine step per sample, y = act(z * (1 + scale) + shift): the shape of leading axes of
+                input and normalized_shape, as [N, *normalized_shape]; None (default) for zeros.
 
         Returns:
             Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
 
         Raises:
-            ValueError: input or a parameter has other axes.
-            TypeError: input or a parameter has another dtype.
+            ValueError: input, scale, shift or a parameter has other last axes.
+            TypeError: input, scale, shift or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
                 call.
         """
-        return self._normalise_rows("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
+        return self._normalise_rows("layer_norm", input, self.eps, scale, shift, weight=self.weight, bias=self.bias)
 
 
 class RMSNorm(_ServiceRowModule, nn.RMSNorm):
     """A `torch.nn.RMSNorm` that the service computes, with an activation after the norm.
 
-    y = act(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), with the mean over the last axes.
+    y = act(z * (1 + scale) + shift), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), with the mean over
+    the last axes.  scale and shift are optional arguments of the call.
 
     Parameters, their names, state_dict and initial values are those of `torch.nn.RMSNorm`; they are sent with each
     call.  Tensors may be CPU or GPU tensors.  First derivatives are computed by the server, second ones are
@@ -258,26 +272,28 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor) -> Tensor: ...
+        def __call__(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """Normalise x over its last axes.
 
         Args:
             x: [..., *normalized_shape], float32, float16 or bfloat16.
+            scale, shift: the affine step per sample, y = act(z * (1 + scale) + shift): the shape of leading axes of
+                x and normalized_shape, as [N, *normalized_shape]; None (default) for zeros.
 
         Returns:
             Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
 
         Raises:
-            ValueError: x or a parameter has other axes.
-            TypeError: x or a parameter has another dtype.
+            ValueError: x, scale, shift or a parameter has other last axes.
+            TypeError: x, scale, shift or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
                 call.
         """
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._normalise_rows("rms_norm", x, eps, weight=self.weight)
+        return self._normalise_rows("rms_norm", x, eps, scale, shift, weight=self.weight)
 
 
 class GroupNorm(_ServiceNormModule, nn.GroupNorm):
@@ -373,16 +389,17 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
         return y.movedim(-1, 1) if is_channels_last else y
 
 
-def _flatten_rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """Flatten the last axes of x, those to normalise over, to one axis.
+def _flatten_rows(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """Flatten the last axes of x or of another tensor, those to normalise over, to one axis.
 
     Raises:
-        ValueError: the last axes of x are not normalized_shape.
+        ValueError: its last axes are not normalized_shape.
     """
     axes = len(normalized_shape)
     if not axes or x.shape[-axes:] != normalized_shape:
         raise ValueError(
-            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+            f"{name} must end in normalized_shape {list(normalized_shape)}, of at least one axis, "
+            f"got {list(x.shape)}"
         )
     return x if axes == 1 else x.flatten(-axes)
 

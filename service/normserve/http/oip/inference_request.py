@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from normserve.codec.api_names import PARAMETERS, STATISTICS
+from normserve.codec.api_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import (
     InvalidParameterError,
@@ -367,7 +367,7 @@ def list_input_names(model: InferenceModel) -> tuple[str, ...]:
 def list_output_names(model: InferenceModel) -> tuple[str, ...]:
     """List the names of a model's possible outputs, in the order of responses."""
     if model.direction is PassDirection.BACKWARD:
-        of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in list_input_names(model)]
+        of_input = [f"d{name}" for name in (*PARAMETERS, *OF_SAMPLES) if name in list_input_names(model)]
         return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
     if model.op is Op.LAYER_NORM_CHAIN:
         return ("y",)

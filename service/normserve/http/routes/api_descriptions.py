@@ -21,8 +21,9 @@ _DOCS = {
     "x": "the tensor to normalise, `[..., N]`",
     "weight": "optional, `[N]`, or `[H, N]` for x `[..., H, N]`: multiplies what is normalised",
     "bias": "optional, as weight: is added after it",
-    "scale": "optional, `[B, C]` in either layout: each sample's own; `1 + scale` multiplies after weight and bias",
-    "shift": "optional, `[B, C]` in either layout: each sample's own; is added after scale",
+    "scale": "optional, each sample's own: the shape of any leading axes of x and its last, as `[B, N]` for x "
+    "`[B, tokens, N]`; `1 + scale` multiplies after weight and bias",
+    "shift": "optional, as scale: is added after it",
     "residual": "optional, in x's shape: `x + residual` is normalised, and forward returns it as residual_out",
     "dy": "required, as x: the gradient of y",
     "mean": "optional, float32, together with rstd: what forward returned with stats",
@@ -33,6 +34,8 @@ _DOCS_OF_GROUPS = {
     "x": "the tensor to normalise, `[B, C, *spatial]`, or `[B, *spatial, C]` with layout=nhwc",
     "weight": "optional, `[C]`: multiplies what is normalised",
     "bias": "optional, `[C]`: is added after weight",
+    "scale": "optional, `[B, C]` in either layout: each sample's own; `1 + scale` multiplies after weight and bias",
+    "shift": "optional, `[B, C]` in either layout: each sample's own; is added after scale",
 }
 
 

@@ -74,6 +74,37 @@ def test_group_norm_with_scale_and_shift(one, activation, is_last):
     assert ("shift" in one.calls[-1].tensors) == (activation != "none")
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("kind", ["layer norm", "layer norm of two axes", "RMS norm"])
+def test_rows_with_scale_and_shift(one, kind, activation):
+    _, module, shape = pair(one, kind, activation=activation)
+    x, of = random(*shape), (shape[0], *module.normalized_shape)
+    scale, shift = random(*of, seed=1).requires_grad_(), random(*of, seed=2).requires_grad_()
+    y = module(x, scale, shift)
+    named = {"weight": module.weight, "bias": getattr(module, "bias", None), "eps": module.eps or torch.finfo().eps}
+    flat = {name: each.flatten() if torch.is_tensor(each) else each for name, each in named.items()}
+    if kind == "RMS norm":
+        del flat["bias"]
+    function = fusednorm.rms_norm if kind == "RMS norm" else fusednorm.layer_norm
+    axes = len(module.normalized_shape)
+    modulations = {"scale": scale.flatten(-axes), "shift": shift.flatten(-axes)}
+    right = function(x.flatten(-axes), **flat, **modulations, activation=activation).view(x.shape)
+    leaves = (scale, shift, *module.parameters())
+    assert_same((y, *torch.autograd.grad(y, leaves, x)), (right, *torch.autograd.grad(right, leaves, x)))
+    with pytest.raises(ValueError, match="shift must end in normalized_shape"):
+        module(x, scale, shift[..., :-1])
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_a_shift_that_is_frozen_is_not_sent_again(one, activation):
+    _, module, shape = pair(one, "RMS norm", activation=activation)
+    module.weight.requires_grad_(False)
+    scale, shift = random(shape[0], shape[-1], seed=1).requires_grad_(), random(shape[0], shape[-1], seed=2)
+    module(random(*shape), scale, shift).sum().backward()
+    assert ("shift" in one.calls[-1].tensors) == (activation != "none")
+    assert scale.grad.shape == scale.shape
+
+
 @pytest.mark.parametrize("shape", [(2, 12, 5), (2, 12, 4, 5), (2, 12, 2, 3, 4), (2, 12, 1, 1), (1, 12, 4, 5)])
 def test_channels_last_is_neither_copied_nor_lost(one, shape):
     reference, module, _ = pair(one, "group norm")

@@ -73,6 +73,19 @@ def sample_jobs(
     return jobs
 
 
+def adaptive_row_jobs(op: Op, direction: PassDirection, tokens: int, cols: int) -> list[NormJob]:
+    """One, two and three samples of rows, each with a scale and a shift."""
+    spec = NormSpec(op, direction, eps=1e-5, activation="silu", stats=direction is PassDirection.FORWARD)
+    names = ("x",) if direction is PassDirection.FORWARD else ("x", "dy")
+    jobs = []
+    for count in (1, 2, 3):
+        tensors = {name: host(torch.randn(count, tokens, cols)) for name in names}
+        tensors["scale"] = host(torch.randn(count, 1, cols).half())
+        tensors["shift"] = host(torch.randn(count, 1, cols))
+        jobs.append(NormJob(spec, tensors))
+    return jobs
+
+
 def assert_same_bits_alone(backend: CpuBackend, jobs: list[NormJob]) -> None:
     together = backend.run(Batch(tuple(jobs)))
     for job, outputs in zip(jobs, together.results, strict=True):
@@ -139,6 +152,30 @@ class TestCompany:
             right = z * (1 + given["scale"].float()[of_positions]) + given["shift"][of_positions]
             torch.testing.assert_close(back(outputs["y"]), right, atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize(
+        ("op", "direction", "tokens", "cols"),
+        mark_rest_slow(
+            product((Op.LAYER_NORM, Op.RMS_NORM), PassDirection, (1, 3, 700), (1, 37, 1000)),
+        ),
+    )
+    def test_samples_of_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, tokens, cols):
+        assert_same_bits_alone(backend, adaptive_row_jobs(op, direction, tokens, cols))
+
+    def test_samples_of_rows_keep_their_own_scale_and_shift(self, backend):
+        jobs = adaptive_row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, 3, 8)
+        for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).results, strict=True):
+            given = {name: back(tensor).float() for name, tensor in job.tensors.items()}
+            z = torch.nn.functional.layer_norm(given["x"], (8,))
+            right = torch.nn.functional.silu(z * (1 + given["scale"]) + given["shift"])
+            torch.testing.assert_close(back(outputs["y"]), right, atol=1e-5, rtol=1e-5)
+
+    def test_samples_may_have_no_rows(self, backend):
+        tensors = {name: host(torch.randn(3, 0, 8)) for name in ("x", "dy")} | {"scale": host(torch.randn(3, 1, 8))}
+        spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, eps=1e-5)
+        (outputs,) = backend.run(Batch((NormJob(spec, tensors),))).results
+        assert outputs["dx"].shape == (3, 0, 8)
+        assert torch.equal(back(outputs["dscale"]), torch.zeros(3, 1, 8))
+
     def test_each_gets_its_own_bytes_counted(self, backend):
         jobs = row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, torch.float32, 8, [1, 2])
         assert backend.run(Batch(tuple(jobs))).kernel_bytes == (4 * 32, 4 * 64)
@@ -149,6 +186,10 @@ class TestCompany:
             counted = backend.run(Batch(tuple(jobs))).kernel_bytes
             of_samples = passes * 4 * (2 + 4)
             assert counted == tuple(count * (4 * 12 * 4 + of_samples) for count in (1, 2, 3))
+            jobs = adaptive_row_jobs(Op.RMS_NORM, direction, 5, 8)
+            counted = backend.run(Batch(tuple(jobs))).kernel_bytes
+            of_samples = passes * 8 * (2 + 4)
+            assert counted == tuple(count * ((1 + passes) * 5 * 8 * 4 + of_samples) for count in (1, 2, 3))
 
 
 class TestBackend:

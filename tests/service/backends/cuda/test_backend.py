@@ -71,6 +71,21 @@ def test_rows_have_the_same_bits_alone_and_together(backend, cols):
             assert torch.equal(alone[name], outputs[name]), name
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("cols", [100, 1152, 40_000])
+def test_samples_of_rows_have_the_same_bits_alone_and_together(backend, cols, tokens):
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, activation="silu", stats=True)
+    jobs = []
+    for samples in (1, 2, 5):
+        tensors = {"x": host(torch.randn(samples, tokens, cols).bfloat16())}
+        tensors |= {name: host(torch.randn(samples, cols)) for name in ("scale", "shift")}
+        jobs.append(NormJob(spec, tensors))
+    assert len({job.compute_batch_class() for job in jobs}) == 1
+    for job, together in zip(jobs, run(backend, *jobs), strict=True):
+        (alone,) = run(backend, job)
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in together.items())
+
+
 @pytest.mark.parametrize("layout", ChannelLayout)
 @pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])

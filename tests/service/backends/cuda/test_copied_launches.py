@@ -79,6 +79,16 @@ def test_heads_in_chunks_have_the_bits_of_the_whole(run):
     )
 
 
+def test_samples_of_rows_in_chunks_have_the_bits_of_the_whole(run):
+    x, scale = torch.randn(40, 3, 16), torch.randn(40, 1, 16).half()
+    job = job_of(x=x, scale=scale)
+    chunks = try_divide_rows(job, SIZES)
+    assert chunks
+    assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
+    right = batch_invariant.layer_norm_forward(x, scale=scale[:, 0], eps=1e-5, stats=True)
+    equal(run(job), right, ("y", "mean", "rstd"))
+
+
 def test_few_large_samples_are_divided():
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4)
     assert list(map(len, try_divide_rows(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
@@ -96,8 +106,20 @@ def test_few_large_samples_are_divided():
         NormJob(
             FORWARD, {"x": HostTensor(DType.FLOAT32, (64, 64), memoryview(bytearray(2**14)), fortran_order=True)}
         ),
+        job_of(x=torch.randn(0, 4096), weight=torch.randn(4096)),
+        job_of(x=torch.randn(100, 64), scale=torch.randn(64)),
+        job_of(x=torch.randn(100, 0, 64), scale=torch.randn(100, 64)),
     ],
-    ids=["one row", "little", "dropout", "backward", "column-major"],
+    ids=[
+        "one row",
+        "little",
+        "dropout",
+        "backward",
+        "column-major",
+        "no rows",
+        "one sample",
+        "samples without rows",
+    ],
 )
 def test_what_is_not_divided(job, run, library):
     assert not try_divide_rows(job, SIZES)

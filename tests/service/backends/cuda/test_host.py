@@ -116,6 +116,27 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     assert slabs.used_bytes == 0
 
 
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_each_sample_of_rows_gets_its_scale(backend, slabs, tokens):
+    given = [(torch.randn(count, tokens, 128), torch.randn(count, 1, 128).half()) for count in (1, 2, 5)]
+    jobs = tuple(NormJob(FORWARD, {"x": host(x, slabs), "scale": host(scale, slabs)}) for x, scale in given)
+    assert len({job.compute_batch_class() for job in jobs}) == 1
+    for (x, scale), outputs in zip(given, backend.run(Batch(jobs)).wait().results, strict=True):
+        right = batch_invariant.layer_norm_forward(x, scale=scale[:, 0], eps=1e-5, stats=True)
+        for name in ("y", "mean", "rstd"):
+            assert torch.equal(back(outputs[name]), getattr(right, name)), name
+
+
+@pytest.mark.parametrize("of", [(64,), (2, 1, 64), (2, 3, 64)], ids=str)
+def test_gradients_of_samples_have_the_shapes_that_came(backend, slabs, of):
+    tensors = {name: torch.randn(2, 3, 64) for name in ("x", "dy")} | {"shift": torch.randn(of)}
+    spec = NormSpec(Op.RMS_NORM, PassDirection.BACKWARD, 1e-5)
+    job = NormJob(spec, {name: host(tensor, slabs) for name, tensor in tensors.items()})
+    (outputs,) = backend.run(Batch((job,))).wait().results
+    axes = [axis for axis in range(2) if axis >= len(of) - 1 or of[axis] == 1]
+    torch.testing.assert_close(back(outputs["dshift"]), tensors["dy"].sum(axes).view(of) if axes else tensors["dy"])
+
+
 @pytest.mark.parametrize("lane", QueueLane)
 def test_one_result_is_written_in_place_or_where_the_library_likes(backend, slabs, library, lane):
     home = host(torch.randn(3 if lane is QueueLane.SMALL else 1100, 128), slabs)

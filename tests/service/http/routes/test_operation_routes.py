@@ -69,7 +69,7 @@ def outcome(asked: OperationHead, body: bytearray, of_layer=None) -> tuple:
     tensors = {
         name: (each.dtype, each.shape, each.fortran_order, bytes(each.data)) for name, each in job.tensors.items()
     }
-    return job.spec, tensors, job.layer, job.may_overwrite, job.nbytes, job.rows, job.heads, cost, told
+    return job.spec, tensors, job.layer, job.may_overwrite, job.nbytes, job.rows, job.unit_rows, cost, told
 
 
 VALID = [
