@@ -82,6 +82,10 @@ def successes() -> Iterator[NormCall]:
     yield NormCall("adaptive", "layer_norm", tokens | {"bias": BIAS}, {"y": (2, 3, 8)}, parameters={"eps": "0.001"})
     of_tokens = {"dx": (2, 3, 8), "dscale": (2, 8), "dshift": (2, 1, 8)}
     yield NormCall("gradient of adaptive", "rms_norm", tokens | {"dy": ramp(2, 3, 8)}, of_tokens, "backward")
+    gated = {"x": ramp(2, 3, 8), "gate": ramp(2, 8, first=0.5), "residual": ramp(2, 3, 8, last=1.0)}
+    yield NormCall("gate", "rms_norm", gated, {"y": (2, 3, 8), "residual_out": (2, 3, 8)})
+    of_gate = {"dx": (2, 3, 8), "dresidual": (2, 3, 8), "dgate": (2, 8)}
+    yield NormCall("gradient of a gate", "layer_norm", gated | {"dy": ramp(2, 3, 8)}, of_gate, "backward")
     several = {"x.0": X, "x.1": ramp(2, 8), "weight": WEIGHT}
     yield NormCall("several", "layer_norm", several, {"y.0": (3, 8), "y.1": (2, 8)})
     chain = {"x": X, "weight.0": WEIGHT, "bias.0": BIAS, "weight.1": WEIGHT.flip(0)}
@@ -107,9 +111,7 @@ def refusals() -> Iterator[NormCall]:
     yield replace(plain, name="weight of another length", tensors={"x": X, "weight": WEIGHT[:5]})
     yield replace(plain, name="residual of another shape", tensors={"x": X, "residual": X[:2]})
     yield replace(plain, name="scale of other samples", tensors={"x": ramp(2, 3, 8), "scale": ramp(3, 8)})
-    yield replace(
-        plain, name="scale and float8", tensors={"x": X, "scale": X}, parameters={"out_dtype": "float8_e4m3fn"}
-    )
+    yield replace(plain, name="gate without a residual", tensors={"x": X, "gate": X})
     yield replace(plain, name="unexpected tensor", tensors={"x": X, "gamma": WEIGHT})
     yield replace(plain, name="no x", tensors={"weight": WEIGHT})
     yield replace(plain, name="no dy", direction="backward")

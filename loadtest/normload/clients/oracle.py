@@ -53,7 +53,7 @@ class _ForwardIntermediates:
     gradients are computed from them.
 
     Attributes:
-        h: the input of the normalisation, x or x + residual.
+        h: the input of the normalisation, x or residual + gate * x.
         affine: x_hat * weight + bias.
         z: affine * (1 + scale) + shift.
         y: the activation of z.
@@ -129,7 +129,8 @@ def get_expected_dtype(case: RequestCase, name: str, tensors: Mapping[str, HostT
 
 def _has_own_residual_gradient(case: RequestCase) -> bool:
     """Return whether the residual's gradient is a separate tensor."""
-    return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
+    has_own_dtype = case.residual_dtype not in (None, case.dtype)
+    return case.residual and case.op != "group_norm" and (case.is_gated or has_own_dtype)
 
 
 def _find_difference(
@@ -165,7 +166,7 @@ def _compute_forward(case: RequestCase, inputs: Mapping[str, Tensor]) -> _Forwar
     """Compute y and its intermediate tensors in float64: the sum with the residual, the norm, scale and
     shift, the activation.
     """
-    h = inputs["x"] + inputs["residual"] if case.residual else inputs["x"]
+    h = _add_residual(case, inputs)
     weight, bias = inputs.get("weight"), inputs.get("bias")
     if weight is not None:
         weight = weight + case.weight_offset
@@ -182,6 +183,14 @@ def _compute_forward(case: RequestCase, inputs: Mapping[str, Tensor]) -> _Forwar
     z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
     y = _ACTIVATIONS[case.activation](z)
     return _ForwardIntermediates(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
+
+
+def _add_residual(case: RequestCase, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute residual + gate * x, without what the case does not have."""
+    x = inputs["x"]
+    if case.is_gated:
+        x = x * inputs["gate"].reshape(_get_sample_shape(case))
+    return x + inputs["residual"] if case.residual else x
 
 
 def _compute_chain(case: RequestCase, inputs: Mapping[str, Tensor]) -> ExpectedTensor:
@@ -222,9 +231,15 @@ def _get_modulation(case: RequestCase, inputs: Mapping[str, Tensor]) -> tuple[Te
     """Return the factor 1 + scale and the shift, in shapes that broadcast; 1 and 0 if the case has neither."""
     if not case.adaptive:
         return _make_scalar(1.0), _make_scalar(0.0)
+    shape = _get_sample_shape(case)
+    return 1 + inputs["scale"].reshape(shape), inputs["shift"].reshape(shape)
+
+
+def _get_sample_shape(case: RequestCase) -> list[int]:
+    """Return the shape in which a tensor of each sample broadcasts."""
     shape = [1] * len(case.shape)
     shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
-    return 1 + inputs["scale"].reshape(shape), inputs["shift"].reshape(shape)
+    return shape
 
 
 def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,7 +279,8 @@ def _compute_gradients(
     Args:
         leaves: the inputs of `forward` by name, for which gradients are computed.
     """
-    wanted = [name for name in ("x", "weight", "bias", "scale", "shift") if name in leaves]
+    names = ("x", "weight", "bias", "scale", "shift", *(("gate", "residual") if case.is_gated else ()))
+    wanted = [name for name in names if name in leaves]
     inputs = [forward.affine, forward.z, *(leaves[name] for name in wanted)]
     daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)
     size = dy.abs()
@@ -282,15 +298,21 @@ def _compute_gradients(
     parameters = size * forward.factor.abs() * forward.relative_noise
     # The sum over no axes at all would be one over every axis.
     parameters = parameters.sum(of_parameters) if of_parameters else parameters
+    of_sum = forward.rstd * (dx_hat + along) * forward.relative_noise
     terms = {
-        "x": forward.rstd * (dx_hat + along) * forward.relative_noise,
+        "x": of_sum,
         "weight": parameters,
         "bias": parameters,
     }
     if case.adaptive:
         affine = forward.affine.detach().abs()
         scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms
-        for name, each in (("scale", scale), ("shift", shift)):
-            terms[name] = each.sum(of_samples) if of_samples else each
+        of_rows = {"scale": scale, "shift": shift}
+        if case.is_gated:
+            of_rows["gate"] = of_sum * leaves["x"].detach().abs()
+            terms["x"] = of_sum * leaves["gate"].detach().abs().reshape(_get_sample_shape(case))
+            terms["residual"] = of_sum
+        terms |= {name: each.sum(of_samples) if of_samples else each for name, each in of_rows.items()}
     found = {f"d{name}": ExpectedTensor(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}
-    return found | {"dresidual": found["dx"]} if _has_own_residual_gradient(case) else found
+    # Without a gate, one gradient is that of both.
+    return {"dresidual": found["dx"]} | found if _has_own_residual_gradient(case) else found

@@ -59,7 +59,8 @@ class RequestCase:
         layout: of GroupNorm, "nchw" or "nhwc".
         residual: whether the request has one.
         affine: whether the request has weight and bias.
-        adaptive: whether the request has scale and shift for each sample, along x's first axis.
+        adaptive: whether the request has scale and shift for each sample, along x's first axis; with a residual of
+            rows also gate.
         seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of
@@ -112,6 +113,11 @@ class RequestCase:
         return self.operation.endswith("/backward")
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the request has a gate."""
+        return self.adaptive and self.residual and self.op != "group_norm"
+
+    @property
     def channel_axis(self) -> int:
         """The axis of x whose size weight and bias have."""
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
@@ -151,6 +157,6 @@ class RequestCase:
             if self.op != "rms_norm":
                 tensors["bias"] = round_to_tensor(parameters.normal(0, 0.3, size), parameter_dtype)
         if self.adaptive:
-            for name in ("scale", "shift"):
+            for name in ("scale", "shift", "gate") if self.is_gated else ("scale", "shift"):
                 tensors[name] = round_to_tensor(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)
         return tensors

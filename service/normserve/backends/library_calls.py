@@ -11,7 +11,7 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.tensor_conversion import TORCH_DTYPES, move_channels_first
-from normserve.codec.api_names import PARAMETERS, count_norms
+from normserve.codec.api_names import OF_SAMPLES, PARAMETERS, count_norms
 from normserve.jobs.chain_layers import ChainParameters
 from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
 from normserve.memory.tensors import DType
@@ -136,9 +136,10 @@ def _make_zero_row_results(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dic
     # GroupNorm's sum has x's type.
     summed = x if residual is None or spec.op is Op.GROUP_NORM else residual
     if spec.direction is PassDirection.BACKWARD:
-        sums = [name for name in ("weight", "bias", "scale", "shift") if name in tensors]
+        sums = [name for name in (*PARAMETERS, *OF_SAMPLES) if name in tensors]
         gradients = {"dx": torch.empty_like(x), **{f"d{name}": torch.zeros_like(tensors[name]) for name in sums}}
-        return gradients if summed.dtype == x.dtype else gradients | {"dresidual": torch.empty_like(summed)}
+        is_own = "gate" in tensors or summed.dtype != x.dtype
+        return gradients | {"dresidual": torch.empty_like(summed)} if is_own else gradients
     outputs = {"y": torch.empty_like(x, dtype=None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype])}
     if residual is not None:
         outputs["residual_out"] = torch.empty_like(x, dtype=summed.dtype)

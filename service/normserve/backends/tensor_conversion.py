@@ -62,8 +62,8 @@ def view_rows(batch: Batch, name: str) -> list[Tensor]:
 def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     """Compute the shape that a tensor of jobs like this one has in a launch of `rows` rows, or samples.
 
-    Rows whose heads have parameters of their own are grouped by token, [tokens, heads, N], and rows with a scale or
-    a shift by sample, [samples, tokens, N] with scale and shift [samples, N].
+    Rows whose heads have parameters of their own are grouped by token, [tokens, heads, N], and rows with a scale,
+    shift or gate by sample, [samples, tokens, N] with scale, shift and gate [samples, N].
     """
     shape = job.tensors[name].shape
     if is_parameter(name):
@@ -183,7 +183,7 @@ def count_batch_kernel_bytes(
 def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
     """Count the fewest bytes that a job's share of a launch must move through the device's memory.
 
-    scale and shift count, and their gradients: they grow with the samples, which a weight does not.
+    scale, shift and gate count, and their gradients: they grow with the samples, which a weight does not.
     """
 
     def width(tensor: HostTensor | None) -> int:

@@ -92,14 +92,15 @@ class BackwardResult(Generic[T]):
     """The gradients of a backward pass, each of the same array library and on the same device as its argument.
 
     Attributes:
-        dx: the gradient of x, and also of the residual, in x's shape and dtype.
+        dx: the gradient of x, and also of the residual unless there is a dresidual, in x's shape and dtype.
         dweight: the gradient of weight, if there is one, else None.
         dbias: the gradient of bias, if there is one, else None.
         dscale: the gradient of scale, if there is one, else None.
         dshift: the gradient of shift, if there is one, else None.
         timing: the `Timing` of the request on the server.
-        dresidual: the gradient in the residual's dtype, if that is not x's; None otherwise, and always for
-            GroupNorm.
+        dresidual: the gradient of the residual, if there is a gate or the residual's dtype is not x's; None
+            otherwise, and always for GroupNorm.
+        dgate: the gradient of gate, if there is one, else None.
     """
 
     dx: T
@@ -109,3 +110,4 @@ class BackwardResult(Generic[T]):
     dshift: T | None
     timing: Timing
     dresidual: T | None = None
+    dgate: T | None = None

@@ -15,8 +15,8 @@ PARAMETERS = ("weight", "bias")
 PARAMETER_GRADIENTS = tuple([f"d{name}" for name in PARAMETERS])
 """Results that are sums over all rows or samples."""
 
-OF_SAMPLES = ("scale", "shift")
-"""Tensors with a row for each sample: of GroupNorm, or for consecutive rows of LayerNorm and RMSNorm."""
+OF_SAMPLES = ("scale", "shift", "gate")
+"""Tensors with a row for each sample: consecutive rows of LayerNorm and RMSNorm, or GroupNorm's, without gate."""
 
 SAMPLE_GRADIENTS = tuple([f"d{name}" for name in OF_SAMPLES])
 """Results with a row for each sample."""

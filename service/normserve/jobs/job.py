@@ -338,7 +338,7 @@ class NormJob:
         nbytes: of all tensors of the request.
         rows: the number of independent units of x along its outermost axis: rows, or samples of GroupNorm.
         unit_rows: the rows that stay together in a launch: H if each head of x [..., H, N] has parameters of its
-            own, T if each T consecutive rows, those of a sample, share a scale or a shift; else 0.
+            own, T if each T consecutive rows, those of a sample, share a scale, shift or gate; else 0.
     """
 
     spec: NormSpec
@@ -372,8 +372,8 @@ class NormJob:
         """Compute a key that is equal for jobs whose rows may share a launch; None if this job must run alone.
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either
-        would differ in a shared launch.  scale and shift are batched with their samples, which for LayerNorm and
-        RMSNorm must have equally many rows.
+        would differ in a shared launch.  scale, shift and gate are batched with their samples, which for LayerNorm
+        and RMSNorm must have equally many rows.
         """
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
@@ -399,8 +399,8 @@ class NormJob:
     def has_sums_over_rows(self) -> bool:
         """Whether a result is a sum over rows, so that its bits may depend on the other rows of a launch.
 
-        Gradients of scale and shift are such sums, except GroupNorm's: a sample's rows are divided among programs,
-        whose number depends on that of the samples.
+        Gradients of scale, shift and gate are such sums, except GroupNorm's: a sample's rows are divided among
+        programs, whose number depends on that of the samples.
         """
         if self.spec.direction is PassDirection.FORWARD:
             return False
@@ -426,7 +426,7 @@ class NormJob:
     def _unit_shape(self) -> tuple[int, ...]:
         """The shape of one unit of x, which is a row or a sample.  A launch may have any number of units.
 
-        A unit is a row, all heads of a row, the rows that share a scale or a shift, or a sample of GroupNorm.
+        A unit is a row, all heads of a row, the rows that share a scale, shift or gate, or a sample of GroupNorm.
         """
         if self.spec.op is Op.GROUP_NORM:
             return self.x.shape[1:]
@@ -434,7 +434,7 @@ class NormJob:
         return (self.unit_rows, *cols) if self.unit_rows else cols
 
     def _count_sample_rows(self) -> int:
-        """Return T, at least 1, if each T consecutive rows of x share a scale or a shift; else 0."""
+        """Return T, at least 1, if each T consecutive rows of x share a scale, shift or gate; else 0."""
         if self.spec.op is not Op.GROUP_NORM:
             for name in OF_SAMPLES:
                 given = self.tensors.get(name)

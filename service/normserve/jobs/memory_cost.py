@@ -100,6 +100,9 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
         # The sum, dz and dx, and temporaries of RMSNorm's mean of a row; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given
         floats = (3 if spec.op is Op.LAYER_NORM else 4 + has_weight) + 2 * narrow
+        if spec.op is Op.LAYER_NORM and any(name in given for name in OF_SAMPLES):
+            # The norm before scale and shift, and a temporary, as RMSNorm has in any case.
+            floats += 2
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 

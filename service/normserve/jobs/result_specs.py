@@ -24,9 +24,13 @@ class LayerParameterSpec(Protocol):
     def heads(self) -> int: ...
 
 
-def has_residual_dtype(op: Op, given: Described) -> bool:
-    """Return whether the sum with a residual, and its gradient, have a type other than x's: never for GroupNorm."""
-    return op is not Op.GROUP_NORM and "residual" in given and given["residual"][0] is not given["x"][0]
+def has_own_residual_gradient(op: Op, given: Described) -> bool:
+    """Return whether the gradient of the residual is not dx: with a gate, or a type other than x's; never for
+    GroupNorm.
+    """
+    if op is Op.GROUP_NORM or "residual" not in given:
+        return False
+    return "gate" in given or given["residual"][0] is not given["x"][0]
 
 
 def infer_result_specs(
@@ -48,12 +52,12 @@ def infer_result_specs(
             names = PARAMETERS if layer.has_bias else PARAMETERS[:1]
             shape = (layer.heads, layer.size) if layer.heads else (layer.size,)
             gradients |= {f"d{name}": (layer.dtype, shape) for name in names}
-        if has_residual_dtype(spec.op, given):
+        if has_own_residual_gradient(spec.op, given):
             return {"dx": like_x, "dresidual": given["residual"], **gradients}
         return {"dx": like_x, **gradients}
     results = {"y": (spec.out_dtype or dtype, shape)}
     if "residual" in given:
-        results["residual_out"] = given["residual"] if has_residual_dtype(spec.op, given) else like_x
+        results["residual_out"] = like_x if spec.op is Op.GROUP_NORM else given["residual"]
     if spec.stats:
         of_units = (shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else shape[:-1]
         names = STATISTICS[1:] if spec.op is Op.RMS_NORM else STATISTICS

@@ -29,10 +29,7 @@ MAX_HEADS = 65535
 """The largest number of heads with parameters of their own that the kernels take."""
 
 MAX_COLS_OF_HEADS = 8192
-"""The longest rows of x in a backward pass with parameters for each head, or with scale or shift.
-
-Its kernels hold a row at once.
-"""
+"""The longest rows of x in a backward pass with parameters for each head: its kernels hold a row at once."""
 
 
 def make_validated_job(
@@ -69,6 +66,8 @@ def _merge_layer_options_and_validate(
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
     for name in COMPANIONS:
         _check_shape(name, tensors, x_shape)
+    if "gate" in tensors and "residual" not in tensors:
+        raise MissingTensorError("gate needs a residual, to which gate * x is added; none was sent")
     heads = layer.heads if layer is not None else _count_heads(spec.op, tensors)
     if heads:
         _check_heads(spec, heads, x_shape)
@@ -81,7 +80,7 @@ def _merge_layer_options_and_validate(
         for name in modulations:
             _check_shape(name, tensors, (x_shape[0], size))
     elif modulations:
-        _check_row_modulations(spec, heads, modulations, x_shape)
+        _check_row_modulations(heads, modulations, x_shape)
     for name in ("mean", "rstd"):
         _check_statistics(name, tensors, spec, x_shape)
     return spec, estimate_memory_cost(spec, tensors, layer)
@@ -97,7 +96,8 @@ def list_accepted_tensor_names(
         return ("x",) if parameters_in_layer else ("x", *CHAIN_PARAMETERS)
     rms = op is Op.RMS_NORM
     parameters = () if parameters_in_layer else PARAMETERS[:1] if rms else PARAMETERS
-    names = ("x", *parameters, *OF_SAMPLES, "residual")
+    of_samples = [name for name in OF_SAMPLES if name != "gate" or op is not Op.GROUP_NORM]
+    names = ("x", *parameters, *of_samples, "residual")
     if direction is PassDirection.FORWARD:
         return names
     return (*names, "dy", *(STATISTICS[1:] if rms else STATISTICS), "dresidual_out")
@@ -209,29 +209,25 @@ def _check_head_count(heads: int) -> None:
 
 
 def _check_row_modulations(
-    spec: NormSpec, heads: int, modulations: Mapping[str, tuple[int, ...]], x_shape: tuple[int, ...]
+    heads: int, modulations: Mapping[str, tuple[int, ...]], x_shape: tuple[int, ...]
 ) -> None:
-    """Check the shapes of scale and shift of rows, and that the operation supports them.
+    """Check the shapes of scale, shift and gate of rows, and that no parameters are of each head.
 
     Args:
         heads: the number of heads with parameters of their own, or 0.
-        modulations: the shapes of scale and shift, of which at least one was sent.
+        modulations: the shapes of those that were sent, at least one.
     """
     names = " and ".join(modulations)
     if heads:
         raise InvalidShapeError(f"{names} need weight and bias [N], got those of each head")
-    if spec.out_dtype is DType.FLOAT8_E4M3FN:
-        raise InvalidParameterError(f"out_dtype float8_e4m3fn needs a request without scale and shift, got {names}")
     counts = {_count_samples(name, shape, x_shape) for name, shape in modulations.items()}
     if len(counts) > 1:
         shapes = " and ".join(str(list(shape)) for shape in modulations.values())
-        raise InvalidShapeError(f"scale and shift must have rows for the same samples of x, got {shapes}")
-    if spec.direction is PassDirection.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
-        raise InvalidShapeError(f"gradients of {names} need N of at most {MAX_COLS_OF_HEADS}, got {x_shape[-1]}")
+        raise InvalidShapeError(f"{names} must have rows for the same samples of x, got {shapes}")
 
 
 def _count_samples(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> int:
-    """Count the samples of scale or shift, each of which has a row for consecutive rows of x [..., N].
+    """Count the samples of scale, shift or gate, each of which has a row for consecutive rows of x [..., N].
 
     The shape is that of some leading axes of x and its last one, with axes of one element between or without.
     """

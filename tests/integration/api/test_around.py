@@ -59,9 +59,9 @@ def test_description_names_every_tensor(api):
     def tensors(path: str) -> set[str]:
         return set(re.findall(r"^- `(\w+)`: ", paths[path]["post"]["requestBody"]["description"], re.M))
 
-    assert tensors("/v1/rms_norm") == {"x", "weight", "scale", "shift", "residual"}
-    for op in ("layer_norm", "group_norm"):
-        assert tensors(f"/v1/{op}") == {"x", "weight", "bias", "scale", "shift", "residual"}
+    assert tensors("/v1/rms_norm") == {"x", "weight", "scale", "shift", "gate", "residual"}
+    assert tensors("/v1/layer_norm") == {"x", "weight", "bias", "scale", "shift", "gate", "residual"}
+    assert tensors("/v1/group_norm") == {"x", "weight", "bias", "scale", "shift", "residual"}
     of_backward = {"dy", "mean", "rstd", "dresidual_out"}
     assert tensors("/v1/group_norm/backward") == tensors("/v1/group_norm") | of_backward
     assert tensors("/v1/rms_norm/backward") == tensors("/v1/rms_norm") | of_backward - {"mean"}

@@ -116,7 +116,7 @@ def test_a_registered_layer_is_a_model(client, registered):
     assert client.is_model_ready(registered)
     told = client.get_model_metadata(registered, "1")
     assert told["inputs"][0] == {"name": "x", "datatype": "FP32", "shape": [-1, 8]}
-    assert [each["name"] for each in told["inputs"]] == ["x", "scale", "shift", "residual"]
+    assert [each["name"] for each in told["inputs"]] == ["x", "scale", "shift", "gate", "residual"]
 
 
 def test_gradients_of_a_registered_layer(client, registered):

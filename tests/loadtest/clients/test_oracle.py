@@ -26,9 +26,13 @@ def case(operation, layout="nchw", **options):
 
 def defined(case, given):
     """y from the definitions, and h, in numpy."""
-    h = given["x"] + given["residual"] if case.residual else given["x"]
+    h = given["x"]
     channel = case.channel_axis % h.ndim
     positions = tuple(axis for axis in range(1, h.ndim) if axis != channel)
+    if "gate" in given:
+        h = h * np.expand_dims(given["gate"], positions)
+    if case.residual:
+        h = h + given["residual"]
     if case.op == "group_norm":
         parts = np.split(h, case.num_groups, channel)
         axes = tuple(range(1, h.ndim))
@@ -73,7 +77,8 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
     random = np.random.default_rng(0)
     other = {"residual": True, "residual_dtype": DType.FLOAT16}
     own = {"heads": True, "weight_offset": 1}
-    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, own, other):
+    gated = {"adaptive": True, "residual": True}
+    for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, gated, own, other):
         if "heads" in options and operation.startswith("group_norm"):
             continue
         asked = case(operation, layout, activation=activation, **options)
@@ -87,7 +92,8 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
             if asked.residual:
                 np.testing.assert_allclose(answer["residual_out"].values, h, rtol=1e-12)
             continue
-        owners = {name for name in ("x", "weight", "bias", "scale", "shift") if name in given}
+        owners = {name for name in ("x", "weight", "bias", "scale", "shift", "gate") if name in given}
+        owners |= {"residual"} if asked.is_gated else set()
         own = {"dresidual"} if asked.residual_dtype and asked.op != "group_norm" else set()
         assert answer.keys() == {f"d{name}" for name in owners} | own
         if own:

@@ -103,7 +103,7 @@ def test_another_duration_is_shared_out():
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nadaptive = true' + STEADY, "adaptive needs"),
         (
             '[[workload.cases]]\noperation = "rms_norm"\nshape = [2, 4]\nheads = true\nadaptive = true' + STEADY,
-            "adaptive belongs neither to heads",
+            "adaptive does not belong to heads",
         ),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnorms = 2' + STEADY, "norms belongs"),
         ('[[workload.cases]]\noperation = "layer_norm_chain"\nshape = [4]' + STEADY, "norms belongs"),

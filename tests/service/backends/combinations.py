@@ -24,6 +24,9 @@ EPILOGUES = (
     {"activation": "gelu", "dropout": 0.4, "seed": -3},
 )
 
+#: The most combinations of one kind.
+MOST_COMBINATIONS = 3 * 2**6
+
 #: Operation, pass, dtype and layout: what `combinations` takes.
 KINDS = [
     (op, direction, dtype, layout)
@@ -51,14 +54,16 @@ def combinations(
     """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
     parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
     statistics = ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
-    optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, *OF_SAMPLES, "residual")]
+    optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, "scale", "shift")]
     options: list[dict[str, object]] = [{}]
     if direction is PassDirection.BACKWARD:
         optional += [statistics, ("dresidual_out",)]
     else:
         other = DType.BFLOAT16 if dtype is torch.float32 else DType.FLOAT32
         options = [{"stats": stats, "out_dtype": out} for stats, out in product((False, True), (None, other))]
-    chosen = product(*[((), names) for names in optional])
+    # A gate needs a residual.
+    of_sum = ((), ("residual",)) if op is Op.GROUP_NORM else ((), ("residual",), ("residual", "gate"))
+    chosen = product(*[((), names) for names in optional], of_sum)
     for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
         # The number's own digits would pair each epilogue with the same tensors again and again.
         epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
@@ -67,8 +72,7 @@ def combinations(
         heads = not (op is Op.GROUP_NORM or is_adaptive) and choices.random() < 0.4
         if "weight" in names and op is not Op.GROUP_NORM:
             asked = asked | {"weight_offset": float(choices.random() < 0.4)}
-        is_plain = op is not Op.GROUP_NORM and not heads and not is_adaptive
-        if asked.get("out_dtype") and is_plain and choices.random() < 0.5:
+        if asked.get("out_dtype") and op is not Op.GROUP_NORM and not heads and choices.random() < 0.5:
             asked = asked | {"out_dtype": DType.FLOAT8_E4M3FN}
         of_residual = choices.choice((dtype, torch.float32, torch.bfloat16))
         spec = NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue)
@@ -119,7 +123,8 @@ def _combination(
         tensors["residual"] = tensors["residual"].to(of_residual)
     # Parameters are of another type than x, and of one another's.
     others = {"weight": torch.float32, "bias": torch.bfloat16, "scale": torch.float16, "shift": torch.float32}
-    for name in ("weight", "bias", "scale", "shift"):
+    others["gate"] = torch.bfloat16
+    for name in others:
         if name in names:
             of = size if name in ("weight", "bias") else (shape[0], *size)
             tensors[name] = torch.randn(of).to(others[name])
@@ -130,7 +135,7 @@ def _combination(
     if not grouped:
         options["weight_offset"] = spec.weight_offset
     if "rstd" in names:
-        saved = {"residual": tensors["residual"]} if "residual" in names else {}
+        saved = {name: tensors[name] for name in ("residual", "gate") if name in names}
         said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
         tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
     if spec.direction is PassDirection.FORWARD:

@@ -6,9 +6,10 @@ import torch
 from fusednorm import reference
 from fusednorm.cpu import batch_invariant
 from normserve.backends.library_calls import run_operation
-from normserve.backends.tensor_conversion import move_channels_first
+from normserve.backends.tensor_conversion import DTYPES, move_channels_first
 from normserve.codec.api_names import ACTIVATIONS
 from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
+from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.tensors import DType
 
 from tests.service.backends.answers import assert_right
@@ -88,6 +89,19 @@ def test_no_samples(library, layout):
         assert outputs[f"d{name}"].shape == tensors[name].shape
         assert outputs[f"d{name}"].dtype == tensors[name].dtype
         assert not outputs[f"d{name}"].any()
+
+
+@pytest.mark.parametrize("direction", PassDirection)
+def test_samples_without_rows_have_the_results_that_are_announced(direction):
+    names = ("x", "residual") if direction is PassDirection.FORWARD else ("x", "residual", "dy")
+    tensors = {name: torch.empty(3, 0, 8) for name in names} | {"weight": torch.randn(8).half()}
+    tensors |= {"scale": torch.randn(3, 8), "gate": torch.randn(3, 8).bfloat16()}
+    spec = NormSpec(Op.LAYER_NORM, direction, 1e-5, stats=direction is PassDirection.FORWARD)
+    given = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    outputs = run_operation(batch_invariant, spec, tensors)
+    got = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in outputs.items()}
+    assert got == infer_result_specs(spec, given, None)
+    assert not any(outputs[name].any() for name in outputs if name in ("dweight", "dscale", "dgate"))
 
 
 ROWS = {

@@ -89,7 +89,7 @@ def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
 
 
 def cases_of_samples_of_rows(noise: torch.Tensor) -> Iterator[Case]:
-    """Scale and shift of long samples, of each row, and of rows that are longer than a piece."""
+    """Scale, shift and gate of long samples, of each row, and of rows that are longer than a piece."""
     for op, direction, (shape, of) in product(
         (Op.LAYER_NORM, Op.RMS_NORM),
         PassDirection,
@@ -101,10 +101,10 @@ def cases_of_samples_of_rows(noise: torch.Tensor) -> Iterator[Case]:
         ],
     ):
         forward = direction is PassDirection.FORWARD
-        if not forward and shape[-1] > 8192:
-            continue
         tensors = {name: tensor(noise, F32, shape) for name in (["x"] if forward else ["x", "dy"])}
         tensors |= {"scale": tensor(noise, F16, of), "shift": tensor(noise, BF16, of)}
+        if shape[0] > 1:
+            tensors |= {"residual": tensor(noise, F16, shape), "gate": tensor(noise, BF16, of)}
         spec = NormSpec(op, direction, 1e-5, activation="silu")
         yield f"{op.value} {direction.value} {list(shape)}, scale {list(of)}", spec, tensors, forward
 

@@ -162,21 +162,24 @@ def test_scale_and_shift_of_rows_must_fit(tensors, said):
         make_job(spec(), {"x": tensor(2, 3, 8), **tensors})
 
 
-def test_scale_of_rows_goes_neither_with_heads_nor_with_float8():
+def test_scale_of_rows_goes_not_with_heads():
     tensors = {"x": tensor(2, 3, 4), "shift": tensor(2, 4)}
     with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
         make_job(spec(), tensors | {"weight": tensor(3, 4)})
     with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
         make_job(spec(), tensors, layer(heads=3))
-    with pytest.raises(InvalidParameterError, match="float8_e4m3fn needs a request without scale and shift"):
-        make_job(spec(out_dtype=DType.FLOAT8_E4M3FN), tensors)
 
 
-def test_gradients_of_scale_have_a_longest_row():
-    tensors = {"x": tensor(2, 8193), "dy": tensor(2, 8193), "scale": tensor(8193)}
-    with pytest.raises(InvalidShapeError, match="gradients of scale need N of at most 8192, got 8193"):
-        make_job(spec(direction=PassDirection.BACKWARD), tensors)
-    assert make_job(spec(), {name: tensors[name] for name in ("x", "scale")}).unit_rows == 2
+def test_a_gate_needs_a_residual_and_is_shaped_as_scale():
+    tensors = {"x": tensor(2, 3, 4), "gate": tensor(2, 4)}
+    with pytest.raises(MissingTensorError, match="gate needs a residual"):
+        make_job(spec(), tensors)
+    tensors |= {"residual": tensor(2, 3, 4), "scale": tensor(2, 4)}
+    assert make_job(spec(), tensors).unit_rows == 3
+    with pytest.raises(InvalidShapeError, match="scale and gate must have rows for the same samples"):
+        make_job(spec(), tensors | {"gate": tensor(4)})
+    with pytest.raises(UnexpectedTensorError, match="got 'gate'"):
+        make_job(spec(Op.GROUP_NORM, num_groups=1), tensors | {"scale": tensor(2, 3)})
 
 
 @pytest.mark.parametrize(("x", "scale"), [((0, 5, 8), (0, 8)), ((3, 0, 8), (3, 8)), ((3, 0, 8), (8,))])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.batch_invariant.row_modulation import RowModulation
 from fusednorm.cpu.batch_invariant.row_norms import RowResults
 from fusednorm.cpu.chunks import split_rows
 from fusednorm.cpu.supported_arguments import to_float32
@@ -23,7 +24,7 @@ def layer_norm_chain(
 
     Args: memory_like: as of `layer_norm_forward`.
     """
-    out = RowResults(x, None, out_dtype, stats=False, centred=True, memory_like=memory_like)
+    out = RowResults(x, None, RowModulation(x), out_dtype, stats=False, centred=True, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols):
         h = out.add_residual(piece)
         for weight, bias in zip(weights, biases, strict=True):

@@ -1,33 +1,54 @@
-"""A scale and a shift for each sample of rows [samples, tokens, N]: z * (1 + scale) + shift, and their gradients.
+"""Scale, shift and gate of each sample of rows [samples, tokens, N], and their gradients.
 
-Rows are computed in chunks of `split_rows`: complete samples, or some tokens of one sample.
+z is the norm of h = residual + gate * x, and followed by z * (1 + scale) + shift.  Rows are computed in chunks of
+`split_rows`: complete samples, or some tokens of one sample.
 """
 
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.supported_arguments import add_residual
+from fusednorm.results import Backward
+
 
 class RowModulation:
-    """The scale and the shift of each sample, either of which may be absent; without both nothing is changed.
+    """The scale, shift and gate of each sample, each of which may be absent.
 
     Attributes:
-        tokens: the rows of each sample; 0 without scale and shift.
+        scale, shift, gate: [samples, cols], of any type, or None.
+        is_affine: whether there is a scale or a shift.
+        tokens: the rows of each sample; 0 if all three are absent.
     """
 
-    def __init__(self, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> None:
-        """Args:
-        x: [samples, tokens, cols] if there is a scale or a shift.
-        scale, shift: [samples, cols], of any type.
+    def __init__(
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, gate: Tensor | None = None
+    ) -> None:
+        """Args: x: [samples, tokens, cols] if one of the others is given."""
+        self.scale, self.shift, self.gate = scale, shift, gate
+        self.is_affine = not (scale is shift is None)
+        self.tokens = x.shape[1] if self.is_affine or gate is not None else 0
+
+    def add_residual(self, piece: slice, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute residual + gate * x in float32 for some rows [rows, cols] of both.
+
+        Without a residual, return x in float32.
         """
-        self._scale, self._shift = scale, shift
-        self.tokens = 0 if scale is None and shift is None else x.shape[1]
+        if self.gate is None or residual is None:
+            return add_residual(x, residual)
+        return self.multiply_by_gate_(piece, x.to(torch.float32, copy=True)).add_(residual)
+
+    def multiply_by_gate_(self, piece: slice, rows: Tensor) -> Tensor:
+        """Multiply some rows [rows, cols] by their samples' gate in the rows' memory, and return the rows."""
+        if self.gate is not None:
+            self.view_by_sample(rows, piece).mul_(self._slice_samples(self.gate, piece))
+        return rows
 
     def apply_(self, z: Tensor, piece: slice) -> Tensor:
         """Compute z * (1 + scale) + shift for some rows [rows, cols] in z's memory, and return z."""
-        if self._scale is not None:
-            self.view_by_sample(z, piece).mul_(self._compute_factors(self._scale, piece))
-        if self._shift is not None:
-            self.view_by_sample(z, piece).add_(self._slice_samples(self._shift, piece))
+        if self.scale is not None:
+            self.view_by_sample(z, piece).mul_(self._compute_factors(self.scale, piece))
+        if self.shift is not None:
+            self.view_by_sample(z, piece).add_(self._slice_samples(self.shift, piece))
         return z
 
     def view_by_sample(self, rows: Tensor, piece: slice) -> Tensor:
@@ -41,9 +62,9 @@ class RowModulation:
 
     def scale_gradient(self, dz: Tensor, piece: slice) -> Tensor:
         """Compute the gradient of z from dz, that of z * (1 + scale) + shift; without a scale it is dz itself."""
-        if self._scale is None:
+        if self.scale is None:
             return dz
-        return (self.view_by_sample(dz, piece) * self._compute_factors(self._scale, piece)).view(dz.shape)
+        return (self.view_by_sample(dz, piece) * self._compute_factors(self.scale, piece)).view(dz.shape)
 
     def _compute_factors(self, scale: Tensor, piece: slice) -> Tensor:
         """Compute the factors 1 + scale of some rows, float32 [samples, 1, cols]."""
@@ -54,28 +75,39 @@ class RowModulation:
 
 
 class ModulationGradients:
-    """The gradients of scale and shift, dscale = sum(dz * z) and dshift = sum(dz) over each sample's tokens.
+    """The gradients of scale, shift and gate: dscale = sum(dz * z), dshift = sum(dz) and dgate = sum(dh * x).
 
-    z is the norm before scale and shift, dz the gradient after them.  Rows are added chunk by chunk, in order.
+    z is the norm before scale and shift, dz the gradient after them, and dh that of residual + gate * x.  Sums are
+    over each sample's tokens; rows are added chunk by chunk, in order.
     """
 
-    def __init__(self, modulation: RowModulation, scale: Tensor | None, shift: Tensor | None) -> None:
-        self._modulation = modulation
-        self._dscale = None if scale is None else _SampleSums(modulation, scale)
-        self._dshift = None if shift is None else _SampleSums(modulation, shift)
+    def __init__(self, modulation: RowModulation) -> None:
+        self.modulation = modulation
+        self._dscale, self._dshift, self._dgate = (
+            None if given is None else _SampleSums(modulation, given)
+            for given in (modulation.scale, modulation.shift, modulation.gate)
+        )
 
-    def add_chunk(self, piece: slice, dz: Tensor, z: Tensor) -> Tensor:
-        """Add the terms of some rows, dz and z [rows, cols], to the sums; return the gradient of z."""
+    def add_affine_chunk(self, piece: slice, dz: Tensor, z: Tensor) -> Tensor:
+        """Add the terms of scale and shift for some rows, dz and z [rows, cols]; return the gradient of z."""
         if self._dscale is not None:
             self._dscale.add_terms(piece, dz * z)
         if self._dshift is not None:
             self._dshift.add_terms(piece, dz.clone())
-        return self._modulation.scale_gradient(dz, piece)
+        return self.modulation.scale_gradient(dz, piece)
 
-    def get_results(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return dscale and dshift, in the types and shapes of scale and shift."""
-        dscale, dshift = (None if each is None else each.result for each in (self._dscale, self._dshift))
-        return dscale, dshift
+    def add_gate_chunk_(self, piece: slice, dh: Tensor, x: Tensor) -> Tensor:
+        """Add the terms of the gate for some rows, dh and x [rows, cols]; return dx = gate * dh in dh's memory."""
+        if self._dgate is not None:
+            self._dgate.add_terms(piece, dh * x)
+        return self.modulation.multiply_by_gate_(piece, dh)
+
+    def add_to(self, gradients: Backward) -> Backward:
+        """Return the gradients with dscale, dshift and dgate, in the types and shapes of scale, shift and gate."""
+        dscale, dshift, dgate = (
+            None if sums is None else sums.result for sums in (self._dscale, self._dshift, self._dgate)
+        )
+        return gradients._replace(dscale=dscale, dshift=dshift, dgate=dgate)
 
 
 class _SampleSums:

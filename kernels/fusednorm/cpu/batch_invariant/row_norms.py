@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm on the CPU over [rows, N], or over [tokens, heads, N] with parameters for each head.
 
-Rows are computed one after another; with parameters [heads, N], row r has those of head r modulo heads.  With scale
-and shift [samples, N] for each sample, rows are [samples, tokens, N].  Rows of a result in float8_e4m3fn each have
-a scale.
+Rows are computed one after another; with parameters [heads, N], row r has those of head r modulo heads.  With
+scale, shift or gate [samples, N] for each sample, rows are [samples, tokens, N].  Rows of a result in float8_e4m3fn
+each have a scale.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fusednorm.cpu.batch_invariant.row_modulation import ModulationGradients, Ro
 from fusednorm.cpu.chunks import split_rows
 from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
 from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
-from fusednorm.cpu.supported_arguments import add_residual, cast_gradient, to_float32
+from fusednorm.cpu.supported_arguments import cast_gradient, to_float32
 from fusednorm.results import Backward, Forward
 
 WHOLE_ELEMENTS = 256 * 1024
@@ -40,6 +40,7 @@ def layer_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -62,8 +63,8 @@ def layer_norm_forward(
             y = apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, slice(0, len(x))))
         return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
-    modulation, heads = RowModulation(x, scale, shift), _count_own_heads(x, weight, bias)
-    out = RowResults(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
+    modulation, heads = RowModulation(x, scale, shift, gate), _count_own_heads(x, weight, bias)
+    out = RowResults(x, residual, modulation, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
@@ -87,6 +88,7 @@ def rms_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -100,8 +102,8 @@ def rms_norm_forward(
     """
     w = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
-    modulation, heads = RowModulation(x, scale, shift), _count_own_heads(x, weight)
-    out = RowResults(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
+    modulation, heads = RowModulation(x, scale, shift, gate), _count_own_heads(x, weight)
+    out = RowResults(x, residual, modulation, out_dtype, stats=stats, centred=False, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         rstd = _compute_rms_rstd(h, eps)
@@ -130,6 +132,7 @@ def layer_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -138,12 +141,13 @@ def layer_norm_backward(
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _RowGradients(x, weight, bias, residual), _count_own_heads(x, weight, bias)
-    modulation = RowModulation(x, scale, shift)
-    of_samples = ModulationGradients(modulation, scale, shift)
+    heads = _count_own_heads(x, weight, bias)
+    modulation = RowModulation(x, scale, shift, gate)
+    of_samples = ModulationGradients(modulation)
+    gradients = _RowGradients(x, weight, bias, residual, of_samples)
     x, dy, residual, dresidual_out, mean, rstd = _flatten_tensors(x, dy, residual, dresidual_out, mean, rstd)
     for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
-        h = add_residual(x[piece], None if residual is None else residual[piece])
+        h = modulation.add_residual(piece, x[piece], None if residual is None else residual[piece])
         z, centre, inverse = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.slice_heads(piece)
         if heads:
@@ -152,10 +156,10 @@ def layer_norm_backward(
             centre, inverse = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
         # The norm itself is needed again only if it is modulated.
-        modulated = modulation.apply_(z.clone(), piece) if modulation.tokens else z
+        modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
         dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=True)
         del modulated, dropout_mask
-        dz = of_samples.add_chunk(piece, dz, z)
+        dz = of_samples.add_affine_chunk(piece, dz, z)
         del z
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
         # has the same gradient.
@@ -175,10 +179,9 @@ def layer_norm_backward(
         elif is_lone:
             dw = None if weight is None else h.mul_(inverse).mul_(dz)[0]
             db = None if bias is None else dz[0]
-        gradients.add_chunk(piece, dx, dresidual_out, dw, db)
+        gradients.add_chunk(piece, dx, x[piece], dresidual_out, dw, db)
         del h, dz, dx, dw, db
-    dscale, dshift = of_samples.get_results()
-    return gradients.get_result()._replace(dscale=dscale, dshift=dshift)
+    return gradients.get_result()
 
 
 def rms_norm_backward(
@@ -193,6 +196,7 @@ def rms_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "none",
     dropout: float = 0.0,
     seed: int | None = None,
@@ -201,23 +205,24 @@ def rms_norm_backward(
     parameter = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _RowGradients(x, weight, None, residual), _count_own_heads(x, weight)
-    modulation = RowModulation(x, scale, shift)
-    of_samples = ModulationGradients(modulation, scale, shift)
+    heads = _count_own_heads(x, weight)
+    modulation = RowModulation(x, scale, shift, gate)
+    of_samples = ModulationGradients(modulation)
+    gradients = _RowGradients(x, weight, None, residual, of_samples)
     x, dy, residual, dresidual_out, rstd = _flatten_tensors(x, dy, residual, dresidual_out, rstd)
     for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
-        h = add_residual(x[piece], None if residual is None else residual[piece])
+        h = modulation.add_residual(piece, x[piece], None if residual is None else residual[piece])
         inverse = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
         xhat = h.mul_(inverse) if is_own else h * inverse
         del h
         w = parameter.get_for_rows(piece)
         z = xhat if w is None else _multiply_by_weight(xhat, w)
         dropout_mask = _compute_dropout_mask(drop, x, piece)
-        modulated = modulation.apply_(z.clone(), piece) if modulation.tokens else z
+        modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
         is_new = modulated is not xhat
         dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=is_new)
         del modulated, dropout_mask
-        dz = of_samples.add_chunk(piece, dz, z)
+        dz = of_samples.add_affine_chunk(piece, dz, z)
         del z
         g = dz if w is None else _multiply_by_weight(dz, w)
         dx = g * xhat
@@ -225,10 +230,9 @@ def rms_norm_backward(
         torch.sub(g, dx, out=dx).mul_(inverse)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
-        gradients.add_chunk(piece, dx, dresidual_out, dw, None)
+        gradients.add_chunk(piece, dx, x[piece], dresidual_out, dw, None)
         del xhat, dz, dx, dw
-    dscale, dshift = of_samples.get_results()
-    return gradients.get_result()._replace(dscale=dscale, dshift=dshift)
+    return gradients.get_result()
 
 
 def _count_own_heads(x: Tensor, *parameters: Tensor | None) -> int:
@@ -271,6 +275,7 @@ class RowResults:
         self,
         x: Tensor,
         residual: Tensor | None,
+        modulation: RowModulation,
         out_dtype: torch.dtype | None,
         *,
         stats: bool,
@@ -282,6 +287,7 @@ class RowResults:
         memory_like: see `layer_norm_forward`.
         """
         self._x, self._residual = _flatten_tensors(x, residual)
+        self._modulation = modulation
         self.rows, self.cols = self._x.shape
         is_given = out_dtype in (None, x.dtype) and not _is_small_result(x)
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
@@ -293,11 +299,12 @@ class RowResults:
         self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
     def add_residual(self, piece: slice) -> Tensor:
-        """Compute x + residual of a range of rows in float32, and store it as residual_out.
+        """Compute residual + gate * x of a range of rows in float32, and store it as residual_out.
 
         Without a residual, return x in float32.
         """
-        h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
+        residual = None if self._residual is None else self._residual[piece]
+        h = self._modulation.add_residual(piece, self._x[piece], residual)
         if self._sum_rows is not None:
             self._sum_rows[piece] = h
         return h
@@ -338,13 +345,20 @@ class _RowGradients:
     The gradients of the parameters are summed over the chunks, in order.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        of_samples: ModulationGradients,
+    ) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        self._rows = [*_flatten_tensors(self._dx)]
-        if residual is not None and residual.dtype != x.dtype:
+        if residual is not None and (of_samples.modulation.gate is not None or residual.dtype != x.dtype):
             self._dresidual = torch.empty_like(residual)
-            self._rows += _flatten_tensors(self._dresidual)
+        self._dx_rows, self._dresidual_rows = _flatten_tensors(self._dx, self._dresidual)
+        self._of_samples = of_samples
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -352,16 +366,23 @@ class _RowGradients:
     def add_chunk(
         self,
         piece: slice,
-        dx: Tensor,
+        dh: Tensor,
+        x: Tensor,
         dresidual_out: Tensor | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        """Store dx + dresidual_out of a range of rows, and add its contributions to the parameter gradients."""
+        """Store the gradients of a range of rows, and add its contributions to the parameter gradients.
+
+        Args:
+            dh: the gradient of residual + gate * x, without dresidual_out; overwritten.
+            x: the rows.
+        """
         if dresidual_out is not None:
-            dx.add_(dresidual_out[piece])
-        for rows in self._rows:
-            rows[piece] = dx
+            dh.add_(dresidual_out[piece])
+        if self._dresidual is not None and self._dresidual is not self._dx:
+            self._dresidual_rows[piece] = dh
+        self._dx_rows[piece] = self._of_samples.add_gate_chunk_(piece, dh, x)
         if self._dweight is not None and dweight is not None:
             _accumulate_parameter_gradient(self._dweight, dweight, piece)
         if self._dbias is not None and dbias is not None:
@@ -369,7 +390,7 @@ class _RowGradients:
 
     def get_result(self) -> Backward:
         dweight, dbias = cast_gradient(self._dweight, self._weight), cast_gradient(self._dbias, self._bias)
-        return Backward(self._dx, dweight, dbias, self._dresidual)
+        return self._of_samples.add_to(Backward(self._dx, dweight, dbias, self._dresidual))
 
 
 def _accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:

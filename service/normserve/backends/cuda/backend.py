@@ -364,12 +364,13 @@ def _open_shareable_device(ordinal: int) -> ShareableDevice | None:
 
 
 def _compute_launch_class(batch: Batch) -> Hashable:
-    """Compute a key: launches with equal keys run the same kernels in the same way."""
-    return batch.jobs[0].compute_kernel_class(), sum([job.rows for job in batch.jobs])
+    """Compute a key: launches with equal keys run the same kernels in the same way, with results of one size."""
+    job = batch.jobs[0]
+    return job.compute_kernel_class(), job.unit_rows, sum([each.rows for each in batch.jobs])
 
 
-def _make_device_tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {name: torch.empty_like(tensor, device=_DEVICE) for name, tensor in given.items()}
+def _make_device_tensors_like(given: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [torch.empty_like(tensor, device=_DEVICE) for tensor in given]
 
 
 def _call_on_meta_tensors(job: NormJob) -> None:

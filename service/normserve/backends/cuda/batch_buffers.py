@@ -34,6 +34,8 @@ _MOST_LAYOUTS = 4096
 class LaunchLayout:
     """The dtypes and shapes of a launch's tensors and results, and their offsets in one slab, results last.
 
+    A tensor and a result may have one name, as the scale of samples and the scale of float8 rows.
+
     Attributes:
         input_bytes: of the tensors.
         is_empty: x has no elements.
@@ -43,7 +45,8 @@ class LaunchLayout:
     spec: NormSpec
     input_specs: Described
     result_specs: Described
-    offsets: Mapping[str, int]
+    input_offsets: Mapping[str, int]
+    result_offsets: Mapping[str, int]
     input_bytes: int
     nbytes: int
     is_empty: bool
@@ -85,7 +88,7 @@ class BatchBuffers:
         before = layout.input_bytes - self._result_offset
         found = {}
         for name, (dtype, shape) in layout.result_specs.items():
-            start = layout.offsets[name] - before
+            start = layout.result_offsets[name] - before
             found[name] = HostTensor(dtype, shape, slab[start : start + prod(shape) * dtype.itemsize])
         return found
 
@@ -133,7 +136,7 @@ class BatchBufferAllocator:
         layout = self._get_layout(batch)
         if is_packed(batch):
             slab = self._slabs.borrow(layout.nbytes)
-            pack_inputs(batch, slab, layout.offsets)
+            pack_inputs(batch, slab, layout.input_offsets)
             return BatchBuffers(batch, layout, slab, is_packed=True)
         is_placed = len(batch.jobs) == 1 and batch.jobs[0].result_buffers is not None
         return BatchBuffers(
@@ -164,10 +167,10 @@ class BatchBufferAllocator:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
             results = infer_batch_result_specs(job, rows)
-            offsets, inputs_bytes = _compute_offsets(inputs, 0)
+            of_inputs, inputs_bytes = _compute_offsets(inputs, 0)
             of_results, nbytes = _compute_offsets(results, inputs_bytes)
             is_empty = not prod(inputs["x"][1])
-            layout = LaunchLayout(job.spec, inputs, results, offsets | of_results, inputs_bytes, nbytes, is_empty)
+            layout = LaunchLayout(job.spec, inputs, results, of_inputs, of_results, inputs_bytes, nbytes, is_empty)
             self._layouts[key] = layout
         return layout
 
@@ -214,12 +217,21 @@ def view_slice(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int,
     return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
-    """Return views of the given tensors in a device buffer.  The buffer corresponds to the slab's bytes from offset
+def view_input_slices(buffer: Tensor, layout: LaunchLayout) -> dict[str, Tensor]:
+    """Return views of a launch's tensors in a device buffer, which corresponds to the slab's bytes."""
+    return _view_slices(buffer, layout.input_specs, layout.input_offsets, 0)
+
+
+def view_result_slices(buffer: Tensor, layout: LaunchLayout, first: int) -> dict[str, Tensor]:
+    """Return views of a launch's results in a device buffer, which corresponds to the slab's bytes from offset
     `first` on.
     """
+    return _view_slices(buffer, layout.result_specs, layout.result_offsets, first)
+
+
+def _view_slices(buffer: Tensor, tensors: Described, offsets: Mapping[str, int], first: int) -> dict[str, Tensor]:
     return {
-        name: view_slice(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
+        name: view_slice(buffer, offsets[name] - first, TORCH_DTYPES[dtype], shape)
         for name, (dtype, shape) in tensors.items()
     }
 

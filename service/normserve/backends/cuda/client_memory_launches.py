@@ -104,7 +104,7 @@ class ChunkExecutionContext:
         self._memory: Tensor | None = None
         self._is_refused = False
 
-    def try_make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def try_make_tensors_like(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """Make tensors of the same dtypes and shapes in the context's block of device memory.
 
         Other jobs use the same block.  None if it could not be allocated.
@@ -113,9 +113,9 @@ class ChunkExecutionContext:
             self.pipeline.run_on_compute_stream(self._try_allocate_once)
         if self._memory is None:
             return None
-        found, start = {}, 0
-        for name, tensor in given.items():
-            found[name] = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        found, start = [], 0
+        for tensor in given:
+            found.append(self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return found
 
@@ -195,7 +195,7 @@ def is_computed_in_place(job: NormJob) -> bool:
     ):
         return False
     nbytes = sum(map(len, memory))
-    # Each program reads the parameters for itself, and for rows a row of scale and shift.
+    # Each program reads the parameters for itself, and for rows a row of scale, shift and gate.
     read_bytes = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
     if job.unit_rows:
         read_bytes += [

@@ -14,7 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.batch_buffers import BatchBuffers, list_jobs_with, view_slices
+from normserve.backends.cuda.batch_buffers import (
+    BatchBuffers,
+    list_jobs_with,
+    view_input_slices,
+    view_result_slices,
+)
 from normserve.backends.library_calls import bind_operation, collect_parameters, make_output_argument, run_operation
 from normserve.backends.tensor_conversion import (
     TORCH_DTYPES,
@@ -90,7 +95,7 @@ def make_whole_launch(buffers: BatchBuffers, library: ModuleType, device: str) -
         buffer = torch.empty(layout.input_bytes, dtype=torch.uint8, device=device)
         if layout.input_bytes:
             arriving.append((buffer, buffers.view_packed_inputs()))
-        tensors = view_slices(buffer, layout, layout.input_specs, 0)
+        tensors = view_input_slices(buffer, layout)
     else:
         tensors = {}
         for name, (dtype, shape) in layout.input_specs.items():
@@ -114,7 +119,7 @@ def make_whole_launch(buffers: BatchBuffers, library: ModuleType, device: str) -
             there = {name: restore_payload_order(spec, name, tensor) for name, tensor in outputs.items()}
         else:
             buffer = torch.empty(layout.result_bytes, dtype=torch.uint8, device=device)
-            there = view_slices(buffer, layout, layout.result_specs, layout.input_bytes)
+            there = view_result_slices(buffer, layout, layout.input_bytes)
             bind_operation(library, spec, inputs, {"out": make_output_argument(spec, there)})()
             if buffers.slab is not None:
                 return [(buffers.view_packed_results(), buffer)]
@@ -128,7 +133,7 @@ def try_make_chunk_launches(
     chunks: Sequence[range],
     results: Mapping[str, HostTensor],
     library: ModuleType,
-    allocate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
+    allocate: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
 ) -> Sequence[CopiedLaunch]:
     """Make one launch with its copies for each chunk of a job's rows; the first also copies the parameters.
 
@@ -144,10 +149,12 @@ def try_make_chunk_launches(
         for name, tensor in job.tensors.items()
     }
     host_results = {name: view_as_torch(tensor) for name, tensor in results.items()}
-    there = allocate(host_inputs | host_results)
+    there = allocate([*host_inputs.values(), *host_results.values()])
     if there is None:
         return ()
-    own = {name: there[name] for name in host_inputs if is_parameter(name)}
+    device_inputs = dict(zip(host_inputs, there, strict=False))
+    device_results = dict(zip(host_results, there[len(host_inputs) :], strict=True))
+    own = {name: tensor for name, tensor in device_inputs.items() if is_parameter(name)}
     parameters = own if job.layer is None else collect_parameters(job.layer.backend_parameters)
     given = {name: tensor for name, tensor in host_inputs.items() if name not in own}
     unit = max(1, job.unit_rows)
@@ -161,8 +168,8 @@ def try_make_chunk_launches(
     parts: list[CopiedLaunch] = []
     views = (
         split_rows(given, given),
-        split_rows(there, given),
-        split_rows(there, host_results),
+        split_rows(device_inputs, given),
+        split_rows(device_results, host_results),
         split_rows(host_results, host_results),
     )
     for sources, inputs, outputs, homes in zip(*views, strict=True):

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from fusednorm.results import Backward, Forward
 
-from normserve.backends.cuda.batch_buffers import BatchBuffers, LaunchLayout, view_slices
+from normserve.backends.cuda.batch_buffers import BatchBuffers, LaunchLayout, view_input_slices, view_result_slices
 from normserve.backends.cuda.pinned import PinnedArray
 from normserve.backends.library_calls import bind_operation, make_output_argument
 from normserve.backends.tensor_conversion import move_channels_first
@@ -53,7 +53,7 @@ def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
 def _bind_call_to_slab(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
     """Bind the library's function to tensors at the layout's offsets in a slab's memory."""
     spec = layout.spec
-    inputs = view_slices(memory.device_tensor, layout, layout.input_specs, 0)
-    results = view_slices(memory.device_tensor, layout, layout.result_specs, 0)
+    inputs = view_input_slices(memory.device_tensor, layout)
+    results = view_result_slices(memory.device_tensor, layout, 0)
     arguments = {name: move_channels_first(spec, name, tensor) for name, tensor in inputs.items()}
     return bind_operation(library, spec, arguments, {"out": make_output_argument(spec, results)})

@@ -15,7 +15,7 @@ from normserve.client.responses import expected_results
 from normserve.client.responses.api_response import ApiResponse
 from normserve.client.responses.expected_results import ExpectedResults
 from normserve.client.results import BackwardResult, ForwardResult
-from normserve.codec.api_names import OF_ROWS, PARAMETERS
+from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS, PARAMETERS, SAMPLE_GRADIENTS
 from normserve.memory.tensors import HostTensor
 
 Tensors = TensorLike | Sequence[TensorLike]
@@ -24,6 +24,7 @@ Tensors = TensorLike | Sequence[TensorLike]
 T = TypeVar("T", bound=Tensors)
 
 _TENSORS = OF_ROWS.union(PARAMETERS)
+_NO_GRADIENTS = dict.fromkeys((*PARAMETER_GRADIENTS, *SAMPLE_GRADIENTS))
 
 
 def make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[ForwardResult[T]]:
@@ -77,9 +78,7 @@ def make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
         # A registered layer's parameters may be of a type that x's kind of array does not have.
         except TypeError as error:
             raise UnexpectedAnswerError(str(error)) from None
-        dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
-        timing, dresidual = answer.read_timing(), found.get("dresidual")
-        return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
+        return BackwardResult(**_NO_GRADIENTS | found, timing=answer.read_timing())
 
     return ApiCall(
         "POST", f"/v1/{op}/backward", read_result, query, sent, expected.by_name, max_bytes=expected.max_bytes

@@ -23,6 +23,7 @@ def layer_norm(
     residual: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
+    gate: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -35,8 +36,9 @@ def layer_norm(
 ) -> ApiCall[ForwardResult[T]]:
     """Compute LayerNorm over the last axis on the server.
 
-    y = dropout(act(z * (1 + scale) + shift)), z = w * (h - mean(h)) / sqrt(var(h) + eps) + bias, h = x + residual,
-    w = weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
+    y = dropout(act(z * (1 + scale) + shift)), z = w * (h - mean(h)) / sqrt(var(h) + eps) + bias, h = residual +
+    gate * x, w = weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be
+    awaited.
 
     Args:
         x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
@@ -49,14 +51,16 @@ def layer_norm(
             `residual_out`, in the residual's dtype.
         scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
             [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
+        gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
+            needs a residual.
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, scale and shift, adds a `scale` per row to the result.  numpy x: needs ml_dtypes
-            for bfloat16 and float8.
+            parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
+            float8.
         stats: whether to return `mean` and `rstd`, float32 [...] too; False by default.
         layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -94,6 +98,7 @@ def rms_norm(
     residual: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
+    gate: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -106,8 +111,8 @@ def rms_norm(
 ) -> ApiCall[ForwardResult[T]]:
     """Compute RMSNorm over the last axis on the server.
 
-    y = dropout(act(z * (1 + scale) + shift)), z = w * h / sqrt(mean(h^2) + eps), h = x + residual, w = weight +
-    weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
+    y = dropout(act(z * (1 + scale) + shift)), z = w * h / sqrt(mean(h^2) + eps), h = residual + gate * x, w =
+    weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
         x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
@@ -119,14 +124,16 @@ def rms_norm(
             `residual_out`, in the residual's dtype.
         scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
             [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
+        gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
+            needs a residual.
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, scale and shift, adds a `scale` per row to the result.  numpy x: needs ml_dtypes
-            for bfloat16 and float8.
+            parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
+            float8.
         stats: whether to return `rstd`, float32 [...], too; False by default.
         layer: name of a registered layer, in place of weight, eps, weight_offset and activation.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -298,6 +305,7 @@ def layer_norm_backward(
     dresidual_out: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
+    gate: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -308,10 +316,11 @@ def layer_norm_backward(
 ) -> ApiCall[BackwardResult[T]]:
     """Compute the gradients of LayerNorm's arguments on the server.
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, f = 1 + scale, g = dz * f * w, w = weight +
-    weight_offset, where dz is the gradient before activation and dropout; dweight = sum(dz * f * x_hat), dbias =
-    sum(dz * f); over each sample's rows dscale = sum(dz * (x_hat * w + bias)), dshift = sum(dz).  The method of
-    `AsyncClient` is a coroutine with these arguments, to be awaited.
+    dh = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, dx = gate * dh, dresidual = dh, f = 1 +
+    scale, g = dz * f * w, w = weight + weight_offset, where dz is the gradient before activation and dropout;
+    dweight = sum(dz * f * x_hat), dbias = sum(dz * f); over each sample's rows dscale = sum(dz * (x_hat * w +
+    bias)), dshift = sum(dz), dgate = sum(dh * x).  The method of `AsyncClient` is a coroutine with these arguments,
+    to be awaited.
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
@@ -322,8 +331,8 @@ def layer_norm_backward(
         mean, rstd: the forward call's results with `stats`, float32 [...], both or neither; None (default)
             computes them again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
-        dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
-        scale, shift: the forward call's, or None (default); N is then at most 8192.
+        dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
+        scale, shift, gate: the forward call's, or None (default).
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
@@ -334,9 +343,9 @@ def layer_norm_backward(
             (default) for the default limit of the server.
 
     Returns:
-        BackwardResult[T]: dx in x's shape and dtype; dweight, dbias, dscale and dshift in their tensors' dtypes;
-            dresidual, only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as
-            its argument; gradients of a registered layer's parameters are of x's kind.
+        BackwardResult[T]: dx in x's shape and dtype; dweight, dbias, dscale, dshift and dgate in their tensors'
+            dtypes; dresidual, only with a gate or if the residual's dtype is not x's; and `timing`.  Each is a
+            tensor of the same kind as its argument; gradients of a registered layer's parameters are of x's kind.
 
     Raises:
         TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
@@ -369,6 +378,7 @@ def rms_norm_backward(
     dresidual_out: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
+    gate: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
@@ -379,10 +389,10 @@ def rms_norm_backward(
 ) -> ApiCall[BackwardResult[T]]:
     """Compute the gradients of RMSNorm's arguments on the server.
 
-    dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, f = 1 + scale, g = dz * f * w, w = weight +
-    weight_offset, x_hat = h * rstd, where dz is the gradient before activation and dropout; dweight = sum(dz * f *
-    x_hat); over each sample's rows dscale = sum(dz * x_hat * w), dshift = sum(dz).  The method of `AsyncClient` is
-    a coroutine with these arguments, to be awaited.
+    dh = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out, dx = gate * dh, dresidual = dh, f = 1 + scale, g = dz
+    * f * w, w = weight + weight_offset, x_hat = h * rstd, where dz is the gradient before activation and dropout;
+    dweight = sum(dz * f * x_hat); over each sample's rows dscale = sum(dz * x_hat * w), dshift = sum(dz), dgate =
+    sum(dh * x).  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
@@ -392,8 +402,8 @@ def rms_norm_backward(
         weight: the forward call's: [N] or [H, N], or None (default).
         rstd: the forward call's result with `stats`, float32 [...]; None (default) computes it again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
-        dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
-        scale, shift: the forward call's, or None (default); N is then at most 8192.
+        dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
+        scale, shift, gate: the forward call's, or None (default).
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
@@ -404,9 +414,9 @@ def rms_norm_backward(
             (default) for the default limit of the server.
 
     Returns:
-        BackwardResult[T]: dx in x's shape and dtype; dweight, dscale and dshift in their tensors' dtypes;
-            dresidual, only if the residual's dtype is not x's; and `timing`.  Each is a tensor of the same kind as
-            its argument; gradients of a registered layer's parameters are of x's kind.
+        BackwardResult[T]: dx in x's shape and dtype; dweight, dscale, dshift and dgate in their tensors' dtypes;
+            dresidual, only with a gate or if the residual's dtype is not x's; and `timing`.  Each is a tensor of
+            the same kind as its argument; gradients of a registered layer's parameters are of x's kind.
 
     Raises:
         TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.

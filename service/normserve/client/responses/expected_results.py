@@ -11,7 +11,7 @@ from math import prod
 
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
-from normserve.codec.api_names import OF_ROWS, PARAMETER_GRADIENTS
+from normserve.codec.api_names import OF_ROWS, OF_SAMPLES, PARAMETER_GRADIENTS, PARAMETERS
 from normserve.memory.tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8
@@ -199,9 +199,10 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
     tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
     outputs = {"dx": ExpectedResult(x.shape, x.dtype)}
-    if op != "group_norm" and "residual" in tensors and tensors["residual"].dtype is not x.dtype:
-        outputs["dresidual"] = ExpectedResult(x.shape, tensors["residual"].dtype)
-    for name in ("weight", "bias", "scale", "shift"):
+    residual = tensors.get("residual")
+    if op != "group_norm" and residual is not None and ("gate" in tensors or residual.dtype is not x.dtype):
+        outputs["dresidual"] = ExpectedResult(x.shape, residual.dtype)
+    for name in (*PARAMETERS, *OF_SAMPLES):
         if name in tensors:
             outputs[f"d{name}"] = ExpectedResult(tensors[name].shape, tensors[name].dtype)
     if "layer" in params:

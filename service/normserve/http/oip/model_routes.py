@@ -12,7 +12,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from normserve import __version__
-from normserve.codec.api_names import OF_SAMPLES, STATISTICS, is_parameter
+from normserve.codec.api_names import (
+    OF_SAMPLES,
+    PARAMETER_GRADIENTS,
+    SAMPLE_GRADIENTS,
+    STATISTICS,
+    is_parameter,
+)
 from normserve.engine.engine import Engine
 from normserve.engine.progress import StallDetector
 from normserve.errors import NormserveError, RetryLaterError
@@ -206,7 +212,7 @@ def _describe_shape(model: InferenceModel, layer: RegisteredLayer | None, name: 
     """
     size = _ANY if layer is None else layer.size
     row = [size] if layer is None else list(layer.parameter_shape)
-    name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name
+    name = name[1:] if name in (*PARAMETER_GRADIENTS, *SAMPLE_GRADIENTS) else name
     of_groups = model.op is Op.GROUP_NORM
     if is_parameter(name):
         return row

@@ -49,6 +49,28 @@ def test_both_passes(api, op, of):
     assert_close(post(api, f"/v1/{op}/backward", packed(**given, dy=dy), **query), gradients)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_gate_multiplies_x_before_the_residual_is_added(api, op):
+    given = {"x": torch.randn(2, 3, 8), "residual": torch.randn(2, 3, 8), "gate": torch.randn(2, 1, 8).half()}
+    dy, outside = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
+    h = leaves["residual"] + leaves["gate"] * leaves["x"]
+    y = F.layer_norm(h, (8,)) if op == "layer_norm" else F.rms_norm(h, (8,), eps=1e-6)
+    gradients = torch.autograd.grad((y, h), list(leaves.values()), (dy.double(), outside.double()))
+    forward = {"y": y.detach().float(), "residual_out": h.detach().float()}
+    assert_close(post(api, f"/v1/{op}", packed(**given)), forward)
+    backward = {f"d{name}": each.to(given[name].dtype) for name, each in zip(given, gradients, strict=True)}
+    assert_close(post(api, f"/v1/{op}/backward", packed(**given, dy=dy, dresidual_out=outside)), backward)
+
+
+def test_a_scale_of_samples_goes_in_and_a_scale_of_float8_rows_comes_out(api):
+    x, scale = torch.randn(2, 3, 8), torch.randn(2, 8)
+    got = post(api, "/v1/layer_norm", packed(x=x, scale=scale), out_dtype="float8_e4m3fn")
+    assert got["scale"].shape == (2, 3)
+    right = F.layer_norm(x, (8,)) * (1 + scale[:, None])
+    torch.testing.assert_close(got["y"].float() * got["scale"].unsqueeze(-1), right, atol=0.2, rtol=0.07)
+
+
 def test_a_layer_takes_scale_and_shift_beside_it(api):
     path, weight = f"/v1/layers/test.{uuid.uuid4().hex}", torch.randn(8)
     content, headers = packed(weight=weight), {"content-type": SAFETENSORS}
@@ -84,8 +106,8 @@ def test_bytes_of_samples_are_counted(api):
         ({"scale": torch.zeros(2, 8), "shift": torch.zeros(2, 3, 8)}, {}, "invalid_shape"),
         ({"scale": torch.zeros(2, 8).double()}, {}, "unsupported_dtype"),
         ({"scale": torch.zeros(2, 8), "weight": torch.ones(3, 8)}, {}, "invalid_shape"),
-        ({"shift": torch.zeros(2, 8)}, {"out_dtype": "float8_e4m3fn"}, "invalid_parameter"),
-        ({"gate": torch.zeros(2, 8)}, {}, "unexpected_tensor"),
+        ({"gate": torch.zeros(2, 8)}, {}, "missing_tensor"),
+        ({"gate": torch.zeros(3, 8), "residual": torch.zeros(2, 3, 8)}, {}, "invalid_shape"),
     ],
 )
 def test_what_is_refused(api, tensors, query, code):

@@ -1,4 +1,4 @@
-"""A scale and a shift of each sample of rows: the oracle, and bits that do not depend on the other samples."""
+"""Scale, shift and gate of each sample of rows: the oracle, and bits that do not depend on the other samples."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ def make_call(op, shape, given, dtype=torch.float32):
     tensors["weight"] = torch.randn(cols)
     if op == "layer_norm":
         tensors["bias"] = torch.randn(cols)
-    types = {"scale": torch.float16, "shift": torch.bfloat16}
+    types = {"scale": torch.float16, "shift": torch.bfloat16, "gate": torch.float32}
     return tensors | {name: torch.randn(samples, cols).to(types[name]) for name in given}
 
 
@@ -38,7 +38,7 @@ def make_call(op, shape, given, dtype=torch.float32):
         product(
             OPS,
             SHAPES,
-            [("scale",), ("shift",), ("scale", "shift")],
+            [("scale",), ("shift",), ("gate",), ("scale", "shift", "gate")],
             [{}, {"activation": "silu"}, {"activation": "gelu", "dropout": 0.3, "seed": 5}],
         )
     ),
@@ -58,7 +58,7 @@ def test_both_passes(op, shape, given, options):
 @pytest.mark.parametrize("shape", [(5, 3, 40), (9, 700, 129)])
 @pytest.mark.parametrize("op", OPS)
 def test_bits_of_a_sample_do_not_depend_on_the_others(op, shape, threads):
-    tensors = make_call(op, shape, ("scale", "shift"), torch.bfloat16)
+    tensors = make_call(op, shape, ("scale", "shift", "gate"), torch.bfloat16)
     del tensors["weight"]
     tensors.pop("bias", None)
     before = torch.get_num_threads()
@@ -68,7 +68,7 @@ def test_bits_of_a_sample_do_not_depend_on_the_others(op, shape, threads):
         for first, last in ((0, 1), (1, 4)):
             some = {name: tensor[first:last] for name, tensor in tensors.items()}
             alone = getattr(batch_invariant, f"{op}_backward")(**some)
-            for name in ("dx", "dscale", "dshift"):
+            for name in ("dx", "dresidual", "dscale", "dshift", "dgate"):
                 assert torch.equal(getattr(alone, name), getattr(together, name)[first:last]), name
     finally:
         torch.set_num_threads(before)
@@ -82,7 +82,7 @@ def test_every_token_is_summed_once(tokens):
 
 
 def test_nan_stays_in_its_sample():
-    tensors = make_call("layer_norm", (3, 4, 8), ("scale", "shift"))
+    tensors = make_call("layer_norm", (3, 4, 8), ("scale", "shift", "gate"))
     tensors["dy"][1, 2, 5] = torch.nan
     result = batch_invariant.layer_norm_backward(**tensors)
     for gradient in (result.dscale, result.dshift):

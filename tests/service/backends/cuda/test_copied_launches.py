@@ -89,6 +89,16 @@ def test_samples_of_rows_in_chunks_have_the_bits_of_the_whole(run):
     equal(run(job), right, ("y", "mean", "rstd"))
 
 
+def test_float8_of_samples_in_chunks_keeps_both_scales(run):
+    x, scale = torch.randn(40, 3, 16), torch.randn(40, 16)
+    spec = replace(FORWARD, stats=False, out_dtype=DType.FLOAT8_E4M3FN)
+    assert try_divide_rows(job_of(spec, x=x, scale=scale), SIZES)
+    right = batch_invariant.layer_norm_forward(x, scale=scale, eps=1e-5, out_dtype=torch.float8_e4m3fn)
+    results = run(job_of(spec, x=x, scale=scale))
+    assert torch.equal(back(results["scale"]), right.y_scale)
+    assert torch.equal(back(results["y"]).view(torch.uint8), right.y.view(torch.uint8))
+
+
 def test_few_large_samples_are_divided():
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4)
     assert list(map(len, try_divide_rows(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]

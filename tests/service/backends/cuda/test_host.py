@@ -127,6 +127,17 @@ def test_each_sample_of_rows_gets_its_scale(backend, slabs, tokens):
             assert torch.equal(back(outputs[name]), getattr(right, name)), name
 
 
+def test_scales_of_samples_and_of_float8_rows_have_one_name(backend, slabs):
+    spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5, out_dtype=DType.FLOAT8_E4M3FN)
+    x, scale = torch.randn(2, 3, 64), torch.randn(2, 64)
+    job = NormJob(spec, {"x": host(x, slabs), "scale": host(scale, slabs)})
+    (outputs,) = backend.run(Batch((job,))).wait().results
+    right = batch_invariant.rms_norm_forward(x, scale=scale, eps=1e-5, out_dtype=torch.float8_e4m3fn)
+    assert torch.equal(back(outputs["scale"]), right.y_scale)
+    assert torch.equal(back(outputs["y"]).view(torch.uint8), right.y.view(torch.uint8))
+    assert torch.equal(back(job.tensors["scale"]), scale)
+
+
 @pytest.mark.parametrize("of", [(64,), (2, 1, 64), (2, 3, 64)], ids=str)
 def test_gradients_of_samples_have_the_shapes_that_came(backend, slabs, of):
     tensors = {name: torch.randn(2, 3, 64) for name in ("x", "dy")} | {"shift": torch.randn(of)}

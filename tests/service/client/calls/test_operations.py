@@ -63,11 +63,21 @@ def test_a_group_norm_sends_scale_and_shift_and_returns_their_gradients(connect)
     assert (result.dweight, result.dbias) == (None, None)
 
 
+def test_a_gate_has_a_gradient_and_so_has_the_residual(connect):
+    x, gate = np.ones((2, 3, 4), np.float32), np.ones((2, 4), np.float16)
+    server = FakeServer(tensors_answer(dx=x, dresidual=3 * x, dgate=2 * gate))
+    result = connect(server).layer_norm_backward(x, x, residual=x, gate=gate)
+    assert server.tensors.keys() == {"x", "dy", "residual", "gate"}
+    np.testing.assert_array_equal(result.dgate, 2 * gate)
+    np.testing.assert_array_equal(result.dresidual, 3 * x)
+
+
 def test_what_was_not_asked_for_is_none(connect):
     result = connect(FakeServer(tensors_answer(y=X))).rms_norm(X)
     assert (result.residual_out, result.mean, result.rstd) == (None, None, None)
     result = connect(FakeServer(tensors_answer(dx=X))).rms_norm_backward(X, X)
-    assert (result.dweight, result.dbias, result.dscale, result.dshift) == (None, None, None, None)
+    names = ("dweight", "dbias", "dscale", "dshift", "dgate", "dresidual")
+    assert [getattr(result, name) for name in names] == [None] * len(names)
 
 
 @pytest.mark.parametrize(
