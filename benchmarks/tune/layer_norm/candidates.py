@@ -56,14 +56,19 @@ def iterate_candidates(pass_: str, cols: int, itemsize: int) -> Iterator[Forward
 
 
 def iterate_forward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormForwardTile]:
-    """One program per tile."""
+    """One program per tile; short rows also with persistent programs and tiles in flight in shared memory."""
     if cols * itemsize > 64 << 10:
         return
     for chunks, block in _iterate_chunkings(cols):
-        if block < 256 and block < cols:
+        if block < 128 and block * 3 > cols and block < cols:
             continue
-        for rows, warps, _ in _iterate_tilings(chunks * block, tensors=1):
+        for rows, warps, registers in _iterate_tilings(chunks * block, tensors=1):
             yield LayerNormForwardTile(rows, chunks, block, warps)
+            tile_bytes = rows * chunks * block * itemsize
+            for stages, per_sm in product((3, 5), sorted({8 // warps, 12 // warps, 16 // warps})):
+                fits = registers * per_sm <= _TILE_REGISTERS and tile_bytes * stages * per_sm <= _TILE_SHARED_BYTES
+                if per_sm and fits and cols * itemsize <= 6144:
+                    yield LayerNormForwardTile(rows, chunks, block, warps, stages, per_sm)
 
 
 def iterate_backward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormBackwardTile]:
@@ -75,26 +80,27 @@ def iterate_backward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormBackwa
         for rows, warps, registers in _iterate_tilings(chunks * block, tensors=2):
             tile_bytes = 2 * rows * chunks * block * itemsize
             for stages, per_sm in _iterate_stages(chunks * block, tile_bytes, registers):
-                for ahead in (0, stages, stages + 2):
+                for ahead in sorted({0, 3, stages, stages + 2}):
                     yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
                     if block >= 8192:
                         yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, False, chunks, ahead)
 
 
 def _iterate_chunkings(cols: int) -> Iterator[tuple[int, int]]:
-    """(chunks, block) that hold a row with the least waste, and one block if it wastes at most an eighth."""
-    least = min((chunks * _round_up_to_power_of_2(-(-cols // chunks)), chunks) for chunks in (1, 3, 5, 7))
-    slab, chunks = least
-    yield chunks, slab // chunks
+    """(chunks, block) that hold a row: those with the least waste, and all that waste at most an eighth."""
     whole = _round_up_to_power_of_2(cols)
-    if chunks > 1 and 8 * cols >= 7 * whole:
-        yield 1, whole
+    found = [(-(-cols // block), block) for block in (whole >> shift for shift in range(5)) if block >= 16]
+    least = min(chunks * block for chunks, block in found)
+    for chunks, block in found:
+        waste = chunks * block - cols
+        if chunks <= 10 and (8 * waste <= chunks * block or chunks * block == least):
+            yield chunks, block
 
 
 def _iterate_tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
     """(rows, warps, registers) of tiles of that many tensors of rows padded to `slab` columns."""
     least_held = 8 if slab <= 256 else 16 // tensors
-    for rows, warps in product((1, 2, 4, 8, 16, 32) if slab <= 128 else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+    for rows, warps in product((1, 2, 4, 8, 16, 32) if slab <= 192 else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
         held = rows * slab // (32 * warps)
         registers = tensors * 32 * warps * (2 * held + 32)
         if least_held <= held <= 64 // tensors and registers <= _TILE_REGISTERS:

@@ -30,6 +30,7 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
         (16, LayerNormForwardTile(32, 1, 16, num_warps=2)),
         (64, LayerNormForwardTile(32, 1, 64, num_warps=4)),
         (128, LayerNormForwardTile(32, 1, 128, num_warps=4)),  # 0.97
+        (192, LayerNormForwardTile(32, 3, 64, num_warps=4, stages=3, programs_per_sm=4)),  # 1.03 on an H100
         (256, LayerNormForwardTile(8, 1, 256, num_warps=4)),  # 0.94
         (384, LayerNormForwardTile(4, 3, 128, num_warps=2)),  # H100
         (512, LayerNormForwardTile(2, 1, 512, num_warps=1)),  # 1.00
@@ -132,6 +133,10 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
     2: (
         (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
         (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (
+            96,
+            LayerNormBackwardTile(16, 32, num_warps=2, stages=4, programs_per_sm=2, holds_weight=True, chunks=3),
+        ),  # 0.95 on an H100, in place of 0.74
         (128, LayerNormBackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True)),
         (256, LayerNormBackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, holds_weight=True)),  # 0.98
         (
@@ -178,7 +183,9 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
         ),  # 0.98
         (
             3072,
-            LayerNormBackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=2, holds_weight=True, chunks=3),
+            LayerNormBackwardTile(
+                1, 1024, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True, chunks=3, ahead=3
+            ),
         ),  # H100
         (
             4096,
