@@ -17,6 +17,8 @@ def call_functions() -> Tensor:
     y = fusednorm.rms_norm(y, weight, weight_offset=1.0)
     y = fusednorm.group_norm(y, 8, weight, bias, activation="gelu_tanh")
     y, total = fusednorm.add_layer_norm(x, y, weight)
+    y, total = fusednorm.add_rms_norm(x, y, scale=x, shift=x, gate=x)
+    fusednorm.rms_norm(x, gate=x)  # E: call-arg
     fusednorm.layer_norm(x, weight, bias, activation="mish")  # E: arg-type
     fusednorm.layer_norm(x, weight, bias, epsilon=1e-5)  # E: call-arg
     fusednorm.layer_norm([1.0, 2.0], weight)  # E: arg-type
@@ -28,7 +30,7 @@ def call_functions() -> Tensor:
 def build_modules() -> Tensor:
     y: Tensor = fusednorm.LayerNorm(64, 1e-5, True, False, "cpu", torch.bfloat16, activation="silu")(x)
     y = fusednorm.LayerNorm((2, 64), elementwise_affine=False)(x)
-    y = fusednorm.RMSNorm(64, eps=None, weight_offset=1.0)(y)
+    y = fusednorm.RMSNorm(64, eps=None, weight_offset=1.0)(y, x, shift=x)
     y = fusednorm.GroupNorm(8, 64, affine=True, activation="relu")(x, scale=x, shift=x)
     fusednorm.LayerNorm(64, activaton="silu")  # E: call-arg
     fusednorm.LayerNorm(64, epss=3)  # E: call-arg

@@ -99,7 +99,10 @@ def _multiply_by_gate(x: Tensor, modulations: Modulations, samples: int) -> Tens
     if "gate" not in modulations:
         return x
     gate = modulations["gate"].float().reshape(samples, 1, -1)
-    return torch.mul(x.reshape(samples, -1, x.shape[-1]), gate).reshape(x.shape)
+    # Not a view, which torch does not change in place if it is the result of an autograd function.
+    product = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    torch.mul(x.reshape(samples, -1, x.shape[-1]), gate, out=product.view(samples, -1, x.shape[-1]))
+    return product
 
 
 def _compute_factors(scale: Tensor, samples: int) -> Tensor:
@@ -118,4 +121,4 @@ def _modulate_(z: Tensor, modulations: Modulations) -> Tensor:
 
 def _sum_samples(terms: Tensor, modulation: Tensor) -> Tensor:
     """Sum [samples, tokens, cols] over the tokens, in the shape and dtype of a tensor of samples."""
-    return terms.sum(1).view(modulation.shape).to(modulation.dtype)
+    return terms.sum(1).resize_(modulation.shape).to(modulation.dtype)

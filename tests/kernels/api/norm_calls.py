@@ -15,6 +15,10 @@ CALLS = {
     "layer_norm around zero": lambda x, w, b, r: fusednorm.layer_norm(x, w, b, weight_offset=1.0),
     "layer_norm of heads": lambda x, w, b, r: fusednorm.layer_norm(x, w, b),
     "add_rms_norm of heads": lambda x, w, b, r: fusednorm.add_rms_norm(x, r, w),
+    "add_layer_norm of samples": lambda x, w, b, r, **options: fusednorm.add_layer_norm(
+        x, r, scale=w, shift=b, gate=b, **options
+    ),
+    "add_rms_norm of samples": lambda x, w, b, r: fusednorm.add_rms_norm(x, r, scale=w, shift=b, gate=b),
     "group_norm": lambda x, w, b, r, **options: fusednorm.group_norm(x, 2, w, b, **options),
     "add_layer_norm": lambda x, w, b, r, **options: fusednorm.add_layer_norm(x, r, w, b, **options),
     "add_rms_norm": lambda x, w, b, r, **options: fusednorm.add_rms_norm(x, r, w, **options),
@@ -23,8 +27,8 @@ CALLS = {
 
 
 def inputs(name, device="cpu", dtype=torch.float64):
-    shape = (2, 4, 3) if "group" in name else (2, 3, 4) if "heads" in name else (3, 4)
-    parameter = (3, 4) if "heads" in name else (4,)
+    shape = (2, 4, 3) if "group" in name else (2, 3, 4) if " of " in name else (3, 4)
+    parameter = (3, 4) if "heads" in name else (2, 4) if "samples" in name else (4,)
     return [random(*s, device=device, dtype=dtype) for s in (shape, parameter, parameter, shape)]
 
 

@@ -48,7 +48,9 @@ def test_compiles_whole_and_only_once_for_all_numbers_of_rows(name, device):
     compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
     for rows in (5, 7, 9):
         x, w, b, r = inputs(name, device, torch.float32)
-        x = torch.randn(rows, *x.shape[1:], device=device, requires_grad=True)
+        # Samples have that many rows each.
+        shape = (x.shape[0], rows, x.shape[2]) if "samples" in name else (rows, *x.shape[1:])
+        x = torch.randn(shape, device=device, requires_grad=True)
         r = torch.randn_like(x)
         torch.testing.assert_close(compiled(x, w, b, r), step(x, w, b, r))
         compiled(x, w, b, r).backward()

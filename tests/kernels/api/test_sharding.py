@@ -14,17 +14,24 @@ CALLS = {
     "rows": lambda x, weight, bias, residual: fusednorm.add_layer_norm(x, residual, weight, bias),
     "rms rows": lambda x, weight, bias, residual: fusednorm.add_rms_norm(x, residual, weight),
     "heads": lambda x, weight, bias, residual: fusednorm.add_layer_norm(x, residual, weight, bias),
+    "rows of samples": lambda x, scale, shift, residual: fusednorm.add_layer_norm(
+        x, residual, scale=scale, shift=shift, gate=shift
+    ),
     "samples": lambda x, weight, bias, residual: fusednorm.add_group_norm(x, residual, 2, weight, bias),
 }
-PARAMETERS = {"rows": (8,), "rms rows": (8,), "heads": (4, 8), "samples": (6,)}
+PARAMETERS = {"rows": (8,), "rms rows": (8,), "heads": (4, 8), "rows of samples": (4, 6, 8), "samples": (6,)}
 DIVISIONS = [
     ("rows", 0),
     ("rows", 2),
     ("rms rows", 1),
     ("heads", 1),
     ("heads", 2),
+    ("rows of samples", 1),
+    ("rows of samples", 2),
     ("samples", 0),
 ]
+DIVIDED_PARAMETERS = {("heads", 2): 0, ("rows of samples", 1): 1}
+"""The axis along which parameters are divided as x is."""
 
 
 @pytest.fixture
@@ -48,12 +55,12 @@ def test_each_rank_computes_its_part(name, axis, mesh):
     x, residual = torch.randn(2, *SHAPE)
     weight, bias = torch.randn(2, *PARAMETERS[name])
     wanted = outcome(name, (x, weight, bias, residual))
-    divides_heads = (name, axis) == ("heads", 2)
-    of_parameter, of_gradient = (Shard(0), Shard(0)) if divides_heads else (Replicate(), Partial())
+    divided = DIVIDED_PARAMETERS.get((name, axis))
+    of_parameter, of_gradient = (Replicate(), Partial()) if divided is None else (Shard(divided), Shard(divided))
     parts = []
     for rank in range(RANKS):
         local_x, local_residual = (tensor.chunk(RANKS, axis)[rank] for tensor in (x, residual))
-        local_parameters = [t.chunk(RANKS)[rank] if divides_heads else t for t in (weight, bias)]
+        local_parameters = [t if divided is None else t.chunk(RANKS, divided)[rank] for t in (weight, bias)]
         local = (local_x, *local_parameters, local_residual)
         placements = (Shard(axis), of_parameter, of_parameter, Shard(axis))
         given = [DTensor.from_local(t, mesh, [p]) for t, p in zip(local, placements, strict=True)]

@@ -20,6 +20,15 @@ def rows(name, x, w, b, r, activation="none"):
     return (y, h) if name.startswith("add_") else y
 
 
+def samples(name, x, w, b, r, activation="none"):
+    """Samples whose scale is w, and whose shift and gate are b."""
+    scale, shift = w.unsqueeze(-2), b.unsqueeze(-2)
+    h = r + shift * x
+    rms = "rms" in name
+    z = normalised(h, -1, 1e-6 if rms else 1e-5, centre=not rms)
+    return TORCH_ACTIVATIONS[activation](z * (1 + scale) + shift), h
+
+
 def groups(name, x, w, b, r, activation="none", scale=None, shift=None):
     h = x + r if name.startswith("add_") else x
     per_channel = (-1, *(1,) * (x.dim() - 2))
@@ -37,6 +46,7 @@ def formula(name):
     """What `norm_calls.CALLS[name]` computes, with the same arguments."""
 
     def call(x, w, b, r, **options):
-        return (groups if "group" in name else rows)(name, x, w, b, r, **options)
+        compute = groups if "group" in name else samples if "samples" in name else rows
+        return compute(name, x, w, b, r, **options)
 
     return call

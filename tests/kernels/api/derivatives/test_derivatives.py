@@ -42,7 +42,9 @@ def test_second_derivatives_of_scale_and_shift_match_finite_differences():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "add_rms_norm of heads", "add_group_norm"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "add_layer_norm", "add_rms_norm of heads", "add_layer_norm of samples", "add_group_norm"]
+)
 def test_second_derivatives_of_the_kernels_match_the_formula(name, dtype, device, on_kernels):
     tensors = inputs(name, device, dtype)
     wide = [t.detach().double().requires_grad_() for t in tensors]

@@ -29,7 +29,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "add_layer_norm of samples"])
 def test_transforms_of_functions(name, transform, float_device):
     device, dtype = float_device
     tensors = detached(name, device, dtype)
@@ -41,7 +41,7 @@ def test_transforms_of_functions(name, transform, float_device):
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "seed": 7}])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "add_layer_norm of samples"])
 def test_a_batch_is_what_its_samples_are_one_by_one(name, options, float_device):
     device, dtype = float_device
     x, w, b, r = detached(name, device, dtype)
