@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import layer_norm_forward, reference, rms_norm_forward
+from fusednorm import layer_norm_backward, layer_norm_forward, reference, rms_norm_forward
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
 
@@ -54,6 +54,18 @@ def test_float16_near_its_largest_value(cols, device):
     check(x)
     exact = reference.rms_norm_forward(x, precision=torch.float64).y
     assert_close_to_oracle(rms_norm_forward(x).y, exact.double(), exact)
+
+
+@pytest.mark.parametrize("cols", [16, 40])
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_a_tiles_rows_past_the_last_one_add_nothing_without_an_eps(cols, device):
+    x, dy, residual = torch.randn(3, 3, cols, device=device)
+    weight, scale, gate = torch.randn(3, cols, device=device)
+    call = {"eps": 0.0, "residual": residual, "scale": scale, "gate": gate}
+    actual = layer_norm_backward(dy, x, weight, weight, **call)
+    exact = reference.layer_norm_backward(dy, x, weight, weight, **call)
+    for name in ("dweight", "dbias", "dgate", "dscale"):
+        torch.testing.assert_close(getattr(actual, name), getattr(exact, name), rtol=1e-4, atol=1e-4)
 
 
 def test_one_element_rows_are_their_bias(device):

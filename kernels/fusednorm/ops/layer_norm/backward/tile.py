@@ -255,6 +255,9 @@ def layer_norm_backward_tile_kernel(
         else:
             mean, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
+            if ROWS > 1:
+                # A tile's rows past the last one have no variance: with an eps of 0, x_hat would be NaN there.
+                rstd = tl.where(row_mask, rstd, 0.0)
 
         x_hats = ()
         gs = ()
