@@ -20,7 +20,7 @@ NAMES = ("scale", "shift", "gate")
 def of_samples(x, axes, names=NAMES, *, between=False, padded=False, dtype=torch.float32):
     """Tensors of the first `axes` axes of x by name; `padded`: as parts of one wider tensor."""
     shape, cols = x.shape[:axes], x.shape[-1]
-    made = torch.randn(*shape, 6 * cols, dtype=dtype).chunk(6, -1)[1 : 1 + len(names)]
+    made = torch.randn(*shape, 6 * cols, dtype=dtype, device=x.device).chunk(6, -1)[1 : 1 + len(names)]
     if not padded:
         made = [each.contiguous() for each in made]
     wide = (*shape, *(1,) * (x.dim() - 1 - axes), cols)
@@ -29,14 +29,17 @@ def of_samples(x, axes, names=NAMES, *, between=False, padded=False, dtype=torch
 
 def check(op, x, modulations, *, affine=True, rtol=1e-5, atol=2e-5, **options):
     """Both passes, backward with saved statistics and without; a gate comes with a residual."""
-    cols = x.shape[-1]
-    parameters = [torch.randn(cols) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
+
+    def like(shape):
+        return torch.randn(shape, dtype=x.dtype, device=x.device)
+
+    parameters = [like(x.shape[-1:]) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
     options |= modulations
     of_backward = {}
     if "gate" in modulations:
-        options.setdefault("residual", torch.randn(x.shape))
-        of_backward["dresidual_out"] = torch.randn(x.shape)
-    dy = torch.randn(x.shape)
+        options.setdefault("residual", like(x.shape))
+        of_backward["dresidual_out"] = like(x.shape)
+    dy = like(x.shape)
     actual, exact = (
         getattr(library, f"{op}_forward")(x, *parameters, stats=True, **options, **precision)
         for library, precision in ((fusednorm, {}), (reference, {"precision": torch.float64}))
