@@ -92,6 +92,34 @@ def test_gradients_are_those_of_the_passes(options, residual, op, natively, pois
     assert added is None or torch.equal(added, residual_out)
 
 
+@pytest.mark.parametrize("op", OPS[:2])
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.float16])
+def test_gradients_of_samples_are_those_of_the_passes(of_residual, op, natively, poisoned):
+    x, dy, outside = torch.randn(3, 2, ROWS, COLS)
+    residual = torch.randn(2, ROWS, COLS).to(of_residual)
+    shift, scale, gate = (each.detach() for each in torch.randn(2, 6 * COLS).chunk(6, -1)[:3])
+    of_samples = {"scale": scale, "shift": shift, "gate": gate}
+    forward, backward, call = (
+        getattr(fusednorm, name) for name in (f"{op}_forward", f"{op}_backward", f"add_{op}")
+    )
+    forward(x, residual=residual, **of_samples)
+    made = forward(x, residual=residual, stats=True, **of_samples)
+    saved = {"rstd": made.rstd} if op == "rms_norm" else {"mean": made.mean, "rstd": made.rstd}
+    saved |= {"dresidual_out": outside.to(of_residual), "parameter_gradients": False}
+    wanted = backward(dy, x, residual=residual, **saved, **of_samples)
+    natively.runs = True
+    leaves = [each.requires_grad_() for each in (x, residual, scale, shift, gate)]
+    call(x, residual, **of_samples)  # Tells the extension what such a call consists of.
+    y, added = call(x, residual, **of_samples)
+    assert y.grad_fn.name() == "FusedNormBackward"
+    natively.launched.clear()
+    found = torch.autograd.grad((y, added), leaves, (dy, saved["dresidual_out"]))
+    assert natively.launched
+    gradients = wanted.dx, wanted.dresidual, wanted.dscale, wanted.dshift, wanted.dgate
+    for one, other in zip((y, added, *found), (made.y, made.residual_out, *gradients), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_results_may_be_changed_in_place(op, natively):
     norm = Norm(op, torch.float32)
