@@ -101,7 +101,7 @@ def _choose_forward(
     if has_residual:
         choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
     if is_modulated:
-        choices = chain(_iterate_entries_between(cols, tables.FORWARD_MODULATED[itemsize]), choices)
+        choices = chain(_iterate_entries_between(cols, tables.FORWARD_MODULATED[itemsize, has_residual]), choices)
     choice = next(choices)
     if isinstance(choice, LayerNormForwardResident) and has_residual:
         held = (

@@ -118,15 +118,29 @@ FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
 }
 
 # These entries replace those of FORWARD for rows of (first, last) columns with a scale or a shift for each sample,
-# which programs of several rows load less often.  Measured on an H100, x of 38 MB.
-FORWARD_MODULATED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
-    2: (
-        (1025, 1280, LayerNormForwardTile(2, 5, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.95-0.97
-        (1281, 1536, LayerNormForwardTile(2, 3, 512, num_warps=2)),  # 0.98
+# which persistent programs and those of several rows load less often.  Their keys are the size of an element, and
+# whether there is a residual.  Measured on an H100, x of 13 to 38 MB.
+FORWARD_MODULATED: dict[tuple[int, bool], tuple[tuple[int, int, ForwardConfig], ...]] = {
+    (2, False): (
+        (1025, 1280, LayerNormForwardTile(2, 5, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.90-0.97
+        (1281, 1536, LayerNormForwardTile(2, 3, 512, num_warps=2)),  # 0.96-0.98
         (1537, 2048, LayerNormForwardTile(1, 8, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.98
         (2049, 2560, LayerNormForwardTile(1, 10, 256, num_warps=1, stages=5, programs_per_sm=8)),  # 0.97
     ),
-    4: ((1025, 1280, LayerNormForwardTile(4, 5, 256, num_warps=4)),),  # 1.01
+    (2, True): (
+        (
+            1025,
+            1280,
+            LayerNormForwardResident(5, num_warps=1, programs_per_sm=24, prefetch_distance_per_sm=2),
+        ),  # 0.98
+        (
+            1281,
+            1536,
+            LayerNormForwardResident(3, num_warps=2, programs_per_sm=12, prefetch_distance_per_sm=1),
+        ),  # 0.97
+    ),
+    (4, False): ((1025, 1280, LayerNormForwardTile(4, 5, 256, num_warps=4)),),  # 1.01
+    (4, True): (),
 }
 
 BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
