@@ -86,6 +86,7 @@ RARE = (
     GroupNormVariant("residual other dtype", residual="other dtype"),
     GroupNormVariant("residual other layout", residual="other layout", stats=True),
     GroupNormVariant("relu", activation="relu"),
+    GroupNormVariant("leaky_relu", activation="leaky_relu"),
     GroupNormVariant("gelu", activation="gelu"),
     GroupNormVariant("gelu_tanh", activation="gelu_tanh"),
     GroupNormVariant("other dtypes", other_dtypes=True),

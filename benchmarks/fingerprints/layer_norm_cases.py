@@ -93,6 +93,7 @@ RARE = (
     LayerNormVariant("residual other dtype", residual="other dtype"),
     LayerNormVariant("residual other dtype stats", residual="other dtype", stats=True),
     LayerNormVariant("relu", activation="relu"),
+    LayerNormVariant("leaky_relu", activation="leaky_relu"),
     LayerNormVariant("gelu", activation="gelu"),
     LayerNormVariant("gelu_tanh", activation="gelu_tanh"),
     LayerNormVariant("other dtypes", other_dtypes=True),

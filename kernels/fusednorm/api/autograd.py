@@ -57,6 +57,7 @@ def layer_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -80,7 +81,8 @@ def layer_norm(
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
             these dtypes; None (default) for zeros.  Both have one shape.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
@@ -102,7 +104,7 @@ def layer_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
-    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
@@ -115,6 +117,7 @@ def rms_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -137,7 +140,8 @@ def rms_norm(
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
             these dtypes; None (default) for zeros.  Both have one shape.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
@@ -158,7 +162,7 @@ def rms_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
-    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return _dispatch_norm(values, x, weight, None, None, scale, shift, None)[0]
 
 
@@ -172,6 +176,7 @@ def group_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -191,9 +196,9 @@ def group_norm(
         weight: [C], any of these dtypes, on x's device; None (default) for ones.
         bias: [C], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
-        scale: [N, C], any of these dtypes; None (default) for zeros.
-        shift: [N, C], any of these dtypes; None (default) for zeros.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        scale, shift: [N, C], any of these dtypes; None (default) for zeros.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout of x.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -215,7 +220,7 @@ def group_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
-    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
     return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
@@ -231,6 +236,7 @@ def add_layer_norm(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
@@ -257,7 +263,8 @@ def add_layer_norm(
             these dtypes; None (default) for zeros.
         gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
             have one shape.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
@@ -279,7 +286,7 @@ def add_layer_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, gate))
 
 
@@ -294,6 +301,7 @@ def add_rms_norm(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
@@ -319,7 +327,8 @@ def add_rms_norm(
             these dtypes; None (default) for zeros.
         gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
             have one shape.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
 
@@ -341,7 +350,7 @@ def add_rms_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift, gate))
 
 
@@ -356,6 +365,7 @@ def add_group_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
@@ -376,9 +386,9 @@ def add_group_norm(
         weight: [C], any of these dtypes, on x's device; None (default) for ones.
         bias: [C], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
-        scale: [N, C], any of these dtypes; None (default) for zeros.
-        shift: [N, C], any of these dtypes; None (default) for zeros.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        scale, shift: [N, C], any of these dtypes; None (default) for zeros.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout of x.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -399,12 +409,12 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
-    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, None))
 
 
-_PLAIN = 0.0, "none", 0.0
-"""The values of weight_offset, activation and dropout in a call that uses none of these options."""
+_PLAIN = NormOptions("")[3:6], NormOptions("").negative_slope
+"""The values of weight_offset, activation and dropout, and of negative_slope, in a call that uses none of them."""
 
 
 def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
@@ -426,7 +436,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
         return _compute_nested_norm(NormOptions._make(values), NormInputs._make(tensors))
     observed = is_observed(*tensors)
     differentiated = not observed and is_differentiated(*tensors)
-    if x.is_cpu and not observed and residual is None and values[3:6] == _PLAIN and x.numel():
+    if x.is_cpu and not observed and residual is None and (values[3:6], values[7]) == _PLAIN and x.numel():
         norm = (
             plain_norms.try_torch_norm(values, tensors, differentiated)
             if select_library(values[0], x) is cpu

@@ -34,6 +34,7 @@ def group_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -63,7 +64,8 @@ def group_norm_forward(
         scale: [N, C], any of these dtypes, or None (default) for zeros; each sample's channels contiguous.
         shift: [N, C], any of these dtypes, or None (default) for zeros; with scale's stride between samples: both
             may be halves of one [N, 2 * C].
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  The mask counts a sample's elements in memory
             order, so it depends on the layout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -96,7 +98,7 @@ def group_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 32]))
     """
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
     tensors, kind = (x, weight, bias, residual, scale, shift, None), (values, out_dtype, stats)
     may_repeat = is_replayable(values)
     repeated = FORWARD.try_replay(tensors, kind, out) if may_repeat else None
@@ -142,6 +144,7 @@ def group_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -169,7 +172,7 @@ def group_norm_backward(
         dresidual_out: gradient of residual_out, added to dx: x's shape, any of these dtypes, contiguous or
             channels-last; None (default) for zeros.
         scale, shift: the forward pass's: [N, C], any of these dtypes, or None (default).
-        activation: the forward pass's, by name; default "none".
+        activation, negative_slope: the forward pass's; defaults "none" and 0.01.
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight and dbias; default True.
         out: tensors for the gradients, each with its shape, dtype and layout, in memory of its own; fields that
@@ -198,7 +201,7 @@ def group_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([64]))
     """
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
     tensors = x, weight, bias, residual, scale, shift, None, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)

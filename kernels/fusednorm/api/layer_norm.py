@@ -36,6 +36,7 @@ def layer_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -68,7 +69,8 @@ def layer_norm_forward(
             without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
@@ -99,7 +101,7 @@ def layer_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([8, 1024]), torch.Size([8]))
     """
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return _run_forward(values, (x, weight, bias, residual, scale, shift, gate), out_dtype, stats, out)
 
 
@@ -114,6 +116,7 @@ def rms_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -144,7 +147,8 @@ def rms_norm_forward(
             without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
@@ -175,7 +179,7 @@ def rms_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([8, 1024]), torch.Size([8]))
     """
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     return _run_forward(values, (x, weight, None, residual, scale, shift, gate), out_dtype, stats, out)
 
 
@@ -195,6 +199,7 @@ def layer_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -225,7 +230,7 @@ def layer_norm_backward(
         dresidual_out: gradient of residual_out, added to dh: x's shape, any of these dtypes; None (default) for
             zeros.
         scale, shift, gate: the forward pass's, or None (default).
-        activation: the forward pass's, by name; default "none".
+        activation, negative_slope: the forward pass's; defaults "none" and 0.01.
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight and dbias; default True.
         out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
@@ -253,7 +258,7 @@ def layer_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     tensors = x, weight, bias, residual, scale, shift, gate, mean, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
@@ -272,6 +277,7 @@ def rms_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -300,7 +306,7 @@ def rms_norm_backward(
         dresidual_out: gradient of residual_out, added to dh: x's shape, any of these dtypes; None (default) for
             zeros.
         scale, shift, gate: the forward pass's, or None (default).
-        activation: the forward pass's, by name; default "none".
+        activation, negative_slope: the forward pass's; defaults "none" and 0.01.
         dropout, seed: the forward pass's; defaults 0.0 and None.
         parameter_gradients: whether to compute dweight; default True.
         out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
@@ -328,7 +334,7 @@ def rms_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
     tensors = x, weight, None, residual, scale, shift, gate, None, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 

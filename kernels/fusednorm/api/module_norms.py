@@ -127,6 +127,7 @@ def compute_scripted_norm(
     eps: float | None,
     weight_offset: float,
     activation: str,
+    negative_slope: float,
     is_rms: bool,
 ) -> Tensor:
     """Compute LayerNorm or RMSNorm over normalized_shape in a module that TorchScript compiles.
@@ -144,11 +145,11 @@ def compute_scripted_norm(
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     if is_rms:
         y: Tensor = torch.ops.fusednorm.rms_norm(
-            rows, weight, None, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0
+            rows, weight, None, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0, negative_slope
         )[0]
     else:
         y = torch.ops.fusednorm.layer_norm(
-            rows, weight, bias, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0
+            rows, weight, bias, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0, negative_slope
         )[0]
     return y.view(x.shape)
 

@@ -13,7 +13,13 @@ from fusednorm.api.module_norms import (
     compute_rms_norm_module,
     compute_scripted_norm,
 )
-from fusednorm.arguments.checks import ActivationName, check_activation, check_weight_offset
+from fusednorm.arguments.checks import (
+    DEFAULT_SLOPE,
+    ActivationName,
+    check_activation,
+    check_weight_offset,
+    validate_negative_slope,
+)
 
 
 class _ActivationMixin(nn.Module):
@@ -22,10 +28,14 @@ class _ActivationMixin(nn.Module):
     #: Added to the weight; only for modules that normalise over the last axes.
     weight_offset: float = 0.0
 
-    def __init__(self, *args: Any, activation: ActivationName, **kwargs: Any) -> None:
+    #: leaky_relu's factor of negative values; here for modules that an earlier version pickled.
+    negative_slope: float = DEFAULT_SLOPE
+
+    def __init__(self, *args: Any, activation: ActivationName, negative_slope: float, **kwargs: Any) -> None:
         check_activation(activation)
+        slope = validate_negative_slope(negative_slope, activation)
         super().__init__(*args, **kwargs)
-        self.activation = activation
+        self.activation, self.negative_slope = activation, slope
 
     def extra_repr(self) -> str:
         """Return torch's text, followed by the options that torch's module does not have.
@@ -36,7 +46,9 @@ class _ActivationMixin(nn.Module):
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
-        return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
+        if self.activation != "none":
+            text += f", activation={self.activation!r}"
+        return text if self.activation != "leaky_relu" else f"{text}, negative_slope={self.negative_slope}"
 
 
 class _WeightOffsetMixin(_ActivationMixin):
@@ -71,12 +83,15 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         bias: whether there is a bias beside the weight; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
 
     Raises:
-        KernelInputError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        KernelInputError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
+            negative_slope is invalid.
 
     Examples:
         >>> import torch, fusednorm
@@ -95,6 +110,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         activation: ActivationName = "none",
+        negative_slope: float = 0.01,
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__(
@@ -105,6 +121,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
             device,
             dtype,
             activation=activation,
+            negative_slope=negative_slope,
             weight_offset=weight_offset,
         )
 
@@ -140,9 +157,10 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
                 shift=shift,
                 weight_offset=offset,
                 activation=activation,
+                negative_slope=self.negative_slope,
             )
         # TorchScript converts a tuple to a list.
-        options = eps, offset, activation, False
+        options = eps, offset, activation, self.negative_slope, False
         return compute_scripted_norm(input, shape, weight, bias, scale, shift, *options)  # type: ignore[arg-type]
 
 
@@ -163,12 +181,15 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
             16-bit x.
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
 
     Raises:
-        KernelInputError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        KernelInputError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
+            negative_slope is invalid.
 
     Examples:
         >>> import torch, fusednorm
@@ -186,6 +207,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         activation: ActivationName = "none",
+        negative_slope: float = 0.01,
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__(
@@ -195,6 +217,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
             device,
             dtype,
             activation=activation,
+            negative_slope=negative_slope,
             weight_offset=weight_offset,
         )
 
@@ -221,10 +244,18 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         offset, activation = self.weight_offset, self.activation
         if not is_scripting():
             return compute_rms_norm_module(
-                x, shape, weight, eps, scale=scale, shift=shift, weight_offset=offset, activation=activation
+                x,
+                shape,
+                weight,
+                eps,
+                scale=scale,
+                shift=shift,
+                weight_offset=offset,
+                activation=activation,
+                negative_slope=self.negative_slope,
             )
         # TorchScript converts a tuple to a list.
-        options = eps, offset, activation, True
+        options = eps, offset, activation, self.negative_slope, True
         return compute_scripted_norm(x, shape, weight, None, scale, shift, *options)  # type: ignore[arg-type]
 
 
@@ -246,10 +277,12 @@ class GroupNorm(_ActivationMixin, nn.GroupNorm):
         device, dtype: of the parameters; None (default) for torch's defaults.
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
             this argument (2.13).
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     Raises:
-        KernelInputError: activation is none of these.
+        KernelInputError: activation is none of these, or negative_slope is invalid.
         ValueError: num_groups does not divide num_channels.
         TypeError: bias is False, and torch's GroupNorm does not have it.
 
@@ -271,9 +304,12 @@ class GroupNorm(_ActivationMixin, nn.GroupNorm):
         *,
         bias: bool = True,
         activation: ActivationName = "none",
+        negative_slope: float = 0.01,
     ) -> None:
-        of_bias = {} if bias else {"bias": bias}
-        super().__init__(num_groups, num_channels, eps, affine, device, dtype, activation=activation, **of_bias)
+        options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}
+        if not bias:
+            options["bias"] = bias
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **options)
 
     if TYPE_CHECKING:
 
@@ -294,12 +330,21 @@ class GroupNorm(_ActivationMixin, nn.GroupNorm):
             KernelInputError: a shape, dtype or device is wrong.
             ModuleNotFoundError: a CUDA tensor without Triton installed.
         """
-        groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
+        groups, weight, bias, eps = self.num_groups, self.weight, self.bias, self.eps
+        activation, negative_slope = self.activation, self.negative_slope
         if not is_scripting():
             return compute_group_norm_module(
-                input, groups, weight, bias, eps, scale=scale, shift=shift, activation=activation
+                input,
+                groups,
+                weight,
+                bias,
+                eps,
+                scale=scale,
+                shift=shift,
+                activation=activation,
+                negative_slope=negative_slope,
             )
         y: Tensor = torch.ops.fusednorm.group_norm(
-            input, weight, bias, None, scale, shift, groups, eps, 0.0, activation, 0.0, 0
+            input, weight, bias, None, scale, shift, groups, eps, 0.0, activation, 0.0, 0, negative_slope
         )[0]
         return y

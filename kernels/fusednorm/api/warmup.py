@@ -60,7 +60,8 @@ def warmup(
         parameter_dtype: dtype of weight, bias, scale, shift and gate; None (default) for `dtype`.
         residual: whether calls have a residual, of `dtype`; default False.
         scale, shift, gate: whether calls have them; default False.  A gate needs a residual.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
+            kernels of "leaky_relu" serve any negative_slope.
         dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
         backward: whether to compile the backward passes too; default True.
         device: a CUDA device; None (default) for the current one.
@@ -135,7 +136,8 @@ def warmup_group_norm(
         parameter_dtype: dtype of weight, bias, scale and shift; None (default) for `dtype`.
         scale, shift: whether calls have them; default False.
         residual: whether calls have a residual, of `dtype`; default False.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
+            kernels of "leaky_relu" serve any negative_slope.
         dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
         backward: whether to compile the backward passes too; default True.
         device: a CUDA device; None (default) for the current one.

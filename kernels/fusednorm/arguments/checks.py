@@ -11,10 +11,13 @@ from typing import Any, Literal, get_args
 from fusednorm.arguments.arrays import FLOAT_DTYPES, Array, contiguous_strides, merge_axes
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
-ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+ActivationName = Literal["none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh"]
 """The names of activations, which may follow the affine step; gelu is by erf, gelu_tanh by tanh."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
+
+DEFAULT_SLOPE = 0.01
+"""The default of `negative_slope`, as in torch; other activations than leaky_relu allow no other value."""
 
 MAX_COLS = 2**30
 """The longest row: column numbers in kernels are 32-bit, also those of a block that extends past the row's end."""
@@ -29,6 +32,19 @@ def check_activation(name: str) -> None:
     """Raise KernelInputError unless there is an activation of that name."""
     if not (isinstance(name, str) and name in ACTIVATIONS):
         raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+
+
+def validate_negative_slope(negative_slope: float, activation: str) -> float:
+    """Check leaky_relu's slope and return it as a float, since a kernel is compiled for the types of its arguments.
+
+    Raises:
+        KernelInputError: the slope is not a finite number, or not the default with another activation.
+    """
+    if not ((type(negative_slope) is float or is_number(negative_slope)) and math.isfinite(negative_slope)):
+        raise KernelInputError(f"negative_slope must be a finite number, got {negative_slope!r}")
+    if negative_slope != DEFAULT_SLOPE and activation != "leaky_relu":
+        raise KernelInputError(f"negative_slope needs activation leaky_relu, got {activation!r}")
+    return float(negative_slope)
 
 
 def is_number(value: object) -> bool:

@@ -5,7 +5,13 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fusednorm.arguments.checks import check_activation, check_dropout, validate_eps
+from fusednorm.arguments.checks import (
+    DEFAULT_SLOPE,
+    check_activation,
+    check_dropout,
+    validate_eps,
+    validate_negative_slope,
+)
 from fusednorm.arguments.dropout import compute_dropout_threshold
 from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
 from fusednorm.results import A
@@ -13,7 +19,7 @@ from fusednorm.results import A
 _OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
 """The operations that have each option or tensor; a name that is not listed belongs to all operations."""
 
-OptionValues = tuple[str, int, float, float, str, float, int | None]
+OptionValues = tuple[str, int, float, float, str, float, int | None, float]
 """The values of `NormOptions` in their order, equal to it as a key.
 
 A replayed call needs no more; a named tuple would cost the host 0.5 us.
@@ -22,7 +28,8 @@ A replayed call needs no more; a named tuple would cost the host 0.5 us.
 
 def is_replayable(values: OptionValues) -> bool:
     """Return whether calls with these options may be replayed: a seed differs between calls."""
-    return not (values[-2] or values[-1])
+    _, _, _, _, _, dropout, seed, _ = values
+    return not (dropout or seed)
 
 
 class NormOptions(NamedTuple):
@@ -38,6 +45,7 @@ class NormOptions(NamedTuple):
         activation: the name of the function that follows the affine step.
         dropout: the probability of a zero.
         seed: the seed of dropout's mask.
+        negative_slope: the factor of negative values in leaky_relu.
     """
 
     op: str
@@ -47,6 +55,7 @@ class NormOptions(NamedTuple):
     activation: str = "none"
     dropout: float = 0.0
     seed: int | None = None
+    negative_slope: float = DEFAULT_SLOPE
 
     @property
     def is_rms(self) -> bool:
@@ -54,9 +63,10 @@ class NormOptions(NamedTuple):
         return self.op == "rms_norm"
 
     @property
-    def dropout_arguments(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale: the arguments of kernels that fuse dropout."""
-        return self.seed or 0, compute_dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+    def epilogue_arguments(self) -> tuple[int, int, float, float]:
+        """The last arguments of kernels with an epilogue: seed, threshold and scale of dropout, negative slope."""
+        threshold, scale = compute_dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+        return self.seed or 0, threshold, scale, self.negative_slope
 
     @property
     def constexprs(self) -> dict[str, object]:
@@ -66,7 +76,7 @@ class NormOptions(NamedTuple):
     @property
     def operator_arguments(self) -> tuple[Any, ...]:
         """The options as arguments of an operator."""
-        return *self[1:-1], self.seed or 0
+        return self._replace(seed=self.seed or 0)[1:]
 
     @property
     def statistics_options(self) -> "NormOptions":
@@ -83,14 +93,21 @@ class NormOptions(NamedTuple):
         """
         check_activation(self.activation)
         check_dropout(self.dropout, self.seed)
-        eps = validate_eps(self.eps)
-        return self if eps is self.eps else self._replace(eps=eps)
+        eps, slope = validate_eps(self.eps), validate_negative_slope(self.negative_slope, self.activation)
+        if eps is self.eps and slope is self.negative_slope:
+            return self
+        return self._replace(eps=eps, negative_slope=slope)
 
 
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int"}
 _TYPES = NormOptions.__annotations__.items()
 
-OPTIONS_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _TYPES if name != "op")
+_SCHEMA_DEFAULTS = {"negative_slope": f"={DEFAULT_SLOPE}"}
+"""The defaults of options that operators have had since a later version: saved graphs call them without."""
+
+OPTIONS_SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES[kind]} {name}{_SCHEMA_DEFAULTS.get(name, '')}" for name, kind in _TYPES if name != "op"
+)
 """The options in the schemas of operators."""
 
 

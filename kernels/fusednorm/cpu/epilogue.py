@@ -36,32 +36,37 @@ _GAIN = torch.tensor(2.0 * math.sqrt(2.0 / math.pi), dtype=torch.float64, device
 
 _aten: Any = torch.ops.aten
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu_,
-    "silu": lambda z: F.silu(z, inplace=True),
-    "gelu": lambda z: F.gelu(z, out=z),  # type: ignore[call-arg]
-    "gelu_tanh": lambda z: z.mul_(torch.addcmul(_GAIN, z, z, value=_CUBIC_GAIN).mul_(z).sigmoid_()),
+_ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "relu": lambda z, _: torch.relu_(z),
+    "leaky_relu": lambda z, negative_slope: F.leaky_relu(z, negative_slope, inplace=True),
+    "silu": lambda z, _: F.silu(z, inplace=True),
+    "gelu": lambda z, _: F.gelu(z, out=z),  # type: ignore[call-arg]
+    "gelu_tanh": lambda z, _: z.mul_(torch.addcmul(_GAIN, z, z, value=_CUBIC_GAIN).mul_(z).sigmoid_()),
 }
-_DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "relu": lambda z, dy: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=z),
-    "silu": lambda z, dy: _aten.silu_backward.grad_input(dy, z, grad_input=z),
-    "gelu": lambda z, dy: _aten.gelu_backward.grad_input(dy, z, grad_input=z),
-    "gelu_tanh": lambda z, dy: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=z),
+_DERIVATIVES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "relu": lambda z, dy, _: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=z),
+    "leaky_relu": lambda z, dy, negative_slope: _aten.leaky_relu_backward.grad_input(
+        dy, z, negative_slope, False, grad_input=z
+    ),
+    "silu": lambda z, dy, _: _aten.silu_backward.grad_input(dy, z, grad_input=z),
+    "gelu": lambda z, dy, _: _aten.gelu_backward.grad_input(dy, z, grad_input=z),
+    "gelu_tanh": lambda z, dy, _: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=z),
 }
 
 
-def activate_(z: Tensor, activation: str) -> Tensor:
+def activate_(z: Tensor, activation: str, negative_slope: float) -> Tensor:
     """Apply an activation to z in z's memory, and return z.
 
     Args:
         z: float32 or float64, in memory of its own without gaps.
     """
     if activation != "none":
-        _compute_in_vectors(_ACTIVATIONS[activation], z)
+        function = _ACTIVATIONS[activation]
+        _compute_in_vectors(lambda z: function(z, negative_slope), z)
     return z
 
 
-def backpropagate_activation_into_z_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+def backpropagate_activation_into_z_(dy: Tensor, z: Tensor, activation: str, negative_slope: float) -> Tensor:
     """Compute the gradient of z, dy * act'(z), in z's memory, and return z.
 
     Args:
@@ -69,12 +74,17 @@ def backpropagate_activation_into_z_(dy: Tensor, z: Tensor, activation: str) -> 
         z: float32 or float64, in memory of its own without gaps.
         activation: not "none".
     """
-    _compute_in_vectors(_DERIVATIVES[activation], z, dy)
+    derivative = _DERIVATIVES[activation]
+    _compute_in_vectors(lambda z, dy: derivative(z, dy, negative_slope), z, dy)
     return z
 
 
 def apply_epilogue_(
-    z: Tensor, activation: str, dropout: DropoutMask | None = None, mask: Tensor | None = None
+    z: Tensor,
+    activation: str,
+    negative_slope: float,
+    dropout: DropoutMask | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute dropout(act(z)) in z's memory, and return z.
 
@@ -84,7 +94,7 @@ def apply_epilogue_(
     """
     if activation == "none" and dropout is None:
         return z
-    activate_(z, activation)
+    activate_(z, activation, negative_slope)
     if dropout is not None and mask is not None:
         flat = z.view(-1)
         for part in split_range(z.numel()):
@@ -96,6 +106,7 @@ def backpropagate_epilogue(
     dy: Tensor,
     z: Tensor,
     activation: str,
+    negative_slope: float,
     dropout: DropoutMask | None = None,
     mask: Tensor | None = None,
     *,
@@ -121,7 +132,7 @@ def backpropagate_epilogue(
         if activation == "none":
             flat_dz[part] = gradient
         else:
-            backpropagate_activation_into_z_(gradient, flat_dz[part], activation)
+            backpropagate_activation_into_z_(gradient, flat_dz[part], activation, negative_slope)
     return dz
 
 

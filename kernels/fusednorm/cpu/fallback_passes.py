@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.arguments.checks import ACTIVATIONS, check_dropout, has_heads
+from fusednorm.arguments.checks import DEFAULT_SLOPE, check_dropout, has_heads
 from fusednorm.cpu import batch_invariant
-from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, is_valid_offset
+from fusednorm.cpu.supported_arguments import (
+    has_float_tensors,
+    is_valid_activation,
+    is_valid_eps,
+    is_valid_offset,
+)
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import convert_to_layout, is_in_layout
@@ -66,6 +71,7 @@ def _is_supported_by_batch_invariant(
     activation: str,
     dropout: float,
     seed: int | None,
+    negative_slope: float = DEFAULT_SLOPE,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     num_groups: int = 0,
@@ -101,8 +107,7 @@ def _is_supported_by_batch_invariant(
         is_laid_out
         and x.numel() > 0
         and is_valid_eps(eps)
-        and isinstance(activation, str)
-        and activation in ACTIVATIONS
+        and is_valid_activation(activation, negative_slope)
         and is_valid_offset(weight_offset, weight)
         and has_float_tensors(shape, x, *like_x.values())
         and has_float_tensors(of_parameters, weight, bias)

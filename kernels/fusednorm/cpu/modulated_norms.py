@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.arguments.checks import count_samples
+from fusednorm.arguments.checks import DEFAULT_SLOPE, count_samples
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
-from fusednorm.cpu.supported_arguments import has_float_tensors, is_zero_dropout
+from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_activation, is_zero_dropout
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
@@ -33,9 +33,9 @@ def compute_forward(
         computed: Forward = getattr(reference, f"{op}_forward")(x=x, stats=stats, **modulations, **arguments)
         return computed
     gated = _multiply_by_gate(x.float(), modulations, samples)
-    result: Forward = norm(x=gated, stats=stats, **arguments | {"activation": "none"})
+    result: Forward = norm(x=gated, stats=stats, **arguments | _NO_ACTIVATION)
     z = _modulate_(result.y.view(samples, -1, x.shape[-1]), modulations)
-    activate_(z, arguments["activation"])
+    activate_(z, arguments["activation"], arguments["negative_slope"])
     return result._replace(y=result.y.to(x.dtype))
 
 
@@ -47,14 +47,15 @@ def compute_backward(
     if not samples or not has_float_tensors(x.shape, dy):
         computed: Backward = getattr(reference, f"{op}_backward")(dy=dy, x=x, **modulations, **arguments)
         return computed
-    activation = arguments["activation"]
-    arguments["activation"] = "none"
+    activation, negative_slope = arguments["activation"], arguments["negative_slope"]
+    arguments |= _NO_ACTIVATION
     given = {name: arguments[name] for name in _FORWARD_ARGUMENTS if name in arguments}
     gated = _multiply_by_gate(x.float(), modulations, samples)
     z = forward(x=gated, **given).y.view(samples, -1, x.shape[-1])
     dz = dy.reshape(z.shape).float()
     if activation != "none":
-        dz = backpropagate_activation_into_z_(dz.contiguous(), _modulate_(z.clone(), modulations), activation)
+        modulated = _modulate_(z.clone(), modulations)
+        dz = backpropagate_activation_into_z_(dz.contiguous(), modulated, activation, negative_slope)
     gradients: dict[str, Tensor] = {}
     if "shift" in modulations:
         gradients["dshift"] = _sum_samples(dz, modulations["shift"])
@@ -73,7 +74,8 @@ def compute_backward(
     return result._replace(**gradients)
 
 
-_FORWARD_ARGUMENTS = ("weight", "bias", "eps", "weight_offset", "residual", "activation")
+_FORWARD_ARGUMENTS = ("weight", "bias", "eps", "weight_offset", "residual", "activation", "negative_slope")
+_NO_ACTIVATION = {"activation": "none", "negative_slope": DEFAULT_SLOPE}
 
 
 def _count_samples(x: Tensor, modulations: Modulations, arguments: dict[str, Any]) -> int:
@@ -81,6 +83,8 @@ def _count_samples(x: Tensor, modulations: Modulations, arguments: dict[str, Any
     if not all(has_float_tensors(each.shape, each) for each in modulations.values()):
         return 0
     if not (is_zero_dropout(arguments["dropout"]) and has_float_tensors(x.shape, x) and x.numel()):
+        return 0
+    if not is_valid_activation(arguments["activation"], arguments["negative_slope"]):
         return 0
     if "gate" in modulations and not _has_float_residual(x, arguments["residual"]):
         return 0

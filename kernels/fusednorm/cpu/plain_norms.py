@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.checks import DEFAULT_SLOPE
 from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import torch_group_norm, torch_row_norms
 from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, to_float32
@@ -23,7 +24,7 @@ def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradien
     `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.  The last
     argument is as in `try_layer_norm`.
     """
-    op, num_groups, eps, _, _, _, _ = values
+    op, num_groups, eps, *_ = values
     x, weight, bias, *others = tensors
     if any(tensor is not None for tensor in others):
         return None
@@ -83,7 +84,7 @@ def try_group_norm(
     """
     if needs_gradient and weight is None and (bias is not None or x.dtype != torch.float32):
         return None
-    if not torch_group_norm.can_compute(x, num_groups, weight, bias, None, eps, "none", 0.0):
+    if not torch_group_norm.can_compute(x, num_groups, weight, bias, None, eps, "none", DEFAULT_SLOPE, 0.0):
         return None
     weight, bias = to_float32(weight), to_float32(bias)
     if x.is_contiguous():

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import ACTIVATIONS
+from fusednorm.arguments.checks import check_activation, validate_negative_slope
+from fusednorm.errors import KernelInputError
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 Shape = tuple[int, ...]
@@ -29,11 +30,19 @@ def is_zero_dropout(dropout: float) -> bool:
     return type(dropout) in (float, int) and dropout == 0.0
 
 
-def has_torch_options(eps: float, activation: str, dropout: float) -> bool:
+def is_valid_activation(activation: str, negative_slope: float) -> bool:
+    """Return whether there is an activation of that name, and it takes that slope."""
+    try:
+        check_activation(activation)
+        validate_negative_slope(negative_slope, activation)
+    except KernelInputError:
+        return False
+    return True
+
+
+def has_torch_options(eps: float, activation: str, negative_slope: float, dropout: float) -> bool:
     """Return whether eps and activation are valid and there is no dropout, as torch's norms need."""
-    return (
-        is_valid_eps(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero_dropout(dropout)
-    )
+    return is_valid_eps(eps) and is_valid_activation(activation, negative_slope) and is_zero_dropout(dropout)
 
 
 def is_valid_offset(weight_offset: float, weight: Tensor | None) -> bool:

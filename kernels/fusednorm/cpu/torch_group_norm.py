@@ -35,6 +35,7 @@ def can_compute(
     residual: Tensor | None,
     eps: float,
     activation: str,
+    negative_slope: float,
     dropout: float,
 ) -> bool:
     """Return whether torch's GroupNorm kernels support a call; if not, `fallback_passes` computes the call.
@@ -43,7 +44,7 @@ def can_compute(
     """
     shape = x.shape
     return (
-        has_torch_options(eps, activation, dropout)
+        has_torch_options(eps, activation, negative_slope, dropout)
         and len(shape) > 1
         and type(num_groups) is int
         and num_groups > 0
@@ -73,6 +74,7 @@ def group_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     stats: bool = False,
@@ -81,7 +83,8 @@ def group_norm_forward(
 
     Arguments and results are those of `fusednorm.reference.group_norm_forward`.
     """
-    options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
+    options: dict[str, Any] = {"eps": eps, "activation": activation, "negative_slope": negative_slope}
+    options["dropout"] = dropout
     computed = None
     can_compute_call = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
     if can_compute_call:
@@ -95,7 +98,7 @@ def group_norm_forward(
         return fallback_passes.compute_fallback_forward("group_norm", **options, **more)
     z, mean, rstd = computed
     return Forward(
-        activate_(z, activation).to(x.dtype),
+        activate_(z, activation, negative_slope).to(x.dtype),
         mean if stats else None,
         rstd if stats else None,
         None if residual is None else h.to(x.dtype),
@@ -117,6 +120,7 @@ def group_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -126,7 +130,8 @@ def group_norm_backward(
     Arguments and results are those of `fusednorm.reference.group_norm_backward`.  torch's kernels need the
     saved statistics.
     """
-    options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
+    options: dict[str, Any] = {"eps": eps, "activation": activation, "negative_slope": negative_slope}
+    options["dropout"] = dropout
     can_compute_call = (
         can_compute(x, num_groups, weight, bias, residual, **options)
         and has_float_tensors(x.shape, dy, dresidual_out)
@@ -154,7 +159,7 @@ def group_norm_backward(
     factor = make_ones(c) if weight is None else to_float32(weight)
     if activation != "none":
         z = torch.native_group_norm(h, factor, to_float32(bias), n, c, positions, num_groups, eps)[0]
-        gradient = backpropagate_activation_into_z_(gradient, z, activation)
+        gradient = backpropagate_activation_into_z_(gradient, z, activation, negative_slope)
     wanted = [parameter_gradients and parameter is not None for parameter in (weight, bias)]
     dx, dweight, dbias = _backward_of_torch(
         gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]

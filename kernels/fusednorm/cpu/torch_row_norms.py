@@ -35,6 +35,7 @@ def can_compute(
     eps: float,
     weight_offset: float,
     activation: str,
+    negative_slope: float,
     dropout: float,
 ) -> bool:
     """Return whether torch's kernels support a call over rows; if not, `fallback_passes` computes the call.
@@ -43,7 +44,7 @@ def can_compute(
     """
     shape = x.shape
     return (
-        has_torch_options(eps, activation, dropout)
+        has_torch_options(eps, activation, negative_slope, dropout)
         and has_float_tensors(shape, x, residual)
         and has_float_tensors(shape[-1:], weight, bias)
         and is_valid_offset(weight_offset, weight)
@@ -65,6 +66,7 @@ def layer_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     stats: bool = False,
@@ -73,7 +75,8 @@ def layer_norm_forward(
 
     Arguments and results are those of `fusednorm.reference.layer_norm_forward`.
     """
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
     if modulations:
         more: dict[str, Any] = {
@@ -101,7 +104,7 @@ def layer_norm_forward(
             factor = make_ones(x.shape[-1])
     y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
     return Forward(
-        activate_(y, activation).to(x.dtype),
+        activate_(y, activation, negative_slope).to(x.dtype),
         mean.squeeze_(-1) if stats else None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _cast_sum(h, residual),
@@ -119,6 +122,7 @@ def rms_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     stats: bool = False,
@@ -127,7 +131,8 @@ def rms_norm_forward(
 
     Arguments and results are those of `fusednorm.reference.rms_norm_forward`.
     """
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
     if modulations:
         more: dict[str, Any] = {"weight": weight, "residual": residual, "dropout": dropout, "seed": seed}
@@ -150,7 +155,7 @@ def rms_norm_forward(
     if factor is not None:
         y.mul_(factor)
     return Forward(
-        activate_(y, activation).to(x.dtype),
+        activate_(y, activation, negative_slope).to(x.dtype),
         None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _cast_sum(h, residual),
@@ -173,6 +178,7 @@ def layer_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -182,7 +188,8 @@ def layer_norm_backward(
     Arguments and results are those of `fusednorm.reference.layer_norm_backward`.  torch's kernels need the
     saved statistics.
     """
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
     if modulations:
         more: dict[str, Any] = {"weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "residual": residual}
@@ -210,7 +217,7 @@ def layer_norm_backward(
         h, gradient, centre, inverse = piece
         if activation != "none":
             z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
-            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation, negative_slope)
         gradients.write_chunk(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
     return gradients.get_result()
 
@@ -229,6 +236,7 @@ def rms_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -240,7 +248,8 @@ def rms_norm_backward(
 
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
+    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
     if modulations:
         more: dict[str, Any] = {
@@ -275,7 +284,7 @@ def rms_norm_backward(
             z = (h * inverse).contiguous()
             if factor is not None:
                 z.mul_(factor)
-            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation, negative_slope)
         dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
         gradients.write_chunk(dx, dweight, None)

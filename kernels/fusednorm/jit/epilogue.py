@@ -42,10 +42,15 @@ def _compute_sigmoid_pair(z):
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
-    """Apply the activation to a float32 tile of any shape; ACTIVATION "none" returns z."""
+def activate(z, negative_slope, ACTIVATION: tl.constexpr):
+    """Apply the activation to a float32 tile of any shape; ACTIVATION "none" returns z.
+
+    `negative_slope` is leaky_relu's, float32.
+    """
     if ACTIVATION == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(z > 0.0, z, z * negative_slope)
     elif ACTIVATION == "silu":
         return z * sigmoid(z)
     elif ACTIVATION == "gelu":
@@ -66,7 +71,7 @@ def approximate_tanh(x):
 
 
 @triton.jit
-def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def activate_for_dtype(z, negative_slope, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Apply the activation to a float32 tile, as exactly as a result in DTYPE needs.
 
     For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less
@@ -80,14 +85,16 @@ def activate_for_dtype(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
         half = z * 0.5
         return half * approximate_tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI) + half
     else:
-        return activate(z, ACTIVATION)
+        return activate(z, negative_slope, ACTIVATION)
 
 
 @triton.jit
-def differentiate_activation(z, ACTIVATION: tl.constexpr):
+def differentiate_activation(z, negative_slope, ACTIVATION: tl.constexpr):
     """Compute the activation's derivative at z, in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(z > 0.0, 1.0, negative_slope)
     elif ACTIVATION == "silu":
         s, rest = _compute_sigmoid_pair(z)
         return s + z * (s * rest)
@@ -151,6 +158,7 @@ def apply_epilogue(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
@@ -158,7 +166,7 @@ def apply_epilogue(
 
     `row` is [ROWS, 1] int64; `first_col` is the tile's first column, a multiple of 4 if there is dropout.
     """
-    y = activate(y, ACTIVATION)
+    y = activate(y, negative_slope, ACTIVATION)
     if DROPOUT:
         keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
         y = tl.where(keep, y * dropout_scale, 0.0)

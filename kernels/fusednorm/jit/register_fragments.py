@@ -178,7 +178,7 @@ def _standardise(h, mean, scaled_shift, rstd):
 @triton.jit
 def store_normalised_chunk(
     h, weights, biases, scales, shifts, i: tl.constexpr, y_ptr, y_at, fragment_cols, row, first_col,
-    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
@@ -212,6 +212,7 @@ def store_normalised_chunk(
             seed,
             dropout_threshold,
             dropout_scale,
+            negative_slope,
             ACTIVATION,
             DROPOUT,
         )
@@ -223,7 +224,7 @@ def store_normalised_chunk(
 def store_normalised_fragment(
     chunks, residuals, weight_ptr, bias_ptr, parameter_at, scale_ptr, shift_ptr, modulation_at,
     y_ptr, y_at, fragment_cols, row, first_col,
-    mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+    mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
@@ -255,7 +256,7 @@ def store_normalised_fragment(
         store_normalised_chunk(
             add_residual_chunk(chunks, residuals, i), these_weights, these_biases, these_scales, these_shifts,
             i, y_ptr, y_at, fragment_cols, row, first_col,
-            mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+            mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
             FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
         )  # fmt: skip
 

@@ -90,6 +90,7 @@ def layer_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -106,12 +107,11 @@ def layer_norm_forward(
         x: [..., cols], float32, float16, bfloat16 or float64, any strides.
         weight: [cols], any of these dtypes, or None for ones; or [heads, cols] for x [..., heads, cols].
         bias: like weight, or None for zeros.
-        eps: added to the variance; at least 0 and finite.
-        weight_offset: 0 or 1.
+        eps, weight_offset: added to the variance, at least 0 and finite; and to the weight, 0 or 1.
         residual: in x's shape, any of these dtypes.
         scale, shift, gate: of each sample, [*x.shape[:k], cols] with axes of one element between or without, any of
             these dtypes; None for zeros, and ones in place of gate.  A gate needs a residual.
-        activation: one of `checks.ACTIVATIONS`.
+        activation, negative_slope: one of `checks.ACTIVATIONS`, and leaky_relu's factor of negative values.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
         out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.
@@ -129,7 +129,7 @@ def layer_norm_forward(
     view = _check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
-    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
@@ -144,6 +144,7 @@ def rms_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -160,7 +161,7 @@ def rms_norm_forward(
     view = _check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
-    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
     return _compute_forward(view, x, weight, None, residual, options, out_dtype, stats)
 
 
@@ -175,6 +176,7 @@ def group_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -191,11 +193,10 @@ def group_norm_forward(
     Args:
         x: [N, C, *spatial], contiguous or channels-last by its strides; results keep that layout.
         num_groups: divides C.
-        weight: [C], or None for ones.
-        bias: [C], or None for zeros.
+        weight, bias: [C], or None for ones and zeros.
         scale, shift: [N, C], or None for zeros: adaptive GroupNorm, an affine step per sample after the common one.
         stats: whether to return mean and rstd, [N, num_groups] each.
-        eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
+        eps, residual, activation, negative_slope, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
     Raises:
         KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
@@ -203,7 +204,7 @@ def group_norm_forward(
     """
     check_result_dtype(out_dtype, float8=False)
     view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
@@ -223,6 +224,7 @@ def layer_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -239,8 +241,7 @@ def layer_norm_backward(
         mean, rstd: [...], float32 or float64, from the forward pass; computed again unless both are passed.
         dresidual_out: the gradient of residual_out, in x's shape.
         parameter_gradients: whether dweight and dbias are wanted.
-        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward, and also
-            scale, shift and gate.
+        Everything else: as in forward.
 
     Raises:
         KernelInputError: as in forward.
@@ -248,7 +249,7 @@ def layer_norm_backward(
     view = _check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
-    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
@@ -267,6 +268,7 @@ def rms_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -279,7 +281,7 @@ def rms_norm_backward(
     view = _check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
-    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
     result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
@@ -299,6 +301,7 @@ def group_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: ActivationName = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -313,7 +316,7 @@ def group_norm_backward(
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
     view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
@@ -434,7 +437,7 @@ def _compute_forward(
     h = _add_residual(view, x, residual)
     centred, mean, rstd = _compute_statistics(view, h, options.eps)
     z = _apply_modulation(view, _apply_affine(view, centred * rstd, weight, bias))
-    y = activation_of(options.activation).apply(z)
+    y = activation_of(options.activation, options.negative_slope).apply(z)
     if options.dropout:
         y = y * _compute_dropout_factors(view, options, x.device)
     y_scale = None
@@ -481,7 +484,7 @@ def _compute_backward(
         dz = dz * _compute_dropout_factors(view, options, x.device)
     if options.activation != "none":
         z = _apply_modulation(view, _apply_affine(view, xhat, weight, bias))
-        dz = dz * activation_of(options.activation).derivative(z)
+        dz = dz * activation_of(options.activation, options.negative_slope).derivative(z)
 
     dshift = None if shift is None else _sum_sample_gradient(view, dz, shift)
     dscale = (

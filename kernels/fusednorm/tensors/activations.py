@@ -5,12 +5,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fusednorm.arguments.checks import check_activation
+from fusednorm.arguments.checks import DEFAULT_SLOPE, check_activation
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
@@ -20,7 +22,7 @@ class Activation(NamedTuple):
 
     Attributes:
         apply: act(z).
-        derivative: act'(z); relu's is 0 at 0.
+        derivative: act'(z); relu's is 0 at 0, and leaky_relu's its slope.
     """
 
     apply: Callable[[Tensor], Tensor]
@@ -29,6 +31,10 @@ class Activation(NamedTuple):
 
 def _relu_derivative(z: Tensor) -> Tensor:
     return (z > 0).to(z.dtype)
+
+
+def _leaky_relu_derivative(z: Tensor, negative_slope: float) -> Tensor:
+    return torch.ones_like(z).where(z > 0, negative_slope)
 
 
 def _silu(z: Tensor) -> Tensor:
@@ -68,11 +74,16 @@ _FUNCTIONS = {
 }
 
 
-def activation_of(name: str) -> Activation:
+def activation_of(name: str, negative_slope: float = DEFAULT_SLOPE) -> Activation:
     """Return the function and the derivative of the activation with this name.
 
     Raises:
         KernelInputError: there is no such activation.
     """
     check_activation(name)
+    if name == "leaky_relu":
+        return Activation(
+            partial(F.leaky_relu, negative_slope=negative_slope),
+            partial(_leaky_relu_derivative, negative_slope=negative_slope),
+        )
     return _FUNCTIONS[name]

@@ -74,7 +74,9 @@ SCRIPTED = {
     "layer_norm": (fusednorm.LayerNorm(8, activation="silu"), (3, 8)),
     "layer_norm of two axes": (fusednorm.LayerNorm((4, 8), elementwise_affine=False), (3, 4, 8)),
     "rms_norm": (fusednorm.RMSNorm(8, weight_offset=1.0), (3, 8)),
+    "layer_norm with a slope": (fusednorm.LayerNorm(8, activation="leaky_relu", negative_slope=-0.5), (3, 8)),
     "group_norm": (fusednorm.GroupNorm(2, 4), (3, 4, 8)),
+    "group_norm with a slope": (fusednorm.GroupNorm(2, 4, activation="leaky_relu", negative_slope=-0.5), (3, 4, 8)),
 }
 
 
@@ -92,4 +94,4 @@ def test_scripted_modules_compute_and_are_saved(case):
         got, want = (torch.autograd.grad(each(x).sin().sum(), x) for each in (module, norm))
         torch.testing.assert_close(got, want)
     with pytest.raises((RuntimeError, torch.jit.Error), match=r"x must end in normalized_shape|divide C"):
-        scripted(x[..., 1:] if case != "group_norm" else x[:, 1:])
+        scripted(x[..., 1:] if "group" not in case else x[:, 1:])

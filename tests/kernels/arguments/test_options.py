@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.arguments.options import NormOptions, collect_arguments, is_replayable
+from fusednorm.arguments.options import OPTIONS_SCHEMA, NormOptions, collect_arguments, is_replayable
 
 X = torch.zeros(2, 4)
 
@@ -18,7 +18,7 @@ X = torch.zeros(2, 4)
     ],
 )
 def test_an_operation_takes_its_own_arguments(op, names):
-    common = {"x", "residual", "eps", "activation", "dropout", "seed"}
+    common = {"x", "residual", "eps", "activation", "negative_slope", "dropout", "seed"}
     arguments = collect_arguments(op, NormInputs(X), NormOptions(op))
     assert arguments.keys() == names | common
 
@@ -30,7 +30,7 @@ def test_the_statistics_of_rms_norm_are_rstd_alone():
 
 def test_plain_tuples_of_the_same_values_are_the_same_key():
     options = NormOptions("layer_norm", eps=1e-3, activation="silu")
-    assert {options: 1}[("layer_norm", 0, 1e-3, 0.0, "silu", 0.0, None)] == 1
+    assert {options: 1}[("layer_norm", 0, 1e-3, 0.0, "silu", 0.0, None, 0.01)] == 1
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,29 @@ def test_calls_with_a_seed_are_not_repeatable(changed, repeatable):
 
 
 def test_checked_options_have_the_types_of_kernels():
-    assert type(NormOptions("layer_norm", eps=1).validate().eps) is float
+    options = NormOptions("layer_norm", eps=1, activation="leaky_relu", negative_slope=0).validate()
+    assert type(options.eps) is type(options.negative_slope) is float
+
+
+def test_operators_take_a_slope_after_the_options_of_saved_graphs():
+    assert OPTIONS_SCHEMA.endswith("int seed, float negative_slope=0.01")
 
 
 @pytest.mark.parametrize(
-    "changed", [{"eps": -1.0}, {"activation": "tanh"}, {"dropout": 1.0}, {"dropout": 0.5}, {"seed": 0.5}]
+    "changed",
+    [
+        {"eps": -1.0},
+        {"activation": "tanh"},
+        {"dropout": 1.0},
+        {"dropout": 0.5},
+        {"seed": 0.5},
+        {"negative_slope": 0.2},
+        {"activation": "relu", "negative_slope": 0.2},
+        {"activation": "leaky_relu", "negative_slope": float("nan")},
+        {"activation": "leaky_relu", "negative_slope": float("inf")},
+        {"activation": "leaky_relu", "negative_slope": "0.2"},
+        {"activation": "leaky_relu", "negative_slope": True},
+    ],
 )
 def test_wrong_options_are_refused(changed):
     with pytest.raises(fusednorm.KernelInputError):

@@ -6,6 +6,7 @@ from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.cpu import epilogue
 from fusednorm.tensors.activations import activation_of
 
+SLOPE = 0.25
 NAMES = sorted(set(ACTIVATIONS) - {"none"})
 
 
@@ -19,7 +20,8 @@ def threads(request):
 
 def computed(name, z, dy):
     """The activation and the gradient of z."""
-    return epilogue.activate_(z.clone(), name), epilogue.backpropagate_activation_into_z_(dy, z.clone(), name)
+    gradient = epilogue.backpropagate_activation_into_z_(dy, z.clone(), name, SLOPE)
+    return epilogue.activate_(z.clone(), name, SLOPE), gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -40,10 +42,10 @@ def test_values_are_those_of_the_formulas(name):
     z, dy = torch.randn(2, 3, 5, 7, 9, dtype=torch.float64)
     z, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (z, dy))
     activated, gradient = computed(name, z, dy)
-    torch.testing.assert_close(activated, activation_of(name).apply(z))
-    torch.testing.assert_close(gradient, dy * activation_of(name).derivative(z))
+    torch.testing.assert_close(activated, activation_of(name, SLOPE).apply(z))
+    torch.testing.assert_close(gradient, dy * activation_of(name, SLOPE).derivative(z))
 
 
 def test_without_an_activation_nothing_is_computed():
     z = torch.randn(5)
-    assert epilogue.activate_(z, "none") is z
+    assert epilogue.activate_(z, "none", SLOPE) is z

@@ -74,7 +74,9 @@ def known(natively, norm, outside=None):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"activation": "silu", "eps": 1e-3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "silu", "eps": 1e-3}, {"activation": "leaky_relu", "negative_slope": -0.75}]
+)
 def test_gradients_are_those_of_the_passes(options, residual, op, natively, poisoned):
     norm = Norm(op, residual, **options)
     y, residual_out, gradients = known(natively, norm)

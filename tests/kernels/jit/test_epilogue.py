@@ -15,13 +15,13 @@ def _apply_kernel(result_ptr, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
     at = tl.arange(0, 16)
     z = tl.load(result_ptr + at)
     if FUNCTION == "activate":
-        y = activate(z, ACTIVATION)
+        y = activate(z, 0.25, ACTIVATION)
     elif FUNCTION == "activate_for_dtype":
-        y = activate_for_dtype(z, tl.bfloat16, ACTIVATION)
+        y = activate_for_dtype(z, 0.25, tl.bfloat16, ACTIVATION)
     elif FUNCTION == "differentiate_activation":
-        y = differentiate_activation(z, ACTIVATION)
+        y = differentiate_activation(z, 0.25, ACTIVATION)
     else:
-        y = backpropagate_scaled_epilogue(z, z, 1.0, 0.0, 0, at, 0, 0, 1.0, ACTIVATION, False, 2.0)
+        y = backpropagate_scaled_epilogue(z, z, 1.0, 0.0, 0, at, 0, 0, 1.0, 0.25, ACTIVATION, False, 2.0)
     tl.store(result_ptr + at, y)
 
 

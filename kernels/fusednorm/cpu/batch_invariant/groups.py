@@ -25,6 +25,7 @@ def group_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -45,7 +46,9 @@ def group_norm_forward(
         z, centre, inverse = piece.normalise(h, weight, bias, eps)
         del h
         z = _modulate_(z, piece.compute_scale_factor(scale), piece.slice_modulation(shift))
-        y.write_chunk(piece, apply_epilogue_(z, activation, cut.dropout, piece.compute_dropout_mask()))
+        y.write_chunk(
+            piece, apply_epilogue_(z, activation, negative_slope, cut.dropout, piece.compute_dropout_mask())
+        )
         del z
         if cut.is_single_chunk and stats:
             mean, rstd = centre, inverse
@@ -69,6 +72,7 @@ def group_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
@@ -97,6 +101,7 @@ def group_norm_backward(
             piece.slice_planes(dy),
             modulated,
             activation,
+            negative_slope,
             cut.dropout,
             piece.compute_dropout_mask(),
             overwrites_z=True,

@@ -42,6 +42,7 @@ def layer_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -60,7 +61,9 @@ def layer_norm_forward(
     if is_float32 and x.ndim == 2 and not weight_offset and _is_small_result(x):
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], to_float32(weight), to_float32(bias), eps)
         if drop is not None or activation != "none":
-            y = apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, slice(0, len(x))))
+            y = apply_epilogue_(
+                y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, slice(0, len(x)))
+            )
         return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     modulation, heads = RowModulation(x, scale, shift, gate), _count_own_heads(x, weight, bias)
@@ -73,7 +76,10 @@ def layer_norm_forward(
             _apply_affine_(y, w.slice_heads(piece), b.slice_heads(piece))
         modulation.apply_(y, piece)
         out.write_chunk(
-            piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd
+            piece,
+            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, piece)),
+            mean,
+            rstd,
         )
         del y
     return out.get_result()
@@ -90,6 +96,7 @@ def rms_norm_forward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -112,7 +119,10 @@ def rms_norm_forward(
         _apply_affine_(y, w.get_for_rows(piece), None)
         modulation.apply_(y, piece)
         out.write_chunk(
-            piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd
+            piece,
+            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, piece)),
+            None,
+            rstd,
         )
         del y
     return out.get_result()
@@ -134,6 +144,7 @@ def layer_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
@@ -157,7 +168,9 @@ def layer_norm_backward(
         dropout_mask = _compute_dropout_mask(drop, x, piece)
         # The norm itself is needed again only if it is modulated.
         modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
-        dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=True)
+        dz = backpropagate_epilogue(
+            dy[piece], modulated, activation, negative_slope, drop, dropout_mask, overwrites_z=True
+        )
         del modulated, dropout_mask
         dz = of_samples.add_affine_chunk(piece, dz, z)
         del z
@@ -198,6 +211,7 @@ def rms_norm_backward(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "none",
+    negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Backward:
@@ -220,7 +234,9 @@ def rms_norm_backward(
         dropout_mask = _compute_dropout_mask(drop, x, piece)
         modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
         is_new = modulated is not xhat
-        dz = backpropagate_epilogue(dy[piece], modulated, activation, drop, dropout_mask, overwrites_z=is_new)
+        dz = backpropagate_epilogue(
+            dy[piece], modulated, activation, negative_slope, drop, dropout_mask, overwrites_z=is_new
+        )
         del modulated, dropout_mask
         dz = of_samples.add_affine_chunk(piece, dz, z)
         del z

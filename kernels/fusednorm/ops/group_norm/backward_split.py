@@ -124,7 +124,7 @@ def _compute_sample_offsets(start, at, position_step, element_step, LAST: tl.con
 @triton.jit
 def sum_fragment_gradients(
     dy_ptr, x_ptr, residual_ptr, sample, channel, first, fragments, hw, c, lane_coordinates,
-    mean, slope, rstd, offset, dropout,
+    mean, slope, rstd, offset, epilogue,
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def sum_fragment_gradients(
         sample, channel, first: sample, channel and position at which the first fragment starts.
         fragments: the number of consecutive fragments.
         lane_coordinates: the argument `lane_coordinates` of `_load_fragment`.
-        dropout: seed, threshold and scale.
+        epilogue: seed, threshold and scale of dropout, and the negative slope.
     """
     RUN: tl.constexpr = CHUNKS * STEP
     sum_dz = tl.zeros((LANES, WIDTH), tl.float32)
@@ -160,7 +160,7 @@ def sum_fragment_gradients(
                 tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2],
                 mean, slope * rstd, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
-                dropout[0], dropout[1], dropout[2], EVEN, ACTIVATION, DROPOUT, GAIN,
+                epilogue[0], epilogue[1], epilogue[2], epilogue[3], EVEN, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             if WIDTH == 1:
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
@@ -174,7 +174,7 @@ def sum_fragment_gradients(
 @triton.jit
 def store_fragment_gradients(
     dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, fragments, hw, c,
-    lane_coordinates, mean, scale, offset, constant, factor, dropout,
+    lane_coordinates, mean, scale, offset, constant, factor, epilogue,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def store_fragment_gradients(
                 tiles, i, lane_coordinates[1] + i * STEP, left, lane_coordinates[2],
                 mean, scale, offset, sample.to(tl.int64),
                 _compute_sample_offsets(start - sample * c * hw, at, i * STEP, i * step, LAST),
-                dropout[0], dropout[1], dropout[2], True, ACTIVATION, DROPOUT, GAIN,
+                epilogue[0], epilogue[1], epilogue[2], epilogue[3], True, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             store_tile_gradient(
                 centred, dz, dx_ptr, dresidual_outs[i : i + 1], start + i * step + at,

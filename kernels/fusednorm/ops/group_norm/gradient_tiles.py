@@ -41,6 +41,7 @@ def backpropagate_scaled_epilogue(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -56,7 +57,8 @@ def backpropagate_scaled_epilogue(
     if ACTIVATION == "none":
         return dy
     elif GAIN == 1.0:
-        return multiply_for_uniform_sum(dy, differentiate_activation(argument * slope + offset, ACTIVATION))
+        derivative = differentiate_activation(argument * slope + offset, negative_slope, ACTIVATION)
+        return multiply_for_uniform_sum(dy, derivative)
     else:
         half = argument * slope + offset
         if ACTIVATION == "silu":
@@ -127,7 +129,7 @@ def load_backward_tiles(
 @triton.jit
 def compute_tile_centred_and_dz(
     fragment, i: tl.constexpr, position, left, channel_mask,
-    mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
+    mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale, negative_slope,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute h - mean and GAIN * dz of tile i of a fragment, [LANES, GROUP] each.
@@ -142,7 +144,7 @@ def compute_tile_centred_and_dz(
         centred = tl.where(make_tile_mask(position, left, channel_mask, True, False), centred, 0.0)
     dz = backpropagate_scaled_epilogue(
         widen(fragment[0][i]), centred, slope, offset, sample, sample_position,
-        seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
+        seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     return centred, dz
 

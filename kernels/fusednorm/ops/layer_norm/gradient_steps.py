@@ -57,6 +57,7 @@ def backpropagate_epilogue(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
@@ -70,7 +71,7 @@ def backpropagate_epilogue(
         keep = compute_tile_keep_mask(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
         dz = tl.where(keep, dz * dropout_scale, 0.0)
     if ACTIVATION != "none":
-        dz = dz * differentiate_activation(x_hat * weight + bias, ACTIVATION)
+        dz = dz * differentiate_activation(x_hat * weight + bias, negative_slope, ACTIVATION)
     return dz
 
 

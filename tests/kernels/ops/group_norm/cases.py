@@ -19,7 +19,7 @@ from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSw
 from torch import Tensor
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
-from tests.kernels.harness.activations import TORCH_ACTIVATIONS
+from tests.kernels.harness.activations import activate_by_torch
 
 # One forced configuration of every algorithm, small enough that small inputs take several tiles, splits and
 # programs, with full and partial ones among them.
@@ -88,7 +88,7 @@ class Case:
         """The plain composition in x's dtype, without dropout."""
         h = x if residual is None else x + residual
         y = F.group_norm(h, self.groups, weight, bias)
-        return TORCH_ACTIVATIONS[self.options.get("activation", "none")](y)
+        return activate_by_torch(y, self.options)
 
 
 def make_case(shape, groups, dtype, device, last=False, affine=True, residual=False, **options):

@@ -72,15 +72,18 @@ def test_blocks_of_channels_last_groups_match_the_oracle(shape, groups, config, 
 
 
 @pytest.mark.parametrize(
+    "activation", [{"activation": "gelu"}, {"activation": "leaky_relu", "negative_slope": -0.75}]
+)
+@pytest.mark.parametrize(
     ("last", "config"),
     [
         (False, GroupNormBackwardCooperative(2, 1, 1, 1, 4, 1, 0)),
         (True, BackwardCooperativeBlock(8, 1, 2, 1, 4, 2, 0)),
     ],
 )
-def test_scale_shift_and_outside_gradients_of_cooperative_groups(last, config, share, device, poisoned):
+def test_scale_shift_and_outside_gradients_of_cooperative_groups(last, config, activation, share, device, poisoned):
     share(config)
-    case = make_case((1, 8, 8, 8), 2, torch.float32, device, last, residual=True, activation="gelu")
+    case = make_case((1, 8, 8, 8), 2, torch.float32, device, last, residual=True, **activation)
     saved = case.forward(reference, stats=True)
     given = {"mean": saved.mean, "rstd": saved.rstd, "dresidual_out": torch.randn_like(case.x)}
     given |= dict(zip(("scale", "shift"), torch.randn(2, 1, 8, device=device), strict=True))

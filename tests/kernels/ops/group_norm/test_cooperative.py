@@ -58,10 +58,12 @@ def test_pieces_of_blocks_match_the_oracle(shape, groups, block_groups, lag, dty
     check_forward(make_case(shape, groups, dtype, device, last=True))
 
 
-def test_a_residual_and_dropout_of_cooperative_groups(share, device):
+def test_a_residual_and_an_activation_of_cooperative_groups(share, device):
     for last, config in (
         (False, GroupNormForwardCooperative(1, 1, 1, 0, 1)),
         (True, ForwardCooperativeBlock(2, 1, 1, 1, 0, 1)),
     ):
         share(config)
         check_forward(make_case((1, 4, 8, 12), 2, torch.float32, device, last, residual=True))
+        options = {"activation": "leaky_relu", "negative_slope": -0.75}
+        check_forward(make_case((1, 4, 8, 12), 2, torch.float32, device, last, **options))

@@ -81,6 +81,15 @@ def test_activation_and_residual_of_larger_groups(algorithm, device, poisoned, m
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_slope_of_the_callers_choice(algorithm, device, poisoned, monkeypatch):
+    last = use_configuration(monkeypatch, algorithm)
+    options = {"activation": "leaky_relu", "negative_slope": -0.75}
+    case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, **options)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dropout_draws_the_oracles_mask_in_both_passes(algorithm, device, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     options = {"activation": "silu", "dropout": 0.4, "seed": -(2**40)}

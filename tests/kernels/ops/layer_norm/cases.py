@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
-from tests.kernels.harness.activations import TORCH_ACTIVATIONS
+from tests.kernels.harness.activations import activate_by_torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,7 +61,7 @@ class Case:
         return self.activated(y).to(x.dtype)
 
     def activated(self, y):
-        return TORCH_ACTIVATIONS[self.options.get("activation", "none")](y)
+        return activate_by_torch(y, self.options)
 
 
 def make_case(op, dtype, rows, cols, device, affine=True, residual=False, **options):

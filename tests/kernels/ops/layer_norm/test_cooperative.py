@@ -41,9 +41,12 @@ def test_shared_rows_match_the_oracle(op, rows, cols, lag, dtype, share, device,
     check_backward(case, saved=False)
 
 
+@pytest.mark.parametrize(
+    "activation", [{"activation": "silu"}, {"activation": "leaky_relu", "negative_slope": -0.75}]
+)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_shared_rows_take_a_residual_and_an_activation(op, share, device, poisoned):
+def test_shared_rows_take_a_residual_and_an_activation(op, activation, share, device, poisoned):
     share(2)
-    case = make_case(op, torch.float32, 3, 700, device, residual=True, activation="silu", weight_offset=1)
+    case = make_case(op, torch.float32, 3, 700, device, residual=True, weight_offset=1, **activation)
     check_forward(case)
     check_backward(case, saved=True)

@@ -93,6 +93,14 @@ def test_activation_and_residual_match_the_oracle(activation, cols, device, pois
     check_backward(case, saved=False)
 
 
+@pytest.mark.parametrize("cols", [7, 96, 768, 9001])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_slope_of_the_callers_choice_matches_the_oracle(op, cols, device, poisoned):
+    case = make_case(op, torch.float32, 3, cols, device, activation="leaky_relu", negative_slope=-0.75)
+    check_forward(case)
+    check_backward(case, saved=True)
+
+
 @pytest.mark.parametrize("cols", [96, 5000, 9001])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_a_weight_around_zero_matches_the_oracle(op, cols, device, poisoned):

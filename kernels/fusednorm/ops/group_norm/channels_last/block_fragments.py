@@ -230,7 +230,7 @@ def load_columns_as_tuple(ptr, column, column_mask):
 @triton.jit
 def store_normalised_rows(
     chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
-    mean, rest, rstd, sample, first, dropout, writer, writers,
+    mean, rest, rstd, sample, first, epilogue, writer, writers,
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def store_normalised_rows(
         base, at, stride, rows, column_mask: as in `load_block_rows`.
         mean, rest, rstd: statistics of each column's group; its mean is mean + rest.
         first: the fragment's start in the sample, in elements.
-        dropout: seed, threshold and scale.
+        epilogue: seed, threshold and scale of dropout, and the negative slope.
     """
     a, b = compute_slope_and_offset(affine, rstd, rest)
     for i in tl.static_range(len(chunks)):
@@ -255,13 +255,13 @@ def store_normalised_rows(
             mask = (i & (writers - 1) == writer) & column_mask
         _store_normalised_chunk(
             add_residual_chunk(chunks, residuals, i), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
-            mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT,
+            mean, a, b, sample, first, epilogue, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_normalised_chunk(
-    h, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask, mean, a, b, sample, first, dropout,
+    h, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask, mean, a, b, sample, first, epilogue,
     i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -276,8 +276,8 @@ def _store_normalised_chunk(
     start = base + stride * (i * ROWS)
     if residual_out_ptr is not None:
         tl.store(residual_out_ptr + start + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = activate_for_dtype((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
+    y = activate_for_dtype((h - mean) * a + b, epilogue[3], y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
-        keep = compute_keep_mask(dropout[0], sample, first + stride * (i * ROWS) + at, dropout[1])
-        y = tl.where(keep, y * dropout[2], 0.0)
+        keep = compute_keep_mask(epilogue[0], sample, first + stride * (i * ROWS) + at, epilogue[1])
+        y = tl.where(keep, y * epilogue[2], 0.0)
     tl.store(y_ptr + start + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

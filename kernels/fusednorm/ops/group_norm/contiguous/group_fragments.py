@@ -273,7 +273,7 @@ def compute_chunk_slope_and_offset(affine, rstd, mean_rest, GROUP: tl.constexpr,
 @triton.jit
 def store_normalised_group_fragment(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, length, group_length,
-    indexing, mean, rest, rstd, dropout, writer, writers,
+    indexing, mean, rest, rstd, epilogue, writer, writers,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
@@ -289,7 +289,7 @@ def store_normalised_group_fragment(
         row, first: the group, and the fragment's start in the group, negative if the fragment starts
             `before` the group.
         mean, rest: the group's mean is mean + rest.
-        dropout: seed, threshold and scale.
+        epilogue: seed, threshold and scale of dropout, and the negative slope.
     """
     element = make_chunk_offsets(BLOCK, GROUP)
     for i in tl.static_range(len(chunks)):
@@ -301,7 +301,7 @@ def store_normalised_group_fragment(
                 store_normalised_group_chunk(
                     add_residual_chunk(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                     before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
-                    mean, rest, rstd, dropout, element,
+                    mean, rest, rstd, epilogue, element,
                     i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
                     ACTIVATION, DROPOUT, SKEWED,
                 )  # fmt: skip
@@ -309,7 +309,7 @@ def store_normalised_group_fragment(
             store_normalised_group_chunk(
                 add_residual_chunk(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                 before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
-                mean, rest, rstd, dropout, element,
+                mean, rest, rstd, epilogue, element,
                 i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, SKEWED,
             )  # fmt: skip
 
@@ -317,7 +317,7 @@ def store_normalised_group_fragment(
 @triton.jit
 def store_normalised_group_chunk(
     h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, indexing,
-    mean, rest, rstd, dropout, element,
+    mean, rest, rstd, epilogue, element,
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
@@ -329,10 +329,10 @@ def store_normalised_group_chunk(
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
     a, b = compute_chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
-    y = activate_for_dtype((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
+    y = activate_for_dtype((h - mean) * a + b, epilogue[3], y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         sample = row // indexing[0]
         position = (row - sample * indexing[0]) * group_length + first + element
-        keep = compute_keep_mask(dropout[0], sample, position, dropout[1])
-        y = tl.where(keep, y * dropout[2], 0.0)
+        keep = compute_keep_mask(epilogue[0], sample, position, epilogue[1])
+        y = tl.where(keep, y * epilogue[2], 0.0)
     store_chunk(y_ptr + base, element, y, before, length, IS_FULL, EVICT, SKEWED)

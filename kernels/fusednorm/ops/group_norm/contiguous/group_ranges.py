@@ -106,6 +106,7 @@ def store_normalised_tile(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -128,7 +129,8 @@ def store_normalised_tile(
     sample_channel = sample * scale_stride + channel
     weight, bias = load_slope_and_offset(parameters, channel, sample_channel, mask)
     slope = weight * rstd
-    y = activate_for_dtype((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION)
+    z = (h - mean) * slope + (bias - rest * slope)
+    y = activate_for_dtype(z, negative_slope, y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
@@ -160,6 +162,7 @@ def normalise_range(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -188,7 +191,7 @@ def normalise_range(
         store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, division_shift, scale_stride,
-            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
+            seed, dropout_threshold, dropout_scale, negative_slope, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
@@ -198,5 +201,5 @@ def normalise_range(
         store_normalised_tile(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, division_shift, scale_stride,
-            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
+            seed, dropout_threshold, dropout_scale, negative_slope, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip

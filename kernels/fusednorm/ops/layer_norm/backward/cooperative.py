@@ -69,7 +69,7 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
     arguments = (
         *call.tensors, call.mean, call.rstd, *call.input_gradients, partials.dweight, partials.dbias,
         get_exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes,
-        *call.options.dropout_arguments,
+        *call.options.epilogue_arguments,
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
@@ -91,6 +91,7 @@ def _compute_centred_and_dz(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -114,6 +115,7 @@ def _compute_centred_and_dz(
         seed,
         dropout_threshold,
         dropout_scale,
+        negative_slope,
         ACTIVATION,
         DROPOUT,
     )
@@ -157,6 +159,7 @@ def layer_norm_backward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -254,7 +257,8 @@ def layer_norm_backward_cooperative_kernel(
             bias = widen(bias_stored)
             d, dz = _compute_centred_and_dz(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
+                seed, dropout_threshold, dropout_scale, negative_slope,
+                ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
             scaled = dz * rstd_b
             if dweight_partial_ptr is not None:
@@ -278,7 +282,8 @@ def layer_norm_backward_cooperative_kernel(
             bias = widen(bias_stored)
             d, dz = _compute_centred_and_dz(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
+                seed, dropout_threshold, dropout_scale, negative_slope,
+                ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
             g = dz * weight
             if not EVEN:

@@ -63,7 +63,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
         (call.rows * samples,),
         (
             call.dy, call.x, call.residual, call.weight, call.bias, *modulations, call.mean, call.rstd,
-            constants, *layout.sizes[:4], call.options.eps, *call.options.dropout_arguments,
+            constants, *layout.sizes[:4], call.options.eps, *call.options.epilogue_arguments,
         ),
         {
             "BLOCK_N": config.constants_block_n,
@@ -80,7 +80,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
         (ranges * samples, tiles),
         (
             *call.tensors, *modulations, constants, *call.input_gradients, partials.dweight, partials.dbias,
-            partials.dgate, call.rows, *layout.sizes, *call.options.dropout_arguments,
+            partials.dgate, call.rows, *layout.sizes, *call.options.epilogue_arguments,
         ),
         {
             "ROWS": config.rows,
@@ -129,6 +129,7 @@ def layer_norm_backward_split_sums_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -193,6 +194,7 @@ def layer_norm_backward_split_sums_kernel(
             seed,
             dropout_threshold,
             dropout_scale,
+            negative_slope,
             ACTIVATION,
             DROPOUT,
         )
@@ -250,6 +252,7 @@ def layer_norm_backward_split_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -316,6 +319,7 @@ def layer_norm_backward_split_apply_kernel(
             seed,
             dropout_threshold,
             dropout_scale,
+            negative_slope,
             ACTIVATION,
             DROPOUT,
         )

@@ -99,7 +99,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         *call.tensors, *call.modulation_arguments(layout.vec), call.mean, call.rstd, *call.input_gradients,
         partials.dweight, partials.dbias, partials.dgate,
     )  # fmt: skip
-    arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.epilogue_arguments)
     by_rows = RowDependence(config.rows, most, rows_index=len(tensors)) if call.x.ndim == 2 else None
     return [
         Launch(layer_norm_backward_tile_kernel, call.make_grid(programs), arguments, options, by_rows),
@@ -150,6 +150,7 @@ def layer_norm_backward_tile_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     FULL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -304,6 +305,7 @@ def layer_norm_backward_tile_kernel(
                 seed,
                 dropout_threshold,
                 dropout_scale,
+                negative_slope,
                 ACTIVATION,
                 DROPOUT,
             )

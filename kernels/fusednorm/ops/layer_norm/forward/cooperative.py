@@ -79,7 +79,7 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
         **make_cooperative_options(config),
     }
     buffer = get_exchange_buffer(call.x.device, depth * programs)
-    scalars = (call.rows, members, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    scalars = (call.rows, members, *layout.sizes, call.options.eps, *call.options.epilogue_arguments)
     arguments = (*tensors, buffer, *scalars)
     return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]
 
@@ -133,6 +133,7 @@ def layer_norm_forward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     FULL: tl.constexpr,
     EQUAL_RANGES: tl.constexpr,
@@ -217,7 +218,7 @@ def layer_norm_forward_cooperative_kernel(
                         add_residual_chunk(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], (), (),
                         i, y_ptr, late_y, range_cols,
                         late_row, first_col,
-                        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+                        mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
                         FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
                     )  # fmt: skip
 

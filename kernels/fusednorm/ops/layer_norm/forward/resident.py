@@ -71,7 +71,7 @@ def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardRe
         ahead,
         *layout.sizes,
         call.options.eps,
-        *call.options.dropout_arguments,
+        *call.options.epilogue_arguments,
     )
     return [
         Launch(
@@ -118,6 +118,7 @@ def layer_norm_forward_resident_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     FULL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,6 +171,6 @@ def layer_norm_forward_resident_kernel(
     store_normalised_fragment(
         chunks, residuals, weight_ptr, bias_ptr, own, scale_ptr, shift_ptr, modulation,
         y_ptr, row * cols.to(tl.int64), cols, row, 0,
-        mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+        mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
         FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
             (cdiv(cols, range_length) * row_tiles,),
             (
                 x, residual, call.weight, call.bias, y, residual_out, of_rows, rows, row_tiles, *layout.sizes,
-                *call.options.dropout_arguments,
+                *call.options.epilogue_arguments,
             ),
             {
                 "FULL": 0 if cols % range_length else config.apply_chunks,
@@ -266,6 +266,7 @@ def layer_norm_forward_split_apply_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, moments_ptr, rows: tl.int64, row_tiles,
     col_units, x_row_units: tl.int64, residual_row_units: tl.int64, seed: tl.int64, dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
@@ -304,6 +305,6 @@ def layer_norm_forward_split_apply_kernel(
             store_normalised_chunk(
                 add_residual_chunk(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], (), (), i,
                 y_ptr, y_at, range_cols, row, first_col,
-                mean, shift, rstd, seed, dropout_threshold, dropout_scale,
+                mean, shift, rstd, seed, dropout_threshold, dropout_scale, negative_slope,
                 FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
             )  # fmt: skip

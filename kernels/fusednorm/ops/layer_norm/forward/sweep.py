@@ -72,7 +72,7 @@ def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep
         ahead,
         *layout.sizes,
         call.options.eps,
-        *call.options.dropout_arguments,
+        *call.options.epilogue_arguments,
     )
     return [
         Launch(
@@ -116,6 +116,7 @@ def layer_norm_forward_sweep_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -190,7 +191,9 @@ def layer_norm_forward_sweep_kernel(
             y = normalise(
                 h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask, IS_RMS, WEIGHT_OFFSET
             )
-            y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            y = apply_epilogue(
+                y, row, first_col, seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT
+            )
             of_lane = reduce_maximum(compute_magnitude(y, mask, EVEN), 1)
             largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
         y_scale = compute_float8_scale(reduce_maximum(largest, 0))
@@ -214,7 +217,9 @@ def layer_norm_forward_sweep_kernel(
             y = normalise(
                 h, rough, shift, rstd, weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, mask, IS_RMS, WEIGHT_OFFSET
             )
-            y = apply_epilogue(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            y = apply_epilogue(
+                y, row, first_col, seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT
+            )
             if y_scale_ptr is not None:
                 y = y * inverse
             y = y.to(y_ptr.dtype.element_ty)

@@ -86,7 +86,7 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
         **call.make_common_constexprs(layout.vec),
     }
     leading = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), ahead)
-    arguments = (*leading, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*leading, call.rows, *layout.sizes, call.options.eps, *call.options.epilogue_arguments)
     by_rows = RowDependence(config.rows, most, rows_index=len(leading)) if call.x.ndim == 2 else None
     grid = call.make_grid(min(cdiv(call.rows, config.rows), most))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
@@ -129,6 +129,7 @@ def layer_norm_forward_tile_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     FULL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,7 +181,8 @@ def layer_norm_forward_tile_kernel(
             program.to(tl.int64), rows, head, heads,
             x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
             y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
-            ahead, cols, x_row_units * VEC, residual_row_units * VEC, eps, seed, dropout_threshold, dropout_scale,
+            ahead, cols, x_row_units * VEC, residual_row_units * VEC,
+            eps, seed, dropout_threshold, dropout_scale, negative_slope,
             FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
         )  # fmt: skip
     else:
@@ -189,7 +191,7 @@ def layer_norm_forward_tile_kernel(
                 tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
                 y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
                 ahead, cols, x_row_units * VEC, residual_row_units * VEC,
-                eps, seed, dropout_threshold, dropout_scale,
+                eps, seed, dropout_threshold, dropout_scale, negative_slope,
                 FULL, ROWS, CHUNKS, BLOCK_N, IS_RMS, WEIGHT_OFFSET, HEADS, ACTIVATION, DROPOUT,
             )  # fmt: skip
 
@@ -198,7 +200,7 @@ def layer_norm_forward_tile_kernel(
 def _write_tile(
     tile, rows, head, heads, x_ptr, residual_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
     y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, y_scale_ptr, weights, biases, scales, shifts, gates,
-    ahead, cols, x_row_stride, residual_row_stride, eps, seed, dropout_threshold, dropout_scale,
+    ahead, cols, x_row_stride, residual_row_stride, eps, seed, dropout_threshold, dropout_scale, negative_slope,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, IS_RMS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -265,6 +267,7 @@ def _write_tile(
             seed,
             dropout_threshold,
             dropout_scale,
+            negative_slope,
             ACTIVATION,
             DROPOUT,
         )

@@ -38,6 +38,7 @@ CHANGES = {
     "bias's dtype": {"bias": torch.randn(C).bfloat16()},
     "eps": {"eps": 1e-3},
     "activation": {"activation": "silu"},
+    "negative slope": {"activation": "leaky_relu", "negative_slope": 0.25},
     "residual": {"residual": torch.randn(SHAPE)},
     "the residual's dtype": {"residual": torch.randn(SHAPE).half()},
     "the residual's layout": {"residual": channels_last(torch.randn(SHAPE))},

@@ -30,6 +30,7 @@ CHANGES = {
     "eps": {"eps": 1e-3},
     "weight offset": {"weight_offset": 1.0},
     "activation": {"activation": "silu"},
+    "negative slope": {"activation": "leaky_relu", "negative_slope": 0.25},
     "y's dtype": {"out_dtype": torch.float16},
     "statistics": {"stats": True},
 }

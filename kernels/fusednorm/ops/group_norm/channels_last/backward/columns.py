@@ -59,7 +59,7 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
         blocks = cdiv(sample.c, self.columns)
         shape = (
             splits, blocks, self.fragments, sample.hw, sample.c // vec, sample.groups, sample.group_channels,
-            call.affine.sample_stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "GROUP": vec,
@@ -97,6 +97,7 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
     CV: tl.constexpr,
@@ -140,7 +141,8 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     first = split.to(tl.int64) * fragments * RUN
     sum_dz, sum_dz_centred = sum_fragment_gradients(
         dy_ptr, x_ptr, residual_ptr, sample, block_first, first, fragments, hw, c, (lane_column, row, columns),
-        mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
+        mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale, negative_slope),
+        LANES, GROUP, ROWS, CHUNKS, EVEN,
         True, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     sum_dz_xhat = multiply_rounded(sum_dz_centred, rstd)
@@ -176,6 +178,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
     CV: tl.constexpr,
@@ -228,6 +231,6 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     store_fragment_gradients(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, fragments, hw, c,
         (lane_column, row, columns), mean, scale, offset, constant, factor,
-        (seed, dropout_threshold, dropout_scale), ROWS, CHUNKS, EVEN,
+        (seed, dropout_threshold, dropout_scale, negative_slope), ROWS, CHUNKS, EVEN,
         True, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

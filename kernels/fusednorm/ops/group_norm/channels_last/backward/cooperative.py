@@ -76,6 +76,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
     CV: tl.constexpr,
@@ -253,7 +254,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 tile_at = late_at + i * step_size
                 centred, dz = compute_tile_centred_and_dz(
                     this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
-                    tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
+                    tile_at - late_sample * sample_size + at,
+                    seed, dropout_threshold, dropout_scale, negative_slope,
                     True, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 # Not `store_tile_gradient`: the different order of loads would change the machine code.
@@ -285,7 +287,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
             for i in tl.static_range(CHUNKS):
                 centred, dz = compute_tile_centred_and_dz(
                     tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
-                    start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
+                    start_at - sample * sample_size + i * step_size + at,
+                    seed, dropout_threshold, dropout_scale, negative_slope,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += dz
@@ -410,7 +413,7 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
             get_exchange_buffer(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.group_channels,
             bundles, bundle_groups, bundle_groups * sample.group_channels // group, blocks, self.columns // group,
-            call.affine.sample_stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.epilogue_arguments,
         )  # fmt: skip
         has_full_vectors = (
             self.columns // group == self.count_vectors(itemsize) and sample.c % (blocks * self.columns) == 0

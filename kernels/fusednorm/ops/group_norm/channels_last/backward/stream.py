@@ -80,7 +80,7 @@ def prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, start, count):
 @triton.jit
 def accumulate_gradient_positions(
     tiles, mean, scale, offset, sums, sums_centred, sample, sample_at, tile, positions, left, position,
-    seed, dropout_threshold, dropout_scale,
+    seed, dropout_threshold, dropout_scale, negative_slope,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Add tiles to two running sums for each column of a lane: of GAIN * dz and of GAIN * dz * (h - mean).
@@ -95,7 +95,7 @@ def accumulate_gradient_positions(
             centred = tl.where(make_position_mask(position, positions, left, i, WHOLE), centred, 0.0)
         dz = backpropagate_scaled_epilogue(
             widen(tiles[0][i]), centred, scale, offset, sample, sample_at + i * tile,
-            seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
+            seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         sums += dz
         sums_centred += dz * centred
@@ -153,7 +153,7 @@ class BackwardSampleStream(GroupNormBackwardConfig):
         fragment = partition.positions * partition.apply_chunks
         fragments = 1 if partition.has_extra_splits else self.apply_fragments
         programs = cdiv(sample.hw, fragment * fragments)
-        epilogue = (call.affine.sample_stride, *call.options.dropout_arguments)
+        epilogue = (call.affine.sample_stride, *call.options.epilogue_arguments)
         sums = (
             *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.position_vectors,
             sample.groups, sample.group_channels, partition.splits, *epilogue,
@@ -219,6 +219,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -279,7 +280,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
                 prefetch_backward_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
         sums, sums_centred = accumulate_gradient_positions(
             tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
-            seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN,
+            seed, dropout_threshold, dropout_scale, negative_slope, True, IDLE, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         inside += stride
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -290,7 +291,8 @@ def group_norm_nhwc_backward_stream_sums_kernel(
             )  # fmt: skip
             sums, sums_centred = accumulate_gradient_positions(
                 tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
-                position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN,
+                position, seed, dropout_threshold, dropout_scale, negative_slope,
+                False, IDLE, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
     sums *= 1.0 / GAIN
     sums_centred = multiply_rounded(sums_centred, rstd * (1.0 / GAIN))
@@ -326,6 +328,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -388,7 +391,7 @@ def group_norm_nhwc_backward_stream_apply_kernel(
             centred = add_residual_chunk(tiles[1], tiles[2], i) - mean
             dz = backpropagate_scaled_epilogue(
                 widen(tiles[0][i]), centred, scale, offset, sample, inside + at + i * tile,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
+                seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             dx = dz * scale - (centred * factor + constant)
             if len(outsides) > 0:

@@ -106,6 +106,7 @@ def normalise_positions(
     seed,
     dropout_threshold,
     dropout_scale,
+    negative_slope,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -134,7 +135,8 @@ def normalise_positions(
             h = tiles[k]
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = activate_for_dtype((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION)
+            z = (h - mean) * scale + bias
+            y = activate_for_dtype(z, negative_slope, y_ptr.dtype.element_ty, ACTIVATION)
             if DROPOUT:
                 keep = compute_keep_mask(seed, sample, offset, dropout_threshold)
                 y = tl.where(keep, y * dropout_scale, 0.0)
@@ -199,7 +201,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         arguments = (
             *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups,
             sample.group_channels, runs, self.range_rows, blocks, call.affine.sample_stride,
-            *call.options.dropout_arguments,
+            *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
@@ -333,6 +335,7 @@ def group_norm_nhwc_forward_columns_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CV: tl.constexpr,
     ROWS: tl.constexpr,
@@ -368,5 +371,5 @@ def group_norm_nhwc_forward_columns_apply_kernel(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         load_column_statistic(mean_ptr, group, column_mask), scale, bias,
         sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
-        seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT,
+        seed, dropout_threshold, dropout_scale, negative_slope, ROWS, 1, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -90,7 +90,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.group_channels, blocks, self.block_groups, call.options.eps,
-            call.affine.sample_stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.epilogue_arguments,
         )  # fmt: skip
         return [Launch(group_norm_nhwc_forward_cooperative_kernel, (programs,), arguments, options)]
 
@@ -126,6 +126,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CV: tl.constexpr,
     ROWS: tl.constexpr,
@@ -168,7 +169,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
     other = tl.arange(0, SLOTS)[:, None]
     rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * fragment_rows, 0), fragment_rows)
     count_of_other = rows_of_other.to(tl.float32) * channels
-    dropout = (seed, dropout_threshold, dropout_scale)
+    epilogue = (seed, dropout_threshold, dropout_scale, negative_slope)
     row = compute_lane_rows(ROWS, CV).to(tl.int64) * stride
 
     tag = start
@@ -249,7 +250,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
                 late_mask, expand_groups_to_columns(mean, membership, ROWS, SUMS, VEC),
                 expand_groups_to_columns(rest, membership, ROWS, SUMS, VEC),
                 expand_groups_to_columns(rstd, membership, ROWS, SUMS, VEC),
-                late_sample, first_row * stride, dropout, 0, 1,
+                late_sample, first_row * stride, epilogue, 0, 1,
                 FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT,
             )  # fmt: skip
 

@@ -58,7 +58,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
             sample.group_channels, blocks, self.block_groups, call.options.eps, call.affine.sample_stride,
-            *call.options.dropout_arguments,
+            *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             **make_block_options(sample, self.block_groups, self.num_warps, tile),
@@ -101,6 +101,7 @@ def group_norm_nhwc_forward_resident_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CV: tl.constexpr,
     ROWS: tl.constexpr,
@@ -163,6 +164,6 @@ def group_norm_nhwc_forward_resident_kernel(
         expand_groups_to_columns(mean, membership, ROWS, SUMS, VEC),
         expand_groups_to_columns(rest, membership, ROWS, SUMS, VEC),
         expand_groups_to_columns(rstd, membership, ROWS, SUMS, VEC), sample, 0,
-        (seed, dropout_threshold, dropout_scale), writer, writers,
+        (seed, dropout_threshold, dropout_scale, negative_slope), writer, writers,
         FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT,
     )  # fmt: skip

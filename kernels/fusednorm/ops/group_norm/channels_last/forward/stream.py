@@ -224,7 +224,7 @@ def load_sample_fragment(
 
 @triton.jit
 def store_normalised_sample_fragment(
-    tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset, sample, first, hw, units, left, dropout,
+    tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset, sample, first, hw, units, left, epilogue,
     VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +234,7 @@ def store_normalised_sample_fragment(
 
     Args:
         mean, slope, offset: values for each lane's columns, [LANES, VEC].
-        dropout: seed, threshold and scale.
+        epilogue: seed, threshold and scale of dropout, and the negative slope.
     """
     position, column, positions = locate_lanes(units, LANES, VEC)
     c = units * VEC
@@ -246,10 +246,10 @@ def store_normalised_sample_fragment(
         h = add_residual_chunk(tiles, residuals, i)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + start + i * tile + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = activate_for_dtype((h - mean) * slope + offset, y_ptr.dtype.element_ty, ACTIVATION)
+        y = activate_for_dtype((h - mean) * slope + offset, epilogue[3], y_ptr.dtype.element_ty, ACTIVATION)
         if DROPOUT:
-            keep = compute_keep_mask(dropout[0], sample, first * c + i * tile + at, dropout[1])
-            y = tl.where(keep, y * dropout[2], 0.0)
+            keep = compute_keep_mask(epilogue[0], sample, first * c + i * tile + at, epilogue[1])
+            y = tl.where(keep, y * epilogue[2], 0.0)
         tl.store(y_ptr + start + i * tile + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -293,7 +293,7 @@ class ForwardSampleStream(GroupNormForwardConfig):
         )  # fmt: skip
         apply = (
             x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.position_vectors, call.n,
-            *call.options.dropout_arguments,
+            *call.options.epilogue_arguments,
         )  # fmt: skip
         return [
             Launch(
@@ -463,6 +463,7 @@ def group_norm_nhwc_forward_stream_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -493,6 +494,6 @@ def group_norm_nhwc_forward_stream_apply_kernel(
     offset = tl.load(coefficients + 2 * columns)
     store_normalised_sample_fragment(
         tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset,
-        sample, first, hw, units, left, (seed, dropout_threshold, dropout_scale),
+        sample, first, hw, units, left, (seed, dropout_threshold, dropout_scale, negative_slope),
         VEC, LANES, WHOLE, IDLE, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -98,7 +98,7 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, depth * teams * members),
             rows, members, parts, sample.hw // vec, sample.groups, sample.group_channels, call.affine.sample_stride,
-            *call.options.dropout_arguments,
+            *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -152,6 +152,7 @@ def group_norm_nchw_backward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
@@ -280,7 +281,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                 centred, dz = compute_tile_centred_and_dz(
                     this, 0, position, late_left - i * STEP, channel_mask,
                     late_mean, scale, late_offset, late_sample.to(tl.int64),
-                    late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
+                    late_position + i * STEP + at, seed, dropout_threshold, dropout_scale, negative_slope,
                     True, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 here = late_left - i * STEP
@@ -302,7 +303,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                 centred, dz = compute_tile_centred_and_dz(
                     tiles, i, position + i * STEP, left, channel_mask,
                     mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at + i * STEP,
-                    seed, dropout_threshold, dropout_scale,
+                    seed, dropout_threshold, dropout_scale, negative_slope,
                     EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)

@@ -55,7 +55,7 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
         blocks = cdiv(sample.group_channels, self.channels)
         shape = (
             parts, blocks, self.fragments, sample.hw // vec, sample.groups, sample.group_channels,
-            call.affine.sample_stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -116,6 +116,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
@@ -152,7 +153,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     sum_dz, sum_dz_centred = sum_fragment_gradients(
         dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, fragments, hw, c,
         (lane_channel, position, channel_mask), mean, slope, rstd, offset,
-        (seed, dropout_threshold, dropout_scale), LANES, 1, STEP, CHUNKS, EVEN,
+        (seed, dropout_threshold, dropout_scale, negative_slope), LANES, 1, STEP, CHUNKS, EVEN,
         False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     run_dz, run_dz_centred = sum_pair(
@@ -187,6 +188,7 @@ def group_norm_nchw_backward_split_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
@@ -237,6 +239,6 @@ def group_norm_nchw_backward_split_apply_kernel(
     store_fragment_gradients(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, group_channel + first_channel, first,
         fragments, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
-        (seed, dropout_threshold, dropout_scale), STEP, CHUNKS, EVEN,
+        (seed, dropout_threshold, dropout_scale, negative_slope), STEP, CHUNKS, EVEN,
         False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

@@ -46,7 +46,7 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
             rows, sample.hw // vec, sample.groups, sample.group_channels, call.affine.sample_stride,
-            call.options.eps, *call.options.dropout_arguments,
+            call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -85,6 +85,7 @@ def group_norm_nchw_backward_tile_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -133,7 +134,7 @@ def group_norm_nchw_backward_tile_kernel(
     xhat = tl.where(mask, centred * rstd, 0.0)
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
     dz = backpropagate_scaled_epilogue(
-        dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
+        dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale, negative_slope,
         ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     sum_dz, sum_dz_xhat = sum_pair(dz, multiply_for_uniform_sum(dz, xhat), 2)

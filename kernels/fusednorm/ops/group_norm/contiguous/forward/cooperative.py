@@ -79,7 +79,7 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
         programs = min(rows, count_multiprocessors(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, get_exchange_buffer(call.x.device, depth * programs), rows, members,
-            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.dropout_arguments,
+            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             **call.make_chunk_options(self.chunk_elements, self.chunks, self.num_warps),
@@ -152,7 +152,7 @@ def _compute_range_moments(
 @triton.jit
 def _store_normalised_range(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
-    indexing, mean, rest, rstd, dropout,
+    indexing, mean, rest, rstd, epilogue,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -164,13 +164,13 @@ def _store_normalised_range(
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
         store_normalised_group_fragment(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
-            indexing, mean, rest, rstd, dropout, 0, 1,
+            indexing, mean, rest, rstd, epilogue, 0, 1,
             CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
     else:
         store_normalised_group_fragment(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
-            group_length, indexing, mean, rest, rstd, dropout, 0, 1,
+            group_length, indexing, mean, rest, rstd, epilogue, 0, 1,
             FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, SKEWED,
         )  # fmt: skip
 
@@ -206,6 +206,7 @@ def group_norm_nchw_forward_cooperative_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -241,7 +242,7 @@ def group_norm_nchw_forward_cooperative_kernel(
     other = tl.arange(0, SLOTS)
     indexing = (groups, channels, channel_length, magic, division_shift, scale_stride)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
-    dropout = (seed, dropout_threshold, dropout_scale)
+    epilogue = (seed, dropout_threshold, dropout_scale, negative_slope)
 
     tag = start
     for turn in range(0, turns + LAG):
@@ -286,7 +287,7 @@ def group_norm_nchw_forward_cooperative_kernel(
                     tl.store(rstd_ptr + late_row, rstd)
             _store_normalised_range(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
-                late_before - first, late_end, length, indexing, mean, rest, rstd, dropout,
+                late_before - first, late_end, length, indexing, mean, rest, rstd, epilogue,
                 FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT,
             )  # fmt: skip
 
@@ -313,7 +314,7 @@ def group_norm_nchw_forward_cooperative_kernel(
                         tl.store(rstd_ptr + row, rstd)
                 _store_normalised_range(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
-                    before - first, end, length, indexing, mean, rest, rstd, dropout,
+                    before - first, end, length, indexing, mean, rest, rstd, epilogue,
                     FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT,
                 )  # fmt: skip
         tag += 1

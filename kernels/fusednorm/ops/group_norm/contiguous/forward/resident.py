@@ -63,7 +63,7 @@ class GroupNormForwardResident(GroupNormForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, writers,
             self.prefetch_distance_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.dropout_arguments,
+            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             **call.make_chunk_options(self.chunk_elements, chunks, self.num_warps),
@@ -111,6 +111,7 @@ def group_norm_nchw_forward_resident_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -167,6 +168,6 @@ def group_norm_nchw_forward_resident_kernel(
     affine = load_chunk_affine(parameters, row, -before, indexing, 0, BLOCK, GROUP, PARAMETERS)
     store_normalised_group_fragment(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
-        indexing, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
+        indexing, mean, rest, rstd, (seed, dropout_threshold, dropout_scale, negative_slope), writer, writers,
         FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, SKEWED,
     )  # fmt: skip

@@ -49,7 +49,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
         arguments = (
             *call.tensors, *parts, *call.statistics, call.group_vectors, *call.channel_indexing,
             splits, self.split_vectors, programs, self.program_vectors,
-            call.options.eps, *call.options.dropout_arguments,
+            call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),
@@ -178,6 +178,7 @@ def group_norm_nchw_forward_split_apply_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -224,6 +225,6 @@ def group_norm_nchw_forward_split_apply_kernel(
     normalise_range(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
-        seed, dropout_threshold, dropout_scale,
+        seed, dropout_threshold, dropout_scale, negative_slope,
         VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -27,7 +27,7 @@ class GroupNormForwardSweep(GroupNormForwardConfig):
         """Plan the pass as one launch, with one program per group."""
         arguments = (
             *call.tensors, *call.statistics, call.group_vectors, *call.channel_indexing,
-            call.options.eps, *call.options.dropout_arguments,
+            call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = call.make_contiguous_options(self.tile_vectors, self.num_warps)
         return [Launch(group_norm_nchw_forward_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]
@@ -58,6 +58,7 @@ def group_norm_nchw_forward_sweep_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -80,6 +81,6 @@ def group_norm_nchw_forward_sweep_kernel(
     normalise_range(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, 0, group_units,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
-        seed, dropout_threshold, dropout_scale,
+        seed, dropout_threshold, dropout_scale, negative_slope,
         VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT,
     )  # fmt: skip

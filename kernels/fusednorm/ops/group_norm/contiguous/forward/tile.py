@@ -30,7 +30,7 @@ class GroupNormForwardTile(GroupNormForwardConfig):
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_vectors, *call.channel_indexing,
-            call.options.eps, *call.options.dropout_arguments,
+            call.options.eps, *call.options.epilogue_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.groups_per_program,
@@ -76,6 +76,7 @@ def group_norm_nchw_forward_tile_kernel(
     seed: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale: tl.float32,
+    negative_slope: tl.float32,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -114,6 +115,6 @@ def group_norm_nchw_forward_tile_kernel(
     store_normalised_tile(
         h, pivot, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
-        seed, dropout_threshold, dropout_scale,
+        seed, dropout_threshold, dropout_scale, negative_slope,
         VEC, ALIGNED, False, ACTIVATION, DROPOUT,
     )  # fmt: skip
