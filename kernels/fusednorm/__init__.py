@@ -3,11 +3,12 @@
 Launchers for CUDA tensors: `layer_norm_forward`, `layer_norm_backward`, and the same for `rms_norm` and
 `group_norm`; `fusednorm.reference` has the same functions in plain torch for any device.  `layer_norm_chain`
 applies several LayerNorms in one pass; `fusednorm.reference.chain` has it in plain torch.  Differentiable
-functions: `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise x + residual.
-Modules: `LayerNorm`, `RMSNorm`, `GroupNorm`; `patch` makes the norms of an existing model use the kernels, and
-`unpatch` undoes it.  `warmup` compiles the kernels for a row length in advance, `warmup_group_norm` those for a
-sample's shape.  `allow_waiting` disables kernels whose programs wait for one another; `require_batch_invariance`
-makes the bits of a sample's result independent of the other samples in the batch.
+functions: `layer_norm`, `rms_norm`, `group_norm`, `instance_norm`, and `add_layer_norm` and so on, which normalise
+x + residual.  Modules: `LayerNorm`, `RMSNorm`, `GroupNorm`, `InstanceNorm1d` to `InstanceNorm3d`; `patch` makes the
+norms of an existing model use the kernels, and `unpatch` undoes it.  `warmup` compiles the kernels for a row length
+in advance, `warmup_group_norm` those for a sample's shape.  `allow_waiting` disables kernels whose programs wait
+for one another; `require_batch_invariance` makes the bits of a sample's result independent of the other samples in
+the batch.
 
 Differentiable functions and modules take tensors of any strides, and copy those that no kernel supports.  They also
 take CPU tensors, with or without Triton.  Without Triton, launchers and
@@ -30,6 +31,7 @@ from fusednorm.api.autograd import (
     layer_norm,
     rms_norm,
 )
+from fusednorm.api.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, instance_norm
 from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
 from fusednorm.api.patching.patch import patch, unpatch
 from fusednorm.api.patching.report import PatchReport
@@ -86,6 +88,9 @@ __all__ = [
     "Backward",
     "Forward",
     "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "KernelInputError",
     "LayerNorm",
     "PatchReport",
@@ -98,6 +103,7 @@ __all__ = [
     "group_norm",
     "group_norm_backward",
     "group_norm_forward",
+    "instance_norm",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_chain",

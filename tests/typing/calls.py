@@ -16,6 +16,7 @@ def call_functions() -> Tensor:
     y: Tensor = fusednorm.layer_norm(x, weight, bias, 1e-5, activation="silu")
     y = fusednorm.rms_norm(y, weight, weight_offset=1.0)
     y = fusednorm.group_norm(y, 8, weight, bias, activation="gelu_tanh")
+    y = fusednorm.instance_norm(y, weight, bias, activation="leaky_relu", negative_slope=0.2)
     y, total = fusednorm.add_layer_norm(x, y, weight)
     y, total = fusednorm.add_rms_norm(x, y, scale=x, shift=x, gate=x)
     fusednorm.rms_norm(x, gate=x)  # E: call-arg
@@ -32,6 +33,9 @@ def build_modules() -> Tensor:
     y = fusednorm.LayerNorm((2, 64), elementwise_affine=False)(x)
     y = fusednorm.RMSNorm(64, eps=None, weight_offset=1.0)(y, x, shift=x)
     y = fusednorm.GroupNorm(8, 64, affine=True, activation="relu")(x, scale=x, shift=x)
+    y = fusednorm.InstanceNorm3d(64, 1e-5, None, True, activation="leaky_relu", negative_slope=0.2)(y)
+    fusednorm.InstanceNorm1d(64, activation="swish")  # E: arg-type
+    fusednorm.InstanceNorm2d(64, num_groups=8)  # E: call-arg
     fusednorm.LayerNorm(64, activaton="silu")  # E: call-arg
     fusednorm.LayerNorm(64, epss=3)  # E: call-arg
     fusednorm.LayerNorm("64")  # E: arg-type

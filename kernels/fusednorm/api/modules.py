@@ -22,7 +22,7 @@ from fusednorm.arguments.checks import (
 )
 
 
-class _ActivationMixin(nn.Module):
+class ActivationMixin(nn.Module):
     """Mixin that adds an activation after the norm to a norm module of torch."""
 
     #: Added to the weight; only for modules that normalise over the last axes.
@@ -51,7 +51,7 @@ class _ActivationMixin(nn.Module):
         return text if self.activation != "leaky_relu" else f"{text}, negative_slope={self.negative_slope}"
 
 
-class _WeightOffsetMixin(_ActivationMixin):
+class _WeightOffsetMixin(ActivationMixin):
     """Mixin that adds an activation and a weight offset to torch modules that normalise over the last axes."""
 
     def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
@@ -259,7 +259,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         return compute_scripted_norm(x, shape, weight, None, scale, shift, *options)  # type: ignore[arg-type]
 
 
-class GroupNorm(_ActivationMixin, nn.GroupNorm):
+class GroupNorm(ActivationMixin, nn.GroupNorm):
     """A `torch.nn.GroupNorm` that this library computes, with an optional activation after the norm.
 
     y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * weight + bias, with the mean and the

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusednorm.arguments.checks import DEFAULT_SLOPE
 from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import torch_group_norm, torch_row_norms
-from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, to_float32
+from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_eps, make_ones, to_float32
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 from fusednorm.tensors.layouts import convert_to_layout
 
@@ -82,15 +82,17 @@ def try_group_norm(
         needs_gradient: whether the result will be differentiated: torch has no gradient of a bias without a weight,
             and without a weight it keeps statistics in x's dtype.
     """
-    if needs_gradient and weight is None and (bias is not None or x.dtype != torch.float32):
-        return None
     if not torch_group_norm.can_compute(x, num_groups, weight, bias, None, eps, "none", DEFAULT_SLOPE, 0.0):
         return None
+    if needs_gradient and weight is None and (bias is not None or x.dtype != torch.float32):
+        weight = make_ones(x.shape[1])
     weight, bias = to_float32(weight), to_float32(bias)
     if x.is_contiguous():
         return torch.group_norm(convert_to_layout(x, False), num_groups, weight, bias, eps, False)
     # torch writes to the gradient of a channels-last x even if there is none, and crashes.
     if needs_gradient and not x.requires_grad:
+        return None
+    if torch_group_norm.is_faster_contiguous(x, num_groups, backward=needs_gradient):
         return None
     n, c = x.shape[:2]
     h = convert_to_layout(x, True)

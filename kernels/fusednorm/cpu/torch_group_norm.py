@@ -24,6 +24,9 @@ _FARTHEST_MEAN = 2.0
 torch's variance loses 1 + its square in accuracy.
 """
 
+_FEW_POSITIONS = 1024
+"""Below so many positions torch's forward kernel for channels-last tensors visits group after group."""
+
 _backward_of_torch: Any = torch.ops.aten.native_group_norm_backward
 
 
@@ -57,6 +60,18 @@ def can_compute(
     )
 
 
+def is_faster_contiguous(x: Tensor, num_groups: int, *, backward: bool) -> bool:
+    """Return whether torch computes a channels-last x in less time by way of contiguous copies.
+
+    Its kernels for channels-last tensors compute groups of few channels element by element: in 16-bit dtypes in
+    every backward pass, and in all dtypes in both passes over few positions.
+    """
+    is_wide = x.dtype == torch.float32
+    if x.is_contiguous() or x.shape[1] > num_groups * (1 if is_wide else 4):
+        return False
+    return math.prod(x.shape[2:]) < _FEW_POSITIONS or (backward and not is_wide)
+
+
 def has_distant_mean(mean: Tensor, rstd: Tensor) -> bool:
     """Return whether a channels-last group's mean is NaN or far from zero: torch's variance has cancellation."""
     farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
@@ -87,6 +102,13 @@ def group_norm_forward(
     options["dropout"] = dropout
     computed = None
     can_compute_call = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
+    if can_compute_call and is_faster_contiguous(x, num_groups, backward=False):
+        copied = None if residual is None else residual.contiguous()
+        result = group_norm_forward(
+            x.contiguous(), num_groups, weight, bias, residual=copied, stats=stats, **options
+        )
+        residual_out = None if result.residual_out is None else _copy_to_strides(x, result.residual_out)
+        return result._replace(y=_copy_to_strides(x, result.y), residual_out=residual_out)
     if can_compute_call:
         is_wide = activation != "none" or residual is not None
         h = _convert_layout_like(x, x)
@@ -144,12 +166,25 @@ def group_norm_backward(
         or rstd is None
         or mean.dtype != torch.float32
         or rstd.dtype != torch.float32
-        or (not x.is_contiguous() and has_distant_mean(mean, rstd))
+        or not (
+            x.is_contiguous()
+            or is_faster_contiguous(x, num_groups, backward=True)
+            or not has_distant_mean(mean, rstd)
+        )
     ):
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"dy": dy, "x": x, "num_groups": num_groups, "weight": weight, "bias": bias, "mean": mean}
         return fallback_passes.compute_fallback_backward("group_norm", rstd=rstd, **options, **sums)
+    if is_faster_contiguous(x, num_groups, backward=True):
+        sums = {"residual": residual, "dresidual_out": dresidual_out}
+        sums = {name: None if tensor is None else tensor.contiguous() for name, tensor in sums.items()}
+        sums |= {"mean": mean, "rstd": rstd, "parameter_gradients": parameter_gradients}
+        gradients = group_norm_backward(
+            dy.contiguous(), x.contiguous(), num_groups, weight, bias, **options, **sums
+        )
+        dx = _copy_to_strides(x, gradients.dx)
+        return gradients._replace(dx=dx, dresidual=None if residual is None else dx)
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
     h, gradient = _convert_layout_like(x, x), _convert_layout_like(x, dy)
     if is_wide:
@@ -189,6 +224,11 @@ def _try_normalise(
         h, factor, to_float32(bias), n, c, math.prod(h.shape[2:]), num_groups, eps
     )
     return None if not h.is_contiguous() and has_distant_mean(mean, rstd) else (z, mean, rstd)
+
+
+def _copy_to_strides(x: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor to new memory with x's strides."""
+    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
 
 
 def _convert_layout_like(x: Tensor, tensor: Any) -> Any:
