@@ -17,9 +17,10 @@ Tensor = torch.Tensor
 
 _EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5, "layer_norm_chain": 1e-5}
 _ACTIVATIONS: dict[str, Any] = {
-    "none": lambda z: z,
-    "silu": functional.silu,
-    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+    "none": lambda z, _: z,
+    "leaky_relu": functional.leaky_relu,
+    "silu": lambda z, _: functional.silu(z),
+    "gelu_tanh": lambda z, _: functional.gelu(z, approximate="tanh"),
 }
 
 # Largest error of an element: a few roundings of the element type, relative to its size and to the typical size in
@@ -181,7 +182,7 @@ def _compute_forward(case: RequestCase, inputs: Mapping[str, Tensor]) -> _Forwar
     size = weight.detach().abs().reshape(channels) if weight is not None else 1.0
     affine_terms = noise * size + (bias.detach().abs().reshape(channels) if bias is not None else 0.0)
     z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
-    y = _ACTIVATIONS[case.activation](z)
+    y = _ACTIVATIONS[case.activation](z, case.negative_slope)
     return _ForwardIntermediates(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
 
 

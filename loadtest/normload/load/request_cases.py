@@ -21,8 +21,10 @@ OPERATIONS = (
     "group_norm/backward",
     "layer_norm_chain",
 )
-ACTIVATIONS = ("none", "silu", "gelu_tanh")
+ACTIVATIONS = ("none", "leaky_relu", "silu", "gelu_tanh")
 LAYOUTS = ("nchw", "nhwc")
+
+DEFAULT_SLOPE = 0.01
 
 MOST_NORMS = 8
 MOST_PARTS = 12
@@ -68,6 +70,7 @@ class RequestCase:
         residual_dtype: of the residual; None for x's.
         out_dtype: of y; None for x's.
         norms: number of norms of a chain, 0 elsewhere.
+        negative_slope: leaky_relu's factor of negative values.
         parts: number of tensors, with the same parameters, into which x and tensors of its shape are
             split; 0: one.
     """
@@ -89,6 +92,9 @@ class RequestCase:
     residual_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(FLOATS)))
     out_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(tuple(DType)), is_option=True))
     norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_positive_count, most=MOST_NORMS)))
+    negative_slope: float = field(
+        default=DEFAULT_SLOPE, metadata=_declare_key(TomlTable.take_number, is_option=True)
+    )
     parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_positive_count, most=MOST_PARTS)))
 
     @classmethod

@@ -76,6 +76,10 @@ class TomlTable:
         )
         return float(value)
 
+    def take_number(self, key: str) -> float:
+        """Take a finite number."""
+        return float(self._take_checked(key, _MISSING, is_number, "a number"))
+
     def take_nonnegative_seconds(self, key: str, default: float = _MISSING) -> float:
         """Take a finite number of seconds, 0 or more."""
         value = self._take_checked(

@@ -26,7 +26,15 @@ from typing import Any
 from normserve.client import DType
 from normserve.memory.tensors import FLOATS
 
-from normload.load.request_cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, RequestCase
+from normload.load.request_cases import (
+    ACTIVATIONS,
+    DEFAULT_SLOPE,
+    LAYOUTS,
+    MOST_NORMS,
+    MOST_PARTS,
+    OPERATIONS,
+    RequestCase,
+)
 from normload.load.toml_tables import MOST, ScenarioError, TomlTable, format_value, is_number
 
 #: The default relative frequency of each operation.
@@ -208,6 +216,8 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
         raise ScenarioError(f"{table.location}: adaptive does not belong to heads")
     if is_group_norm and (case.weight_offset or case.heads):
         raise ScenarioError(f"{table.location}: weight_offset and heads belong to layer_norm and rms_norm")
+    if case.negative_slope != DEFAULT_SLOPE and case.activation != "leaky_relu":
+        raise ScenarioError(f"{table.location}: negative_slope belongs to the activation leaky_relu")
     if (case.weight_offset or case.heads) and not case.affine:
         raise ScenarioError(f"{table.location}: weight_offset and heads need affine")
     if case.out_dtype is not None and case.is_backward:

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+ActivationName = Literal["none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh"]
 """The name of an activation; gelu is by erf, gelu_tanh by tanh."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
 
+DEFAULT_SLOPE = 0.01
+"""The default of `negative_slope`, and the only value that other activations than leaky_relu take."""
 
 PARAMETERS = ("weight", "bias")
 """Tensors that belong to a launch; all other tensors are divided by rows or samples."""

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from normserve.codec.api_names import ACTIVATIONS, OF_SAMPLES, PARAMETERS, is_parameter
+from normserve.codec.api_names import ACTIVATIONS, DEFAULT_SLOPE, OF_SAMPLES, PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
     RequestParameter,
     make_choice_parameter,
@@ -17,6 +17,7 @@ from normserve.jobs.option_values import (
     parse_positive_integer,
     parse_probability,
     parse_seed,
+    parse_slope,
     parse_zero_or_one,
 )
 from normserve.memory.tensors import FLOATS, DeviceTensor, DType, HostTensor
@@ -199,6 +200,21 @@ class NormSpec:
         metadata=_declare_option(
             dict.fromkeys(LAYER_OPS, make_choice_parameter("Applied after the affine step.", ACTIVATIONS)),
             is_layer_option=True,
+        ),
+    )
+    negative_slope: float = field(
+        default=DEFAULT_SLOPE,
+        metadata=_declare_option(
+            dict.fromkeys(
+                LAYER_OPS,
+                RequestParameter(
+                    "Factor of negative values in leaky_relu, which alone takes another than 0.01, the default.",
+                    parse_slope,
+                    {"type": "number"},
+                ),
+            ),
+            is_layer_option=True,
+            get_kernel_key=None,
         ),
     )
     dropout: float = field(

@@ -62,14 +62,25 @@ def parse_integer(text: str) -> int:
 def parse_eps(text: str) -> float:
     """Parse an eps that kernels can use: a number that is above 0 and finite as a float32."""
     value = parse_number(text)
-    try:
-        # Kernels compute with eps as a float32, so that is what must be positive and finite.
-        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        rounded = math.inf
-    if not 0 < rounded < math.inf:
+    if not 0 < _round_to_float32(value) < math.inf:
         raise ValueError("a float32 above 0 and finite")
     return value
+
+
+def parse_slope(text: str) -> float:
+    """Parse a slope that kernels can use: a number that is finite as a float32."""
+    value = parse_number(text)
+    if math.isinf(_round_to_float32(value)):
+        raise ValueError("a finite float32")
+    return value
+
+
+def _round_to_float32(value: float) -> float:
+    """Round a number as kernels do, which compute with float32 options; infinite beyond the largest float32."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def parse_positive_integer(text: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from normserve.codec.api_names import MAX_NORMS
+from normserve.codec.api_names import DEFAULT_SLOPE, MAX_NORMS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, list_options
 from normserve.jobs.option_values import RequestParameter, make_choice_parameter, parse_number
@@ -150,6 +150,9 @@ def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormS
     if values.get("dropout") and "seed" not in values:
         raise InvalidParameterError("seed must be given with dropout")
     options = {option.name: values[option.name] for option in list_options(op, direction) if option.name in values}
+    activation = options.get("activation", "none")
+    if options.get("negative_slope", DEFAULT_SLOPE) != DEFAULT_SLOPE and activation != "leaky_relu":
+        raise InvalidParameterError(f"negative_slope needs activation leaky_relu, got {activation!r}")
     if not options.get("dropout"):
         options.pop("seed", None)
     return NormSpec(op, direction, **{"eps": _DEFAULT_EPS[op], **options})

@@ -47,6 +47,7 @@ def test_life_of_a_layer(api, name):
         "op": "layer_norm",
         "eps": 0.5,
         "activation": "relu",
+        "negative_slope": 0.01,
         "size": 12,
         "dtype": "float32",
         "bias": True,

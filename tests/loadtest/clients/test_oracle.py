@@ -56,8 +56,10 @@ def standardised(h, axes, eps):
     return (h - h.mean(axes, keepdims=True)) / np.sqrt(h.var(axes, keepdims=True) + eps)
 
 
+SLOPE = 0.25
 ACTIVATION = {
     "none": lambda z: z,
+    "leaky_relu": lambda z: np.maximum(z, 0) + SLOPE * np.minimum(z, 0),
     "silu": lambda z: z / (1 + np.exp(-z)),
     "gelu_tanh": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
 }
@@ -81,6 +83,8 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
     for options in ({}, {"residual": True, "seed": 1}, {"affine": False}, {"adaptive": True}, gated, own, other):
         if "heads" in options and operation.startswith("group_norm"):
             continue
+        if activation == "leaky_relu":
+            options = options | {"negative_slope": SLOPE}
         asked = case(operation, layout, activation=activation, **options)
         tensors = asked.make_tensors()
         answer = oracle.compute_expected(asked, tensors)

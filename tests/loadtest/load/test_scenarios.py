@@ -105,6 +105,10 @@ def test_another_duration_is_shared_out():
             '[[workload.cases]]\noperation = "rms_norm"\nshape = [2, 4]\nheads = true\nadaptive = true' + STEADY,
             "adaptive does not belong to heads",
         ),
+        (
+            '[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnegative_slope = 0.5' + STEADY,
+            "negative_slope belongs",
+        ),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnorms = 2' + STEADY, "norms belongs"),
         ('[[workload.cases]]\noperation = "layer_norm_chain"\nshape = [4]' + STEADY, "norms belongs"),
         ('[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\nparts = 5' + STEADY, "parts need a shape"),

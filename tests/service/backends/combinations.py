@@ -22,6 +22,7 @@ EPILOGUES = (
     {"activation": "silu"},
     {"dropout": 0.4, "seed": 5},
     {"activation": "gelu", "dropout": 0.4, "seed": -3},
+    {"activation": "leaky_relu", "negative_slope": -0.75},
 )
 
 #: The most combinations of one kind.
@@ -131,6 +132,7 @@ def _combination(
     function = f"{spec.op.value}_"
     options = {name: tensor for name, tensor in tensors.items() if name not in ("x", "dy")}
     options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
+    options["negative_slope"] = spec.negative_slope
     groups = [spec.num_groups] if grouped else []
     if not grouped:
         options["weight_offset"] = spec.weight_offset
@@ -147,6 +149,13 @@ def _combination(
         given = functools.partial(right, tensors["dy"], tensors["x"], *groups, **options)
     laid_out = {n: t.movedim(1, -1) if moved and t.dim() > 2 else t for n, t in tensors.items()}
     job = NormJob(spec, {name: host(tensor) for name, tensor in laid_out.items()})
-    asked = (spec.activation, f"p {spec.dropout}", spec.out_dtype, spec.stats, spec.weight_offset)
+    asked = (
+        spec.activation,
+        spec.negative_slope,
+        f"p {spec.dropout}",
+        spec.out_dtype,
+        spec.stats,
+        spec.weight_offset,
+    )
     text = f"{', '.join(names) or 'nothing'}; x {shape}, residual {of_residual}; {asked}"
     return Combination(text, job, functools.partial(given, precision=torch.float64))

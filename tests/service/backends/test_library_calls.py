@@ -107,6 +107,7 @@ def test_samples_without_rows_have_the_results_that_are_announced(direction):
 ROWS = {
     "heads": {"of": (3, 8)},
     "an offset": {"weight_offset": 1.0},
+    "a slope": {"activation": "leaky_relu", "negative_slope": -0.75},
     "a residual of its own type": {"residual": torch.float32},
     "all of it": {"of": (3, 8), "weight_offset": 1.0, "residual": torch.float32},
     "float8": {"weight_offset": 1.0, "residual": torch.float32, "out_dtype": DType.FLOAT8_E4M3FN},
@@ -134,6 +135,7 @@ def test_what_rows_alone_take(library, asked, op):
         named = dict(tensors)
         leading = [named.pop(name) for name in (("x",) if direction is PassDirection.FORWARD else ("dy", "x"))]
         named |= {"precision": torch.float64, "eps": 1e-5, "weight_offset": spec.weight_offset}
+        named |= {"activation": spec.activation, "negative_slope": spec.negative_slope}
         if spec.out_dtype:
             named["out_dtype"] = torch.float8_e4m3fn
         want = getattr(reference, f"{op.value}_{direction.value}")(*leading, **named)

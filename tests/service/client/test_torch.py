@@ -99,6 +99,15 @@ def test_offsets_without_meaning_are_refused(client, kind, arguments):
         kind(4, client=client, **arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"negative_slope": 0.5}, {"activation": "leaky_relu", "negative_slope": float("inf")}]
+)
+@pytest.mark.parametrize("kind", [remote.LayerNorm, remote.RMSNorm])
+def test_slopes_without_meaning_are_refused(client, kind, arguments):
+    with pytest.raises(ValueError, match="negative_slope"):
+        kind(4, client=client, **arguments)
+
+
 @pytest.mark.parametrize("client", [None, "http://127.0.0.1:1", AsyncClient])
 def test_only_a_blocking_client_will_do(client):
     with pytest.raises(TypeError, match=r"client must be a normserve\.client\.Client, got"):

@@ -15,12 +15,13 @@ OTHER = {
     "layout": ChannelLayout.NHWC,
     "weight_offset": 1.0,
     "activation": "silu",
+    "negative_slope": 0.25,
     "dropout": 0.25,
     "seed": 2,
     "out_dtype": DType.FLOAT16,
     "stats": True,
 }
-OF_ANY_VALUE = {"eps", "dropout", "seed"}
+OF_ANY_VALUE = {"eps", "negative_slope", "dropout", "seed"}
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)

@@ -104,7 +104,7 @@ def test_an_empty_query_says_nothing():
     assert parsed("") == {}
 
 
-BASE = {"eps", "activation", "dropout", "seed", "layer", "timeout_ms"}
+BASE = {"eps", "activation", "negative_slope", "dropout", "seed", "layer", "timeout_ms"}
 ROWS = {"weight_offset"}
 FORWARD = {"out_dtype", "stats"}
 GROUPS = {"num_groups", "layout"}
@@ -132,7 +132,7 @@ def test_each_operation_takes_its_own_parameters(op, direction, names):
 
 
 def test_a_layer_says_what_an_operation_does_not():
-    fixed = {"eps", "num_groups", "weight_offset", "activation"}
+    fixed = {"eps", "num_groups", "weight_offset", "activation", "negative_slope"}
     assert set(LAYER_PARAMETERS) == {"op", *fixed}
 
 
@@ -153,6 +153,21 @@ def test_what_is_said_is_what_is_asked():
     spec = make_spec(Op.GROUP_NORM, PassDirection.FORWARD, parsed(query))
     assert (spec.eps, spec.num_groups, spec.layout, spec.activation) == (0.5, 4, ChannelLayout.NHWC, "silu")
     assert (spec.dropout, spec.seed, spec.out_dtype, spec.stats) == (0.25, 7, DType.FLOAT16, True)
+
+
+def test_a_slope_belongs_to_leaky_relu():
+    query = "activation=leaky_relu&negative_slope=-0.25"
+    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, parsed(query)).negative_slope == -0.25
+    for query in ("negative_slope=0.25", "negative_slope=0.25&activation=relu"):
+        with pytest.raises(InvalidParameterError, match="negative_slope needs activation leaky_relu, got"):
+            make_spec(Op.RMS_NORM, PassDirection.FORWARD, parsed(query))
+    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, parsed("negative_slope=0.01")).activation == "none"
+
+
+@pytest.mark.parametrize("text", ["1e39", "-1e39", "nan", "inf", "", "x"])
+def test_a_slope_is_finite_as_a_float32(text):
+    with pytest.raises(InvalidParameterError, match="negative_slope must be"):
+        parsed(f"negative_slope={text}")
 
 
 def test_a_seed_without_dropout_draws_nothing():

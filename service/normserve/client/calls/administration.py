@@ -20,6 +20,7 @@ def put_layer(
     eps: float | None = None,
     num_groups: int | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     weight_offset: float | None = None,
 ) -> ApiCall[bool]:
     """Register parameters under a name, or replace that layer.
@@ -35,7 +36,8 @@ def put_layer(
         bias: of weight's shape, any of these dtypes; None (default) for zeros; not for rms_norm.
         eps: added to the variance; None (default) for 1e-5, for rms_norm 1e-6.
         num_groups: for group_norm, which requires it: divides C.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero; not for group_norm.
 
     Returns:

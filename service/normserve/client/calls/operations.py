@@ -27,6 +27,7 @@ def layer_norm(
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -55,14 +56,16 @@ def layer_norm(
             needs a residual.
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
             parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
             float8.
         stats: whether to return `mean` and `rstd`, float32 [...] too; False by default.
-        layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation.
+        layer: name of a registered layer, in place of weight, bias, eps, weight_offset, activation and
+            negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 
@@ -102,6 +105,7 @@ def rms_norm(
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -128,14 +132,15 @@ def rms_norm(
             needs a residual.
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
             parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
             float8.
         stats: whether to return `rstd`, float32 [...], too; False by default.
-        layer: name of a registered layer, in place of weight, eps, weight_offset and activation.
+        layer: name of a registered layer, in place of weight, eps, weight_offset, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 
@@ -175,6 +180,7 @@ def group_norm(
     shift: Tensors | None = None,
     eps: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -200,13 +206,14 @@ def group_norm(
             `residual_out`, in x's dtype.
         scale, shift: [B, C] in either layout, any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0; None (default) for 1e-5.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
         out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
             for a numpy x needs ml_dtypes.
         stats: whether to return `mean` and `rstd`, float32 [B, num_groups], too; False by default.
-        layer: name of a registered layer, in place of num_groups, weight, bias, eps and activation.
+        layer: name of a registered layer, in place of num_groups, weight, bias, eps, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 
@@ -309,6 +316,7 @@ def layer_norm_backward(
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,
@@ -335,10 +343,11 @@ def layer_norm_backward(
         scale, shift, gate: the forward call's, or None (default).
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout, seed: the forward call's; 0 and None by default.
-        layer: name of a registered layer, in place of weight, bias, eps, weight_offset and activation; one with
-            parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
+        layer: name of a registered layer, in place of weight, bias, eps, weight_offset, activation and
+            negative_slope; one with parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 
@@ -382,6 +391,7 @@ def rms_norm_backward(
     eps: float | None = None,
     weight_offset: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,
@@ -406,10 +416,11 @@ def rms_norm_backward(
         scale, shift, gate: the forward call's, or None (default).
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout, seed: the forward call's; 0 and None by default.
-        layer: name of a registered layer, in place of weight, eps, weight_offset and activation; one with
-            parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
+        layer: name of a registered layer, in place of weight, eps, weight_offset, activation and negative_slope;
+            one with parameters [H, N] raises UnexpectedAnswerError: pass these as arguments.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 
@@ -454,6 +465,7 @@ def group_norm_backward(
     shift: Tensors | None = None,
     eps: float | None = None,
     activation: ActivationName | None = None,
+    negative_slope: float | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,
@@ -480,9 +492,10 @@ def group_norm_backward(
         dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
         scale, shift: the forward call's: [B, C], or None (default).
         eps: added to the variance; at least 0; None (default) for 1e-5.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout, seed: the forward call's; 0 and None by default.
-        layer: name of a registered layer, in place of num_groups, weight, bias, eps and activation.
+        layer: name of a registered layer, in place of num_groups, weight, bias, eps, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
 

@@ -7,8 +7,8 @@
     norm = LayerNorm(1024, client=client)
 
 Constructors, parameters, state_dict and repr are those of torch's modules, with the additional arguments `client`,
-`activation` and, except for GroupNorm, `weight_offset`.  The parameters belong to the module and are sent with each
-call; an optimizer can train them.
+`activation`, `negative_slope` and, except for GroupNorm, `weight_offset`.  The parameters belong to the module and
+are sent with each call; an optimizer can train them.
 
 - Backward needs x, the parameters and the statistics of forward; they are kept only where gradients may be
   requested.  Second derivatives are refused.

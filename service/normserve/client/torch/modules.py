@@ -1,5 +1,6 @@
 """The modules, with torch's constructors, state_dict and repr, computed by the service."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from normserve.client.client import Client
 from normserve.client.torch.differentiable import normalise
-from normserve.codec.api_names import ACTIVATIONS, ActivationName
+from normserve.codec.api_names import ACTIVATIONS, DEFAULT_SLOPE, ActivationName
 
 
 class _ClientHolder:
@@ -34,13 +35,22 @@ class _ServiceNormModule(nn.Module):
 
     #: Added to the weight; used only by modules that normalise over the last axes.
     weight_offset: float = 0.0
+
+    #: leaky_relu's factor of negative values; here for modules that an earlier version pickled.
+    negative_slope: float = DEFAULT_SLOPE
     _client_holder: _ClientHolder
 
-    def __init__(self, *args: Any, client: Client, activation: ActivationName, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, client: Client, activation: ActivationName, negative_slope: float, **kwargs: Any
+    ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        if negative_slope != DEFAULT_SLOPE and activation != "leaky_relu":
+            raise ValueError(f"negative_slope needs activation leaky_relu, got {activation!r}")
+        if not math.isfinite(negative_slope):
+            raise ValueError(f"negative_slope must be a finite number, got {negative_slope!r}")
         super().__init__(*args, **kwargs)
-        self.activation = activation
+        self.activation, self.negative_slope = activation, negative_slope
         self.client = client
 
     @property
@@ -72,10 +82,13 @@ class _ServiceNormModule(nn.Module):
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
-        return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
+        if self.activation != "none":
+            text += f", activation={self.activation!r}"
+        return text if self.activation != "leaky_relu" else f"{text}, negative_slope={self.negative_slope}"
 
     def _make_options(self, eps: float) -> dict[str, object]:
-        return {"eps": eps, "activation": self.activation}
+        options: dict[str, object] = {"eps": eps, "activation": self.activation}
+        return options if self.activation != "leaky_relu" else options | {"negative_slope": self.negative_slope}
 
 
 class _ServiceRowModule(_ServiceNormModule):
@@ -141,12 +154,15 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         bias: whether there is a bias beside the weight; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
 
     Raises:
-        ValueError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        ValueError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
+            negative_slope is invalid.
         TypeError: client is not a `Client`.
 
     Examples:
@@ -171,6 +187,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         *,
         client: Client,
         activation: ActivationName = "none",
+        negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__(
@@ -182,6 +199,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
             dtype,
             client=client,
             activation=activation,
+            negative_slope=negative_slope,
             weight_offset=weight_offset,
         )
 
@@ -228,12 +246,15 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
 
     Raises:
-        ValueError: activation or weight_offset is none of these, or weight_offset is 1 without a weight.
+        ValueError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
+            negative_slope is invalid.
         TypeError: client is not a `Client`.
 
     Examples:
@@ -257,6 +278,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         *,
         client: Client,
         activation: ActivationName = "none",
+        negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__(
@@ -267,6 +289,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
             dtype,
             client=client,
             activation=activation,
+            negative_slope=negative_slope,
             weight_offset=weight_offset,
         )
 
@@ -315,10 +338,13 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
             this argument (2.13).
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the output.
+        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
+            output.
+        negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     Raises:
-        ValueError: activation is none of these, or num_groups does not divide num_channels.
+        ValueError: activation is none of these, negative_slope is invalid, or num_groups does not divide
+            num_channels.
         TypeError: client is not a `Client`; or bias is False, and torch's GroupNorm does not have it.
 
     Examples:
@@ -344,6 +370,7 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
         bias: bool = True,
         client: Client,
         activation: ActivationName = "none",
+        negative_slope: float = DEFAULT_SLOPE,
     ) -> None:
         of_bias = {} if bias else {"bias": bias}
         super().__init__(
@@ -355,6 +382,7 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
             dtype,
             client=client,
             activation=activation,
+            negative_slope=negative_slope,
             **of_bias,
         )
 

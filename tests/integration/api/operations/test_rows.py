@@ -53,6 +53,17 @@ def test_both_passes(api, op, of, stream):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_a_slope_and_another_one(api, op):
+    tensors = given(op, (6, 48), (48,), torch.float32)
+    for slope in (0.25, -0.75):
+        query = {"activation": "leaky_relu", "negative_slope": slope}
+        assert_close(post(api, f"/v1/{op}", packed(**tensors), **query), right(op, "forward", tensors, **query))
+        sent = tensors | {"dy": torch.randn(6, 48)}
+        backward = post(api, f"/v1/{op}/backward", packed(**sent), **query)
+        assert_close(backward, right(op, "backward", sent, **query))
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_a_layer_has_heads_and_an_offset(api, op):
     name = f"heads.{uuid.uuid4().hex}"
     tensors = given(op, (4, 3, 16), (3, 16))
@@ -102,6 +113,7 @@ def test_kernel_bytes_count_the_residuals_own_type(api, tensors, path, expected)
     [
         ("/v1/layer_norm", {"x": (2, 4)}, {"weight_offset": 1}, "missing_tensor"),
         ("/v1/layer_norm", {"x": (2, 4), "weight": (4,)}, {"weight_offset": 0.5}, "invalid_parameter"),
+        ("/v1/layer_norm", {"x": (2, 4)}, {"activation": "silu", "negative_slope": 0.5}, "invalid_parameter"),
         ("/v1/group_norm", {"x": (2, 4)}, {"num_groups": 2, "weight_offset": 1}, "invalid_parameter"),
         ("/v1/group_norm", {"x": (2, 4), "weight": (2, 4)}, {"num_groups": 2}, "invalid_shape"),
         ("/v1/rms_norm", {"x": (2, 4), "weight": (3, 4)}, {}, "invalid_shape"),

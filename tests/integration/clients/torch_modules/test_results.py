@@ -42,6 +42,15 @@ def test_activations(one, kind, activation):
     assert repr(module) == repr(reference)
 
 
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
+def test_a_slope(one, kind):
+    reference, module, shape = pair(one, kind, activation="leaky_relu", negative_slope=-0.75)
+    x = random(*shape)
+    assert_same(passes(module, x), passes(reference, x))
+    assert repr(module) == repr(reference)
+    assert one.calls[0].params["negative_slope"] == "-0.75"
+
+
 @pytest.mark.parametrize("kind", ["layer norm", "layer norm of two axes", "RMS norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_kept_around_zero(one, kind, dtype):
