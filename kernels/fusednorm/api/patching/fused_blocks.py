@@ -10,31 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusednorm.api.patching.activation_modules import find_activation_name, has_hooks
 from fusednorm.api.patching.norm_recognition import UnpatchableModuleError, check_not_replaced, get_input_name
-from fusednorm.api.patching.patched_forward import (
-    ForwardReplacement,
-    PatchedForward,
-    is_forward_of_class,
-    is_supported_input,
-)
+from fusednorm.api.patching.patched_forward import ForwardReplacement, PatchedForward, is_supported_input
 from fusednorm.errors import KernelInputError
-
-
-def find_activation_name(module: nn.Module) -> str | None:
-    """Return the kernels' name for one of torch's activation modules, or None.
-
-    It is also None if the module's forward is replaced.
-    """
-    if not is_forward_of_class(module, vars(module).get("forward")):
-        return None
-    kind = type(module)
-    if kind is nn.SiLU:
-        return "silu"
-    if kind is nn.ReLU:
-        return "relu"
-    if kind is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return None
 
 
 class SequentialForward(PatchedForward):
@@ -55,10 +34,7 @@ class SequentialForward(PatchedForward):
 
 
 class ResnetBlockForward(PatchedForward):
-    """Forward of diffusers' ResnetBlock2D that computes each GroupNorm and its activation in one pass.
-
-    The block must not sample up or down.
-    """
+    """Forward of diffusers' ResnetBlock2D that computes each GroupNorm and its activation in one pass."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -81,6 +57,9 @@ class ResnetBlockForward(PatchedForward):
         # The second norm may be fused if the first is, unless there is a scale and shift that it does not support.
         if hidden is None or not _can_fuse(norm2, activation):
             return None
+        sample = module.downsample if module.upsample is None else module.upsample
+        if sample is not None:
+            x, hidden = sample(x), sample(hidden)
         hidden = module.conv1(hidden)
         scale = shift = None
         if temb is not None:
@@ -163,8 +142,6 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
             activation.
     """
     check_not_replaced(module)
-    if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
-        raise UnpatchableModuleError("it samples up or down: its norms are taken alone")
     name = find_activation_name(module.nonlinearity)
     if name is None or not (_is_fusible_norm(module.norm1) and _is_fusible_norm(module.norm2)):
         raise UnpatchableModuleError(
@@ -179,6 +156,9 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
     if not matches_forward:
         raise UnpatchableModuleError("a small one of its kind computes something else")
     return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
+
+
+_SAMPLING = ("upsample", "downsample")
 
 
 def _matches_forward_on_samples(module: Any) -> bool:
@@ -209,13 +189,16 @@ def _make_small_copy(module: Any) -> Any:
     if module.time_emb_proj is not None:
         width = 2 * out if module.time_embedding_norm == "scale_shift" else out
         layers["time_emb_proj"] = nn.Linear(5, width, **on_cpu)
+    # The block's own sampling expects its channels, and may be a function.
+    sampling = {name: nn.Upsample(scale_factor=2) for name in _SAMPLING if getattr(module, name) is not None}
     for name in ("norm1", "norm2"):
         norm: Any = layers[name]
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
         norm.forward = type(module._modules[name].forward)(norm, "input")
     small = object.__new__(type(module))
-    small.__dict__.update(module.__dict__, _modules={**module._modules, **layers})
+    attributes = {name: value for name, value in module.__dict__.items() if name not in sampling}
+    small.__dict__.update(attributes, _modules={**module._modules, **layers, **sampling})
     return small
 
 
@@ -223,20 +206,10 @@ def _can_fuse(norm: Any, activation: nn.Module) -> bool:
     """Return whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
     if not isinstance(norm, nn.Module) or not _is_fusible_norm(norm):
         return False
-    return find_activation_name(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
+    return find_activation_name(activation) is not None and not (has_hooks(norm) or has_hooks(activation))
 
 
 def _is_fusible_norm(norm: Any) -> bool:
     """Return whether a module has a replaced forward that can fuse the activation after the norm."""
     forward = norm.forward
     return isinstance(forward, PatchedForward) and forward.can_fuse_activation
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn.modules.module._has_any_global_hook()
-    )

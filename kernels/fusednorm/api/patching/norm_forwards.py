@@ -2,86 +2,146 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.autograd import rms_norm
 from fusednorm.api.module_norms import (
     casts_to_float32,
     compute_group_norm_module,
     compute_layer_norm_over_shape,
     compute_rms_norm_module,
 )
-from fusednorm.api.patching.norm_recognition import ProbedProperties, get_input_name, recognise_norm
-from fusednorm.api.patching.patched_forward import ForwardReplacement, PatchedForward, is_unwrapped_tensor
+from fusednorm.api.patching.activation_modules import find_inner_activation, has_hooks
+from fusednorm.api.patching.norm_recognition import ProbedNorm, get_input_name, recognise_norm
+from fusednorm.api.patching.patched_forward import (
+    ForwardReplacement,
+    PatchedForward,
+    is_unwrapped_tensor,
+    promote_with_modulation,
+    widen_to_modulation,
+)
 from fusednorm.errors import KernelInputError
 
 
 class LayerNormForward(PatchedForward):
     """Replacement for the forward of a torch.nn.LayerNorm, by the functions of this library."""
 
-    def compute(self, module: Any, x: Tensor) -> Tensor:
-        return compute_layer_norm_over_shape(x, module.normalized_shape, *_get_weight_and_bias(module), module.eps)
+    operation = "layer_norm"
+    can_modulate = True
+
+    def compute(self, module: Any, x: Tensor, **modulation: Tensor) -> Tensor:
+        """Compute the module's y, or y * (1 + scale) + shift."""
+        if modulation:
+            x = widen_to_modulation(x, **modulation)
+        weight, bias = _get_parameter(module, "weight"), _get_parameter(module, "bias")
+        return compute_layer_norm_over_shape(x, module.normalized_shape, weight, bias, module.eps, **modulation)
 
 
 class RMSNormForward(PatchedForward):
     """Replacement for the forward of a torch.nn.RMSNorm, by the functions of this library."""
 
-    def compute(self, module: Any, x: Tensor) -> Tensor:
-        return compute_rms_norm_module(x, module.normalized_shape, _get_weight(module), module.eps)
+    operation = "rms_norm"
+    can_modulate = True
+
+    def compute(self, module: Any, x: Tensor, **modulation: Tensor) -> Tensor:
+        """Compute the module's y, or y * (1 + scale) + shift."""
+        if modulation:
+            x = widen_to_modulation(x, **modulation)
+        weight = _get_parameter(module, "weight")
+        return compute_rms_norm_module(x, module.normalized_shape, weight, module.eps, **modulation)
 
 
 class GroupNormForward(PatchedForward):
     """Replacement for the forward of a torch.nn.GroupNorm, by the functions of this library."""
 
+    operation = "group_norm"
     traces_operator = True
     can_fuse_activation = True
 
     def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
         """Compute the module's y, with other arguments of `group_norm`."""
-        return compute_group_norm_module(x, module.num_groups, *_get_weight_and_bias(module), module.eps, **others)
+        weight, bias = _get_parameter(module, "weight"), _get_parameter(module, "bias")
+        return compute_group_norm_module(x, module.num_groups, weight, bias, module.eps, **others)
 
 
-class ProbedRMSNormForward(PatchedForward):
-    """Replacement for the forward of an RMSNorm class whose formula was determined from its results.
+class ProbedNormForward(PatchedForward):
+    """Replacement for the forward of a norm whose formula was determined from its results.
 
     Args:
         module, input_name: as in `PatchedForward`.
-        observed: the properties that the results showed.
+        probed: the properties that the results showed.
     """
 
-    def __init__(self, module: nn.Module, input_name: str, observed: ProbedProperties) -> None:
+    def __init__(self, module: nn.Module, input_name: str, probed: ProbedNorm) -> None:
         super().__init__(module, input_name)
-        self.eps_name = observed.eps_name
-        self.weight_offset = observed.weight_offset
-        self.dtypes = observed.result_dtypes
-        self.autocast_dtypes = observed.autocast_dtypes
+        self.probed = probed
+        self.operation = probed.formula.operation
+        self.can_modulate = probed.formula.can_modulate
 
-    def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Compute the module's y in the dtype that the forward of its class returned when it was probed.
+    def compute(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        *,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Compute the module's y, with other arguments of the library's function if `can_modulate`.
+
+        The dtype of y is the one that the class would return.
 
         Raises:
-            KernelInputError: there is no weight, or the forward of the class rejected the dtypes of x and
-                weight.
+            KernelInputError: the forward of the class rejected the dtypes of x and parameters, or the module or x
+                is no longer as it was when probed.
         """
-        weight = _get_weight(module)
-        if weight is None:
-            raise KernelInputError("weight must be a tensor, got None")
-        dtype = (self.autocast_dtypes if casts_to_float32(x) else self.dtypes).get((x.dtype, weight.dtype))
-        if dtype is None:
-            raise KernelInputError(f"weight must be float32, float16 or bfloat16, got {weight.dtype}")
+        probed = self.probed
+        formula = probed.formula
+        if module._modules and not _has_activation(module, formula.activation):
+            raise KernelInputError(f"the activation must be {formula.activation}, without hooks")
+        if x.dim() not in probed.ranks or (probed.width is not None and x.shape[-1] != probed.width):
+            raise KernelInputError(f"x must have a shape like the samples, got {list(x.shape)}")
+        weight, bias = _get_parameter(module, formula.weight_name), _get_parameter(module, formula.bias_name)
+        dtype = self._find_result_dtype(x, weight, bias)
+        if scale is not None or shift is not None:
+            dtype = promote_with_modulation(dtype, scale, shift)
+            options.update(scale=scale, shift=shift)
         # So that y is rounded once.
         if dtype is not x.dtype:
             x = x.float()
-        eps = getattr(module, self.eps_name)
-        y = rms_norm(x, weight, eps, weight_offset=self.weight_offset)
+        eps = probed.eps if probed.eps_name is None else getattr(module, probed.eps_name)
+        y = formula.compute(x, weight, bias, eps, **options)
         return y if y.dtype is dtype else y.to(dtype)
+
+    def _find_result_dtype(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+        """Return the dtype that the forward of the class returned for the dtypes of x and the parameters.
+
+        Raises:
+            KernelInputError: the forward rejected them, or weight and bias are of two dtypes.
+        """
+        parameter = bias if weight is None else weight
+        given = x.dtype if parameter is None else parameter.dtype
+        table = self.probed.autocast_dtypes if casts_to_float32(x) else self.probed.result_dtypes
+        dtype = table.get((x.dtype, given))
+        if dtype is None or (bias is not None and bias.dtype is not given):
+            raise KernelInputError(f"weight and bias must have one dtype that goes with {x.dtype}, got {given}")
+        return dtype
+
+
+class ProbedGroupNormForward(ProbedNormForward):
+    """Replacement for the forward of a GroupNorm whose formula was determined from its results."""
+
+    traces_operator = True
+
+    def __init__(self, module: nn.Module, input_name: str, probed: ProbedNorm) -> None:
+        super().__init__(module, input_name, probed)
+        # Its scale and shift are those of channels, not of rows.
+        self.can_fuse_activation, self.can_modulate = self.can_modulate, False
 
 
 _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
-    "layer_norm": LayerNormForward,
-    "rms_norm": RMSNormForward,
-    "group_norm": GroupNormForward,
+    each.operation: each for each in (LayerNormForward, RMSNormForward, GroupNormForward)
 }
 
 
@@ -96,32 +156,27 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
         return None
     name = get_input_name(module)
     if norm.probed is not None:
-        return ForwardReplacement(norm.description, ProbedRMSNormForward(module, name, norm.probed))
+        kind = ProbedGroupNormForward if norm.operation == "group_norm" else ProbedNormForward
+        return ForwardReplacement(norm.description, kind(module, name, norm.probed))
     return ForwardReplacement(norm.description, _OF_OPERATIONS[norm.operation](module, name))
 
 
-def _get_weight(module: Any) -> Tensor | None:
-    """Return a module's current weight, which must be None or a plain tensor.
+def _has_activation(module: nn.Module, activation: str) -> bool:
+    """Return whether a norm's submodules still are the given activation or identities, without hooks."""
+    return find_inner_activation(module) == activation and not any(map(has_hooks, module.children()))
+
+
+def _get_parameter(module: Any, name: str | None) -> Tensor | None:
+    """Return a module's current parameter, which must be None or a plain tensor; None without a name.
 
     Raises:
-        KernelInputError: the weight has been replaced by a tensor of another kind since the module was patched.
+        KernelInputError: the parameter is a tensor that consists of other tensors, such as a DTensor.
     """
+    if name is None:
+        return None
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
-    weight: Tensor | None = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
-    if type(weight) is not Parameter and weight is not None and not is_unwrapped_tensor(weight):
-        raise KernelInputError(f"weight must be a plain tensor, got {type(weight).__name__}")
-    return weight
-
-
-def _get_weight_and_bias(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return a module's current weight and bias, which must each be None or a plain tensor.
-
-    Raises:
-        KernelInputError: one of them is a tensor that consists of other tensors, such as a DTensor.
-    """
-    parameters = module._parameters
-    bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
-    if type(bias) is not Parameter and bias is not None and not is_unwrapped_tensor(bias):
-        raise KernelInputError(f"bias must be a plain tensor, got {type(bias).__name__}")
-    return _get_weight(module), bias
+    parameter: Tensor | None = parameters[name] if name in parameters else getattr(module, name)
+    if type(parameter) is not Parameter and parameter is not None and not is_unwrapped_tensor(parameter):
+        raise KernelInputError(f"{name} must be a plain tensor, got {type(parameter).__name__}")
+    return parameter

@@ -1,35 +1,34 @@
 """Recognition of norms by a module's class or results, or of the reason why a module is not patched.
 
-Results are computed by the forward of the module's class, from a little random data on the CPU.  It is called not
-with the module itself, but with a shallow copy that has random parameters and no hooks.
+Results are computed by the forward of the module's class, from a little random data on the CPU: see
+`forward_probes`.
 """
 
 import inspect
-import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter, functional
-from torch.overrides import TorchFunctionMode
+from torch.nn import Parameter
 
-from fusednorm.api.module_norms import AUTOCASTS_RMS_NORM
+from fusednorm.api.patching.activation_modules import find_inner_activation
+from fusednorm.api.patching.forward_probes import Dtypes, ProbeSet
+from fusednorm.api.patching.norm_formulas import NormFormula, iterate_row_formulas
 from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute, is_forward_of_class
 from fusednorm.arguments.checks import MAX_COLS, validate_eps
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
-_SEED = 7
-_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
-"""Relative and absolute tolerances.
+_WEIGHT_NAMES, _BIAS_NAMES = ("weight", "gamma", "scale"), ("bias", "beta", "shift")
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_EPS_CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""The eps that a norm is expected to add if no attribute has it: its results show which."""
 
-A module may round x_hat before it multiplies, and the offset's sum: each half an ulp.
-"""
+_FREE_WIDTHS = (8, 12)
+"""The widths of the samples for a norm that has neither parameters nor a declared width."""
 
-_EPS_NAMES = ("variance_epsilon", "eps")
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
 """Types of the attributes that an instance of a norm may have besides its parameters."""
 
@@ -39,32 +38,26 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_f
 _NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm"})
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-_TIMM = {
-    "timm.layers.norm.LayerNorm": nn.LayerNorm,
-    "timm.layers.norm.GroupNorm": nn.GroupNorm,
-    "timm.layers.norm.GroupNorm1": nn.GroupNorm,
-}
-"""Classes of timm that call torch's function in a forward of their own, and their base classes."""
-
-Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
-"""The dtype of y, by the dtypes of x and of the parameters."""
-
-_Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
-"""A function that computes y in float32 from x, the module's parameters by name (all float32) and eps."""
-
 
 @dataclass(frozen=True)
-class ProbedProperties:
-    """The properties of an RMSNorm that were determined from the results of its forward.
+class ProbedNorm:
+    """A norm that was determined from the results of a module's forward.
 
     Attributes:
-        eps_name: the name of the module's attribute that is added to the mean square.
-        weight_offset: 0, or 1 for a weight that is stored around zero.
+        formula: what the module computes.
+        eps_name: the name of the module's attribute that is added under the root; None if the code has eps.
+        eps: the number that was added.
+        ranks: the numbers of axes of x for which the module computes that.
+        width: the length of the rows of a module without parameters; None if any length is possible, or if the
+            parameters have it.
         result_dtypes: the dtypes that the module returns; autocast_dtypes: the same under CUDA's autocast.
     """
 
-    eps_name: str
-    weight_offset: float
+    formula: NormFormula
+    eps_name: str | None
+    eps: float
+    ranks: frozenset[int]
+    width: int | None
     result_dtypes: Dtypes
     autocast_dtypes: Dtypes
 
@@ -75,21 +68,18 @@ class RecognisedNorm:
 
     Attributes:
         operation: layer_norm, rms_norm or group_norm.
-        probed: the observed properties of a module that is recognised only by its results.
+        probed: the properties of a module that is recognised only by its results.
         class_name: the name of that module's class.
     """
 
     operation: str
-    probed: ProbedProperties | None = None
+    probed: ProbedNorm | None = None
     class_name: str = ""
 
     @property
     def description(self) -> str:
-        """The operation's name, for a report, followed by a probed module's weight offset and class."""
-        if self.probed is None:
-            return self.operation
-        offset = ", weight_offset=1" if self.probed.weight_offset else ""
-        return f"{self.operation}{offset}, as {self.class_name} has it"
+        """The operation's name, for a report, followed by a probed module's options and class."""
+        return self.operation if self.probed is None else f"{self.probed.formula}, as {self.class_name} has it"
 
 
 class UnpatchableModuleError(Exception):
@@ -115,26 +105,22 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
             return recognise_one(module)
     if getattr(module, "_fast_norm", False):
         raise UnpatchableModuleError("timm's fast norm is switched on, which autocast treats otherwise")
-    of_timm = _TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
-    if of_timm is not None and isinstance(module, of_timm):
-        return _recognise_timm_norm_by_results(module, of_timm)
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-        raise UnpatchableModuleError(f"{kind.__name__} has a forward of its own")
     if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
         raise UnpatchableModuleError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
     if kind.__module__.startswith("torch."):
         raise UnpatchableModuleError(f"no kernel for {kind.__name__}")
-    return _recognise_rms_norm_by_results(module)
+    return _recognise_by_results(module)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
     """Return whether a module is one of torch's norms, or its class is named like a norm.
 
-    A module that is only named like a norm must not contain another one.
+    A module that is only named like a norm must not contain another one, or a layer with parameters.
     """
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
         return True
-    return _is_named_norm(module) and not any(map(_is_named_norm, list(module.modules())[1:]))
+    inner = list(module.modules())[1:]
+    return _is_named_norm(module) and not any(_is_named_norm(each) or each._parameters for each in inner)
 
 
 def _is_named_norm(module: nn.Module) -> bool:
@@ -199,60 +185,140 @@ _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
 }
 
 
-def _recognise_timm_norm_by_results(module: Any, base: type[nn.Module]) -> RecognisedNorm:
-    """Recognise a norm of timm as a norm of torch's class `base`, after a comparison of results on random data.
+def _recognise_by_results(module: Any) -> RecognisedNorm:
+    """Recognise a norm of any class by its results on random data.
 
     Raises:
-        UnpatchableModuleError: the results differ, or the kernels do not support the module.
-    """
-    found = _OF_TORCH[base](module)
-    if base is nn.GroupNorm:
-        shape, formula = (3, module.num_channels, 2, 2), _make_group_norm_formula(module.num_groups)
-    else:
-        if len(module.normalized_shape) != 1:
-            raise UnpatchableModuleError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
-        shape, formula = (3, 2, *module.normalized_shape), _compute_layer_norm
-    if not _matches_formula(_ForwardProbe(module, shape, module.eps), formula):
-        raise UnpatchableModuleError(f"{type(module).__name__} computes something else than {found.description}")
-    return found
-
-
-def _recognise_rms_norm_by_results(module: Any) -> RecognisedNorm:
-    """Recognise an RMSNorm of any class by its results on random data.
-
-    Raises:
-        UnpatchableModuleError: the module computes no RMSNorm, or has attributes that might change its
-            results.
+        UnpatchableModuleError: the module computes no norm of this library, or has attributes that might change
+            its results.
     """
     name = type(module).__name__
-    parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    weight, eps_name = parameters.get("weight"), _find_eps_attribute(module)
-    others = parameters.keys() - {"weight", "bias"}
-    if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers or module._modules:
+    _check_arguments(module)
+    activation = _check_attributes(module)
+    parameters = _find_parameter_names(module)
+    sizes: list[tuple[int, ...]]
+    if isinstance(module, nn.GroupNorm):
+        _recognise_group_norm(module)
+        sizes, width = [(module.num_channels,)], None
+        formulas = [NormFormula("group_norm", *parameters, 0.0, activation, module.num_groups)]
+    else:
+        sizes, width = _find_sizes(module, *parameters)
+        formulas = list(iterate_row_formulas(*parameters, activation))
+    eps_name = next((each for each in _EPS_NAMES if _is_number(module.__dict__.get(each))), None)
+    for eps in _EPS_CONSTANTS if eps_name is None else (getattr(module, eps_name),):
+        _check_eps(eps)
+        probes = ProbeSet(module, sizes, eps)
+        found = {formula: probes.find_matching_probes(formula) for formula in formulas}
+        # With two axes the last one is dim 1, so the other ranks decide.
+        formula = max(found, key=lambda each: len(found[each]))
+        if ranks := found[formula]:
+            if formula.layout is not None:
+                raise UnpatchableModuleError(f"{name} computes {formula.operation} over dim 1")
+            probe = next(iter(ranks.values()))
+            dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
+            probed = ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes)
+            return RecognisedNorm(formula.operation, probed, name)
+    if error := probes.find_error():
+        raise UnpatchableModuleError(f"its forward of a few random samples raised {error}")
+    raise UnpatchableModuleError(f"{name} computes {_join_alternatives(formulas)}")
+
+
+def _check_arguments(module: nn.Module) -> None:
+    """Raise UnpatchableModuleError if the forward of a module's class needs more than x, or takes a gate."""
+    others = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    gates = [each.name for each in others if "gate" in each.name]
+    if gates:
+        raise UnpatchableModuleError(f"{type(module).__name__} multiplies by {gates[0]}, which no kernel does")
+    needed = [
+        each.name
+        for each in others
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
         raise UnpatchableModuleError(
-            f"{name} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a "
-            "bias"
+            f"the forward of {type(module).__name__} needs more than x: {', '.join(needed)}"
         )
+
+
+def _check_attributes(module: nn.Module) -> str:
+    """Check that a module has nothing of which its results may depend unnoticed; return its activation's name.
+
+    Raises:
+        UnpatchableModuleError: it has buffers, or submodules or attributes that are not known.
+    """
+    name = type(module).__name__
+    if "running_var" in module._buffers:
+        raise UnpatchableModuleError(f"{name} normalises by running statistics")
+    if module._buffers:
+        raise UnpatchableModuleError(f"{name} has the buffer {next(iter(module._buffers))}, which is unknown")
+    activation = find_inner_activation(module)
+    if activation is None:
+        kinds = dict.fromkeys(type(child).__name__ for child in module.children() if type(child) is not nn.Identity)
+        raise UnpatchableModuleError(f"{name} contains {', '.join(kinds)}, which is unknown")
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
             raise UnpatchableModuleError(f"{name} has {key}, which is unknown")
-    eps = getattr(module, eps_name)
-    _check_eps(eps)
-    _check_parameter("weight", weight, tuple(weight.shape))
-    probe = _ForwardProbe(module, (3, 2, weight.shape[0]), eps)
-    for offset in (0.0, 1.0):
-        if "bias" not in parameters and _matches_formula(probe, _make_rms_norm_formula(offset)):
-            observed = ProbedProperties(eps_name, offset, probe.find_result_dtypes(), probe.find_autocast_dtypes())
-            return RecognisedNorm("rms_norm", observed, name)
-    if _matches_formula(probe, _compute_layer_norm):
-        raise UnpatchableModuleError(
-            f"{name} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
-        )
-    raise UnpatchableModuleError(f"{name} computes neither rms_norm nor layer_norm")
+    return activation
 
 
-def _find_eps_attribute(module: nn.Module) -> str | None:
-    return next((name for name in _EPS_NAMES if isinstance(module.__dict__.get(name), float)), None)
+def _find_parameter_names(module: nn.Module) -> tuple[str | None, str | None]:
+    """Find the names of a norm's weight and bias, each None if there is none, and check the parameters.
+
+    Raises:
+        UnpatchableModuleError: there is another parameter, or the kernels do not support one.
+    """
+    parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    weight_name, bias_name = (
+        next((each for each in names if each in parameters), None) for names in (_WEIGHT_NAMES, _BIAS_NAMES)
+    )
+    for key, parameter in parameters.items():
+        if key not in (weight_name, bias_name):
+            raise UnpatchableModuleError(f"{type(module).__name__} has the parameter {key}, which is unknown")
+        _check_parameter(key, parameter, tuple(parameter.shape))
+    return weight_name, bias_name
+
+
+def _find_sizes(
+    module: nn.Module, weight_name: str | None, bias_name: str | None
+) -> tuple[list[tuple[int, ...]], int | None]:
+    """Find the shape of a norm's parameters, or the shapes that they could have; several if any width is possible.
+
+    A parameter [heads, cols] has a row for each head.  Also return the width that rows of a module without
+    parameters must have, or None.
+
+    Raises:
+        UnpatchableModuleError: rows extend over several axes, or the parameters' shapes are none or two of these.
+    """
+    declared = module.__dict__.get("normalized_shape")
+    if isinstance(declared, int):
+        declared = (declared,)
+    if declared is not None and len(declared) != 1:
+        raise UnpatchableModuleError(f"normalized_shape {list(declared)} is of several axes")
+    shapes = {name: tuple(getattr(module, name).shape) for name in (weight_name, bias_name) if name is not None}
+    sizes = list(dict.fromkeys(shapes.values()))
+    for name, size in shapes.items():
+        if not 1 <= len(size) <= 2:
+            raise UnpatchableModuleError(f"its {name} is {list(size)}: expected [cols] or [heads, cols]")
+    if len(sizes) > 1:
+        described = " and ".join(f"its {name} {list(size)}" for name, size in shapes.items())
+        raise UnpatchableModuleError(f"{described} are of two shapes")
+    if sizes:
+        return sizes, None
+    if declared is not None:
+        return [tuple(declared)], declared[0]
+    return [(width,) for width in _FREE_WIDTHS], None
+
+
+def _join_alternatives(formulas: list[NormFormula]) -> str:
+    """Return the words for a module that computes none of the formulas: "neither rms_norm nor layer_norm"."""
+    operations = list(dict.fromkeys(formula.operation for formula in formulas))
+    return (
+        f"neither {operations[0]} nor {operations[1]}" if operations[1:] else f"something else than {operations[0]}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_eps(eps: float) -> None:
@@ -287,152 +353,3 @@ def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
         raise UnpatchableModuleError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
     if parameter.dtype not in FLOAT_DTYPES:
         raise UnpatchableModuleError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
-
-
-def _make_rms_norm_formula(weight_offset: float) -> _Formula:
-    """Make a function that computes y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
-
-    def compute_rms_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (parameters["weight"] + weight_offset)
-
-    return compute_rms_norm
-
-
-def _compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
-    """Compute torch's layer_norm over the last axis."""
-    return functional.layer_norm(x, x.shape[-1:], parameters.get("weight"), parameters.get("bias"), eps)
-
-
-def _make_group_norm_formula(num_groups: int) -> _Formula:
-    """Make a function that computes torch's group_norm with `num_groups` groups."""
-
-    def compute_group_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
-        return functional.group_norm(x, num_groups, parameters.get("weight"), parameters.get("bias"), eps)
-
-    return compute_group_norm
-
-
-class _ForwardProbe:
-    """A callable that runs the forward of a module's class on random data, to compare it with formulas.
-
-    Args:
-        module: a norm without submodules.
-        shape: the shape of x, the samples first.
-        eps: the number that the formula adds; x has samples with squares of about that size.
-    """
-
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float) -> None:
-        self._module = module
-        self._eps = eps
-        self._generator = torch.Generator("cpu").manual_seed(_SEED)
-        scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], dtype=torch.float32, device="cpu")
-        scales = scales.repeat(shape[0])[: shape[0]]
-        self._x = self._draw_normal(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
-        self._parameters = {
-            name: self._draw_normal(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
-        }
-
-    def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
-        """Call the forward and return its result.
-
-        Raises:
-            Exception: any exception of the forward.
-        """
-        copied = object.__new__(type(self._module))
-        parameters: dict[str, nn.Parameter | None] = dict.fromkeys(self._module._parameters)
-        for name, values in self._parameters.items():
-            parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
-        copied.__dict__.update(self._module.__dict__, _parameters=parameters)
-        # torch warns about mixed dtypes, which only this check uses.
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            return type(copied).forward(copied, self._x.to(x_dtype))
-
-    def matches_formula(self, formula: _Formula) -> bool:
-        """Return whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
-        return all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
-
-    def find_result_dtypes(self) -> Dtypes:
-        """Run the forward with each dtype of x and of the parameters, and return the dtypes of y.
-
-        Combinations for which the forward raises RuntimeError are left out.
-        """
-        found = {}
-        for x_dtype in FLOAT_DTYPES:
-            for parameter_dtype in FLOAT_DTYPES:
-                try:
-                    found[x_dtype, parameter_dtype] = self(x_dtype, parameter_dtype).dtype
-                except RuntimeError:
-                    continue
-        return found
-
-    def find_autocast_dtypes(self) -> Dtypes:
-        """Find the dtypes of y under CUDA's autocast, whose casts are emulated because the CPU has none."""
-        with _EmulatedCudaAutocast():
-            return self.find_result_dtypes()
-
-    def _matches_in_dtype(self, formula: _Formula, dtype: torch.dtype) -> bool:
-        """Return whether y has `dtype` and agrees with the formula for an x and parameters in `dtype`."""
-        y = self(dtype, dtype)
-        rounded = {name: values.to(dtype).float() for name, values in self._parameters.items()}
-        want = formula(self._x.to(dtype).float(), rounded, self._eps)
-        if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != want.shape:
-            return False
-        relative, absolute = _TOLERANCES[dtype]
-        return torch.allclose(y.float(), want, relative, absolute, equal_nan=True)
-
-    def _draw_normal(self, shape: Iterable[int]) -> Tensor:
-        return torch.randn(tuple(shape), generator=self._generator, device="cpu", dtype=torch.float32)
-
-
-def _matches_formula(probe: _ForwardProbe, formula: _Formula) -> bool:
-    """Return whether the results of a forward agree with a formula.
-
-    Raises:
-        UnpatchableModuleError: the forward raised an exception.
-    """
-    try:
-        return probe.matches_formula(formula)
-    # The forward of an unknown class may raise anything.
-    except Exception as error:
-        raise UnpatchableModuleError(
-            f"its forward of a few random samples raised {type(error).__name__}"
-        ) from error
-
-
-_CAST = (
-    functional.layer_norm,
-    torch.layer_norm,
-    torch.native_layer_norm,
-    *((functional.rms_norm, torch.rms_norm) if AUTOCASTS_RMS_NORM else ()),
-    functional.group_norm,
-    torch.group_norm,
-    functional.normalize,
-    torch.norm,
-    Tensor.norm,
-    torch.linalg.vector_norm,
-    torch.pow,
-    Tensor.pow,
-    Tensor.__pow__,
-    torch.rsqrt,
-    Tensor.rsqrt,
-    torch.reciprocal,
-    Tensor.reciprocal,
-)
-"""The functions that norms use and whose arguments CUDA's autocast casts to float32."""
-
-
-class _EmulatedCudaAutocast(TorchFunctionMode):
-    """Mode that casts arguments of norm functions to float32, as CUDA's autocast does, for probes on the CPU."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _CAST:
-            args = tuple(map(_cast_to_float32, args))
-            kwargs = {name: _cast_to_float32(value) for name, value in kwargs.items()}
-        return function(*args, **kwargs)
-
-
-def _cast_to_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value

@@ -6,6 +6,7 @@ from types import MethodType
 
 from torch import nn
 
+from fusednorm.api.patching.adaptive_norms import find_adaptive_replacement
 from fusednorm.api.patching.fused_blocks import find_block_replacement
 from fusednorm.api.patching.norm_forwards import find_norm_replacement
 from fusednorm.api.patching.norm_recognition import UnpatchableModuleError
@@ -27,11 +28,11 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
     pickle are patched as well.  Patched modules accept CPU tensors, which torch's functions compute at torch's
     speed.
 
-    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's classes
-    that do the same in a forward of their own; and RMSNorms in the style of transformers, with a weight [cols] and
-    an eps, if their results on a little random data on the CPU are those of `rms_norm` with a `weight_offset` of 0
-    or 1.  A GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers'
-    ResnetBlock2D, as long as neither has hooks.
+    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; and classes that
+    are named like norms, with at most a weight and a bias, if their results on a little random data on the CPU are
+    those of `layer_norm`, `rms_norm` or `group_norm`, possibly with a `weight_offset` of 1 or an activation.  The
+    adaptive norms of diffusers compute norm, scale and shift in one call.  A GroupNorm and the SiLU, ReLU or GELU
+    after it are one pass in a Sequential and in diffusers' ResnetBlock2D, as long as neither has hooks.
 
     Args:
         model: an nn.Module on any device; nothing is moved, and parameters are not changed.
@@ -58,8 +59,8 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
     patched: dict[str, str] = {}
     skipped: dict[str, str] = {}
     modules = list(model.named_modules())
-    # Blocks last: the pairs that they fuse depend on the norms that are patched.
-    for replace in (find_norm_replacement, find_block_replacement):
+    # Blocks last: what they fuse depends on the norms that are patched.
+    for replace in (find_norm_replacement, find_adaptive_replacement, find_block_replacement):
         for path, module in modules:
             try:
                 found = replace(module)
@@ -72,6 +73,7 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
                 continue
             setattr(module, get_forward_attribute(module), found.forward)
             patched[path] = found.description
+            skipped.pop(path, None)
     on_cpu = sum(any(parameter.is_cpu for parameter in dict(modules)[path].parameters()) for path in patched)
     return PatchReport(patched, skipped, on_cpu, describe_repeated_calls() if HAS_TRITON else "")
 

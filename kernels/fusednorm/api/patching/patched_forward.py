@@ -10,6 +10,7 @@ from types import CodeType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -29,6 +30,9 @@ class PatchedForward:
         input_name: the name of that forward's parameter for the tensor that is normalised.
     """
 
+    operation = ""
+    """The name of the operation of a norm: layer_norm, rms_norm or group_norm."""
+
     traces_operator = False
     """Whether compilers trace the library's operator, not the forward of the module's class.
 
@@ -39,6 +43,9 @@ class PatchedForward:
 
     can_fuse_activation = False
     """Whether `compute` also takes the name of an activation after the norm, and scale and shift before it."""
+
+    can_modulate = False
+    """Whether `compute` of a norm of rows also takes scale and shift."""
 
     def __init__(self, module: nn.Module, input_name: str) -> None:
         self._module = ref(module)
@@ -140,3 +147,16 @@ def is_unwrapped_tensor(x: Any) -> bool:
     if kind is Tensor or kind is Parameter:
         return True
     return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
+
+
+def promote_with_modulation(dtype: torch.dtype, *modulation: Tensor | None) -> torch.dtype:
+    """Return the dtype of z * (1 + scale) + shift for a z in `dtype`, as torch promotes types."""
+    for each in modulation:
+        if each is not None and each.dtype is not dtype:
+            dtype = torch.promote_types(dtype, each.dtype)
+    return dtype
+
+
+def widen_to_modulation(x: Tensor, **modulation: Tensor) -> Tensor:
+    """Return x in the dtype that z * (1 + scale) + shift has for a z in x's dtype."""
+    return x.to(promote_with_modulation(x.dtype, *modulation.values()))

@@ -86,6 +86,127 @@ class GatedRMSNorm(LlamaRMSNorm):
         return y if gate is None else y * F.silu(gate)
 
 
+class MaskedRMSNorm(LlamaRMSNorm):
+    """May be called with a mask."""
+
+    def forward(self, hidden_states, mask=None):
+        y = super().forward(hidden_states)
+        return y if mask is None else y * mask
+
+
+class CohereLayerNorm(nn.Module):
+    """A LayerNorm in float32 with a weight alone, which may have a row for each head."""
+
+    def __init__(self, size, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        wide = hidden_states.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * x_hat).to(hidden_states.dtype)
+
+
+class DebertaLayerNorm(nn.Module):
+    """A LayerNorm with all its parameters and not derived from torch's; x_hat is rounded."""
+
+    def __init__(self, size, eps=1e-12):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        wide = hidden_states.float()
+        variance, mean = torch.var_mean(wide, -1, unbiased=False, keepdim=True)
+        x_hat = (wide - mean) / torch.sqrt(variance + self.variance_epsilon)
+        return self.weight * x_hat.to(hidden_states.dtype) + self.bias
+
+
+class OlmoLayerNorm(nn.Module):
+    """A LayerNorm without parameters, whose eps only the code has."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.normalized_shape = (size,)
+
+    def forward(self, hidden_states):
+        wide = hidden_states.to(torch.float32)
+        return F.layer_norm(wide, self.normalized_shape, None, None, eps=1e-5).to(hidden_states.dtype)
+
+
+class LayerNorm1P(nn.LayerNorm):
+    """Nemotron's: one is added to the weight."""
+
+    def forward(self, hidden_states):
+        return F.layer_norm(hidden_states, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class FP32LayerNorm(nn.LayerNorm):
+    """diffusers': everything is float32 until the end."""
+
+    def forward(self, inputs):
+        weight, bias = (None if each is None else each.float() for each in (self.weight, self.bias))
+        return F.layer_norm(inputs.float(), self.normalized_shape, weight, bias, self.eps).to(inputs.dtype)
+
+
+class UnweightedRMSNorm(nn.Module):
+    """An RMSNorm without parameters and of any width."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class BiasedRMSNorm(LlamaRMSNorm):
+    """diffusers' RMSNorm with a bias, which is float32 if a parameter is."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + self.bias
+
+
+class GroupNormAct(nn.GroupNorm):
+    """timm's GroupNorm with an activation of its own."""
+
+    def __init__(self, num_channels, num_groups=2, activation=None):
+        super().__init__(num_groups, num_channels)
+        self.drop, self.act = nn.Identity(), activation or nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)))
+
+
+class LayerNormAct(nn.LayerNorm):
+    """timm's LayerNorm with an activation of its own."""
+
+    def __init__(self, size, activation=None):
+        super().__init__(size)
+        self.drop, self.act = nn.Identity(), activation or nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.drop(F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)))
+
+
+class RmsNormAct(nn.RMSNorm):
+    """timm's RMSNorm with an activation of its own."""
+
+    def __init__(self, size, activation=None):
+        super().__init__(size, eps=1e-6)
+        self.drop, self.act = nn.Identity(), activation or nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.drop(F.rms_norm(x, self.normalized_shape, self.weight, self.eps)))
+
+
 class LayerNorm2d(nn.LayerNorm):
     """Over the channels of [N, C, H, W]."""
 
@@ -144,9 +265,12 @@ class ResnetBlock2D(nn.Module):
         self.conv_shortcut = None if channels == out else nn.Conv2d(channels, out, 1)
 
     def forward(self, input_tensor, temb, *args, **kwargs):
-        hidden = self.conv1(self.nonlinearity(self.norm1(input_tensor)))
+        hidden = self.nonlinearity(self.norm1(input_tensor))
         if self.upsample is not None:
             input_tensor, hidden = self.upsample(input_tensor), self.upsample(hidden)
+        elif self.downsample is not None:
+            input_tensor, hidden = self.downsample(input_tensor), self.downsample(hidden)
+        hidden = self.conv1(hidden)
         if self.time_emb_proj is not None:
             temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))[:, :, None, None]
         if self.time_embedding_norm == "scale_shift":

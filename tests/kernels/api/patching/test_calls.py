@@ -15,9 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
     FunctionalRMSNorm,
-    GatedRMSNorm,
     GemmaRMSNorm,
     LlamaRMSNorm,
+    MaskedRMSNorm,
     T5LayerNorm,
     varied,
 )
@@ -99,11 +99,11 @@ def test_errors_are_those_of_the_module(norm):
 
 
 def test_a_call_with_more_than_x_is_the_modules_own(device, x):
-    norm = varied(GatedRMSNorm(8)).to(device)
+    norm = varied(MaskedRMSNorm(8)).to(device)
     want = norm(x), norm(x, x)
-    assert fusednorm.patch(norm).patched == {"": "rms_norm, as GatedRMSNorm has it"}
+    assert fusednorm.patch(norm).patched == {"": "rms_norm, as MaskedRMSNorm has it"}
     torch.testing.assert_close((norm(x), norm(x, x)), want)
-    torch.testing.assert_close(norm(x, gate=x), want[1])
+    torch.testing.assert_close(norm(x, mask=x), want[1])
 
 
 LOW = (torch.float16, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import fusednorm
 import pytest
@@ -187,10 +188,35 @@ def test_residual_blocks_compile_whole(backend, x):
     torch.testing.assert_close(program.module()(x, temb), want, **TOLERANCE)
 
 
-def sampling():
-    block = ResnetBlock2D()
-    block.upsample = nn.Upsample(scale_factor=2)
-    return block
+class StrictSampling(nn.Module):
+    """Samples x of its own number of channels alone, as diffusers' Upsample2D and Downsample2D do."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.channels, self.factor = 4, factor
+
+    def forward(self, x):
+        assert x.shape[1] == self.channels
+        return nn.functional.interpolate(x, scale_factor=self.factor)
+
+
+@pytest.mark.parametrize("name", ["upsample", "downsample"])
+@pytest.mark.parametrize("is_module", [False, True])
+def test_residual_blocks_that_sample(is_module, name, x):
+    sample = StrictSampling(2.0 if name == "upsample" else 0.5)
+    block = varied(ResnetBlock2D()).to(x.device)
+    # It may be a function.
+    delattr(block, name)
+    setattr(block, name, sample if is_module else partial(sample.forward))
+    patched, temb = copy.deepcopy(block), torch.randn(2, 5, device=x.device)
+    assert fusednorm.patch(patched).patched[""] == "twice group_norm with silu in a ResnetBlock2D"
+    assert calls(patched, x, temb).fused == ["silu", "silu"]
+    want, got = block(x, temb), patched(x, temb)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    for each in (want, got):
+        each.square().sum().backward()
+    for one, other in zip(block.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3)
 
 
 def otherwise():
@@ -212,7 +238,6 @@ def raising():
 
 
 LEFT_ALONE = {
-    "sampling": (sampling, "it samples up or down: its norms are taken alone"),
     "otherwise": (otherwise, "a small one of its kind computes something else"),
     "raising": (raising, "a small one of its kind raised TypeError"),
     "activation": (

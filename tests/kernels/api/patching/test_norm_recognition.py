@@ -1,5 +1,7 @@
 """Which classes of other libraries are norms that the kernels compute, seen by what they compute."""
 
+import copy
+import pickle
 import warnings
 from functools import partial
 
@@ -9,12 +11,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
+    BiasedRMSNorm,
+    CohereLayerNorm,
+    DebertaLayerNorm,
+    FP32LayerNorm,
     FunctionalRMSNorm,
+    GatedRMSNorm,
     GemmaRMSNorm,
+    GroupNormAct,
+    LayerNorm1P,
+    LayerNorm2d,
+    LayerNormAct,
     LlamaRMSNorm,
+    OlmoLayerNorm,
+    RmsNormAct,
     T5LayerNorm,
     UnscaledSquareNorm,
+    UnweightedRMSNorm,
     timm_group_norm,
     timm_layer_norm,
     varied,
@@ -45,19 +60,139 @@ def test_an_offset_is_added_in_float32(device):
     torch.testing.assert_close(y, torch.full_like(y, 1 + 2.0**-10), rtol=1e-6, atol=0)
 
 
+class BiasLayerNorm(nn.Module):
+    """A LayerNorm that adds a bias alone."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.eps, self.bias = 1e-5, nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], None, None, self.eps) + self.bias
+
+
+RESULTS = {
+    "weight alone": (CohereLayerNorm(8), "layer_norm"),
+    "a row for each head": (CohereLayerNorm((4, 8)), "layer_norm"),
+    "x_hat rounded": (DebertaLayerNorm(8), "layer_norm"),
+    "no parameters": (OlmoLayerNorm(8), "layer_norm"),
+    "one plus weight": (LayerNorm1P(8), "layer_norm, weight_offset=1"),
+    "in float32": (FP32LayerNorm(8), "layer_norm"),
+    "in float32, no parameters": (FP32LayerNorm(8, elementwise_affine=False), "layer_norm"),
+    "bias alone": (BiasLayerNorm(8), "layer_norm"),
+    "integer eps": (LlamaRMSNorm(8, eps=1), "rms_norm"),
+    "any width": (UnweightedRMSNorm(), "rms_norm"),
+    "biased": (BiasedRMSNorm(8), "rms_norm"),
+    "layer_norm, silu": (LayerNormAct(8), "layer_norm with silu"),
+    "rms_norm, gelu": (RmsNormAct(8), "rms_norm with gelu"),
+    "rms_norm, no activation": (RmsNormAct(8, nn.Identity()), "rms_norm"),
+    "group_norm, relu": (GroupNormAct(4), "group_norm with relu"),
+}
+
+
+@pytest.fixture(params=RESULTS)
+def recognised(request, device):
+    norm, described = RESULTS[request.param]
+    return varied(copy.deepcopy(norm)).to(device), described
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_known_by_their_results(recognised, dtype, device):
+    norm, described = recognised
+    norm, x = norm.to(dtype), torch.randn(2, 4, 8, device=device, dtype=dtype)
+    want, names = norm(x), list(norm.state_dict())
+    assert fusednorm.patch(norm).patched == {"": f"{described}, as {type(norm).__name__} has it"}
+    assert list(norm.state_dict()) == names
+    with Dispatched() as seen:
+        y = norm(x)
+    assert len(seen.names) == 1
+    assert y.dtype == want.dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_of_norms_known_by_their_results(recognised, device):
+    norm, _ = recognised
+    patched, x = copy.deepcopy(norm), torch.randn(2, 4, 8, device=device, requires_grad=True)
+    fusednorm.patch(patched)
+    want, got = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (norm, patched))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))])
+def test_copies_of_norms_known_by_their_results(recognised, copied, device):
+    norm, _ = recognised
+    x = torch.randn(2, 4, 8, device=device)
+    fusednorm.patch(norm)
+    want, other = norm(x), copied(norm)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(other(x), want)
+    fusednorm.unpatch(other)
+    torch.testing.assert_close(other(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_compilers_see_norms_known_by_their_results_unpatched(recognised, device):
+    norm, described = recognised
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    fusednorm.patch(norm)
+    torch._dynamo.reset()
+    x = torch.randn(2, 4, 8, device=device)
+    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), norm(x))
+    seen = {name for name in graphs[0] if "fusednorm" in name}
+    # Only of a GroupNorm the library's operator is worth more than what a compiler makes.
+    assert seen == ({"fusednorm.group_norm"} if described.startswith("group_norm") else set())
+
+
+class RankNorm(LlamaRMSNorm):
+    """Takes images with the channels first, and all else with the channels last."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1) if x.dim() == 4 else super().forward(x)
+
+
+def test_a_call_of_a_rank_with_other_results_is_the_modules_own(device):
+    norm = varied(RankNorm(8)).to(device)
+    rows, images = torch.randn(2, 3, 8, device=device), torch.randn(2, 8, 3, 8, device=device)
+    want = norm(rows), norm(images)
+    assert fusednorm.patch(norm).patched == {"": "rms_norm, as RankNorm has it"}
+    torch.testing.assert_close((norm(rows), norm(images)), want)
+
+
+def test_a_declared_width_is_kept(device):
+    norm = OlmoLayerNorm(8).to(device)
+    fusednorm.patch(norm)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        norm(torch.randn(2, 6, device=device))
+
+
+@pytest.mark.parametrize("change", ["activation", "hook"])
+def test_a_changed_activation_is_computed(change, device):
+    norm, x = varied(LayerNormAct(8)).to(device), torch.randn(3, 8, device=device)
+    want_of = copy.deepcopy(norm)
+    fusednorm.patch(norm)
+    seen = []
+    for each in (norm, want_of):
+        if change == "activation":
+            each.act = nn.Tanh()
+        else:
+            each.act.register_forward_hook(lambda *_: seen.append("called"))
+    torch.testing.assert_close(norm(x), want_of(x))
+    assert len(seen) == (2 if change == "hook" else 0)
+
+
 class RaisingNorm(LlamaRMSNorm):
-    """Takes no samples of the probe's shape."""
+    """Takes no samples of the probe's shapes."""
 
     def forward(self, x):
-        batch, cols = x.shape
+        batch, *_, cols = x[:, :, :, :, :, None].shape
         return x.reshape(batch, cols)
-
-
-class NormalisingNorm(LlamaRMSNorm):
-    """Subtracts the mean."""
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.weight, None, self.variance_epsilon)
 
 
 class MultiplyingNorm(LlamaRMSNorm):
@@ -67,34 +202,19 @@ class MultiplyingNorm(LlamaRMSNorm):
         return super().forward(x) * self.weight
 
 
-class BiasedLayerNorm(LlamaRMSNorm):
-    """LayerNorm with all its parameters, and not derived from torch's."""
+class UnknownEpsLayerNorm(nn.Module):
+    """LayerNorm with an unusual eps that only its code has."""
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], None, None, 3e-3)
+
+
+class MishNorm(LlamaRMSNorm):
+    """With an activation that no kernel has."""
 
     def __init__(self, size):
         super().__init__(size)
-        self.bias = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.variance_epsilon)
-
-
-class NamelessEpsLayerNorm(nn.Module):
-    """LayerNorm with an eps that only its code has."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.weight, None, 1e-5)
-
-
-class ActivatedNorm(LlamaRMSNorm):
-    """With a module inside."""
-
-    def __init__(self, size):
-        super().__init__(size)
-        self.activation = nn.SiLU()
+        self.activation = nn.Mish()
 
     def forward(self, x):
         return self.activation(super().forward(x))
@@ -115,7 +235,23 @@ class RememberingNorm(LlamaRMSNorm):
         self.seen = torch.zeros(1)
 
 
-class BiasedNorm(LlamaRMSNorm):
+class BufferedNorm(LlamaRMSNorm):
+    """With a buffer that calls may change."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("count", torch.zeros(1))
+
+
+class RunningNorm(LlamaRMSNorm):
+    """With statistics of earlier batches."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("running_var", torch.ones(size))
+
+
+class OffsetNorm(LlamaRMSNorm):
     """With a parameter that no formula has."""
 
     def __init__(self, size):
@@ -123,22 +259,46 @@ class BiasedNorm(LlamaRMSNorm):
         self.offset = nn.Parameter(torch.zeros(size))
 
 
+class PositionNorm(LlamaRMSNorm):
+    """With a weight for each position of an image."""
+
+    def __init__(self, size):
+        super().__init__((size, 2, 2))
+
+
+class HeadBiasNorm(LlamaRMSNorm):
+    """With a weight for all heads, and a bias for each."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(2, size))
+
+
+class PairNorm(LlamaRMSNorm):
+    """Needs two tensors."""
+
+    def forward(self, queries, keys):
+        return super().forward(queries), super().forward(keys)
+
+
 NEITHER = "{} computes neither rms_norm nor layer_norm"
-LAYER_NORM = "{} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
-NOT_COMPARED = (
-    "{} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a bias"
-)
 NONE = {
     UnscaledSquareNorm: NEITHER,
-    NormalisingNorm: LAYER_NORM,
-    BiasedLayerNorm: LAYER_NORM,
     MultiplyingNorm: NEITHER,
     HalvingNorm: NEITHER,
-    RaisingNorm: "its forward of a few random samples raised ValueError",
+    lambda size: UnknownEpsLayerNorm(): NEITHER,
+    RaisingNorm: "its forward of a few random samples raised IndexError",
     RememberingNorm: "{} has seen, which is unknown",
-    BiasedNorm: NOT_COMPARED,
-    NamelessEpsLayerNorm: NOT_COMPARED,
-    ActivatedNorm: NOT_COMPARED,
+    BufferedNorm: "{} has the buffer count, which is unknown",
+    RunningNorm: "{} normalises by running statistics",
+    OffsetNorm: "{} has the parameter offset, which is unknown",
+    MishNorm: "{} contains Mish, which is unknown",
+    PositionNorm: "its weight is [8, 2, 2]: expected [cols] or [heads, cols]",
+    HeadBiasNorm: "its weight [8] and its bias [2, 8] are of two shapes",
+    PairNorm: "the forward of {} needs more than x: keys",
+    GatedRMSNorm: "{} multiplies by gate, which no kernel does",
+    lambda size: FP32LayerNorm((4, size)): "normalized_shape [4, 8] is of several axes",
+    LayerNorm2d: "{} computes layer_norm over dim 1",
     nn.BatchNorm2d: "no kernel for BatchNorm2d",
     partial(nn.InstanceNorm2d, track_running_stats=True): "no kernel for InstanceNorm2d",
     nn.InstanceNorm2d: "InstanceNorm2d is patched if written as a GroupNorm of one channel a group",
@@ -151,6 +311,22 @@ def test_what_only_looks_like_one_is_left_alone(kind):
     report = fusednorm.patch(norm)
     assert report.patched == {}
     assert report.skipped == {"": NONE[kind].format(type(norm).__name__)}
+
+
+class ProjectingNorm(nn.Module):
+    """Named like a norm, and a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_layer_that_is_named_like_a_norm_is_not_taken_for_one():
+    report = fusednorm.patch(nn.Sequential(ProjectingNorm()))
+    assert (report.patched, report.skipped) == ({}, {})
 
 
 class PreNorm(nn.Module):
@@ -197,7 +373,7 @@ def test_timms_norms_are_known_by_name_and_results(device):
 
 def test_a_version_of_timm_that_computes_something_else_is_left_alone():
     norm = timm_layer_norm(lambda self, x: 2 * nn.LayerNorm.forward(self, x))(8)
-    assert fusednorm.patch(norm).skipped == {"": "LayerNorm computes something else than layer_norm"}
+    assert fusednorm.patch(norm).skipped == {"": "LayerNorm computes neither rms_norm nor layer_norm"}
 
 
 def test_timms_fast_norm_is_left_alone():

@@ -1,0 +1,81 @@
+"""The norms that this library's functions compute, with which a module's results are compared."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+
+from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+
+_SAMPLES = 3
+"""The number of samples in x, which differ in scale."""
+
+
+@dataclass(frozen=True)
+class NormFormula:
+    """A norm as one of this library's functions computes it from a module's parameters.
+
+    Attributes:
+        operation: layer_norm, rms_norm or group_norm.
+        weight_name, bias_name: the names of the module's parameters; None without such a parameter.
+        weight_offset: 0, or 1 for a weight that is stored around zero.
+        activation: the name of the activation after the norm; "none" (default) without one.
+        num_groups: the number of groups of a group_norm.
+        layout: nchw for a norm of rows over dim 1 of x; None (default) for one over the last axis.
+    """
+
+    operation: str
+    weight_name: str | None
+    bias_name: str | None
+    weight_offset: float = 0.0
+    activation: str = "none"
+    num_groups: int = 0
+    layout: str | None = None
+
+    def __str__(self) -> str:
+        offset = f", weight_offset={self.weight_offset:.0f}" if self.weight_offset else ""
+        activation = f" with {self.activation}" if self.activation != "none" else ""
+        return f"{self.operation}{activation}{offset}"
+
+    @property
+    def can_modulate(self) -> bool:
+        """Whether `compute` also takes scale, shift and an activation, which follow the norm.
+
+        An RMSNorm with a bias does not, because `rms_norm` takes it as the shift.
+        """
+        return self.activation == "none" and not (self.operation == "rms_norm" and self.bias_name is not None)
+
+    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> Tensor:
+        """Compute y by this library's function; `options` are further arguments of the function.
+
+        Raises:
+            KernelInputError: the function does not support the call.
+        """
+        if self.activation != "none":
+            options["activation"] = self.activation
+        if self.operation == "group_norm":
+            return group_norm(x, self.num_groups, weight, bias, eps, **options)
+        if self.layout == "nchw":
+            x = x.movedim(1, -1)
+        if self.operation == "layer_norm":
+            y = layer_norm(x, weight, bias, eps, weight_offset=self.weight_offset, **options)
+        else:
+            if bias is not None:
+                options["shift"] = bias
+            y = rms_norm(x, weight, eps, weight_offset=self.weight_offset, **options)
+        return y.movedim(-1, 1) if self.layout == "nchw" else y
+
+    def make_sample_shape(self, rank: int, size: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return a shape of x with `rank` axes for parameters of shape `size`; None if there is none."""
+        if self.operation == "group_norm" or self.layout == "nchw":
+            return (_SAMPLES, *size, *(2,) * (rank - 2)) if rank > 2 and len(size) == 1 else None
+        return (_SAMPLES, *(2,) * (rank - len(size) - 1), *size) if rank > len(size) else None
+
+
+def iterate_row_formulas(weight_name: str | None, bias_name: str | None, activation: str) -> Iterator[NormFormula]:
+    """Yield the formulas of norms over the last axis, then over dim 1, for a module with these parameters."""
+    offsets = (0.0, 1.0) if weight_name is not None else (0.0,)
+    for layout, operation, offset in product((None, "nchw"), ("rms_norm", "layer_norm"), offsets):
+        yield NormFormula(operation, weight_name, bias_name, offset, activation, layout=layout)
