@@ -102,7 +102,8 @@ class ProbedNormForward(PatchedForward):
             raise KernelInputError(f"the activation must be {formula.activation}, without hooks")
         if x.dim() not in probed.ranks or (probed.width is not None and x.shape[-1] != probed.width):
             raise KernelInputError(f"x must have a shape like the samples, got {list(x.shape)}")
-        weight, bias = _get_parameter(module, formula.weight_name), _get_parameter(module, formula.bias_name)
+        weight = None if formula.weight_name is None else _get_parameter(module, formula.weight_name)
+        bias = None if formula.bias_name is None else _get_parameter(module, formula.bias_name)
         dtype = self._find_result_dtype(x, weight, bias)
         if scale is not None or shift is not None:
             dtype = promote_with_modulation(dtype, scale, shift)
@@ -166,14 +167,12 @@ def _has_activation(module: nn.Module, activation: str) -> bool:
     return find_inner_activation(module) == activation and not any(map(has_hooks, module.children()))
 
 
-def _get_parameter(module: Any, name: str | None) -> Tensor | None:
-    """Return a module's current parameter, which must be None or a plain tensor; None without a name.
+def _get_parameter(module: Any, name: str) -> Tensor | None:
+    """Return a module's current parameter, which must be None or a plain tensor.
 
     Raises:
         KernelInputError: the parameter is a tensor that consists of other tensors, such as a DTensor.
     """
-    if name is None:
-        return None
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
     parameter: Tensor | None = parameters[name] if name in parameters else getattr(module, name)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -192,18 +193,45 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
         UnpatchableModuleError: the module computes no norm of this library, or has attributes that might change
             its results.
     """
-    name = type(module).__name__
     _check_arguments(module)
     activation = _check_attributes(module)
-    parameters = _find_parameter_names(module)
-    sizes: list[tuple[int, ...]]
+    weight_name, bias_name = _find_parameter_names(module)
     if isinstance(module, nn.GroupNorm):
         _recognise_group_norm(module)
+    of_class = _PROBED.setdefault(type(module), {})
+    state = _describe_state(module)
+    if state not in of_class:
+        of_class[state] = _probe_norm(module, weight_name, bias_name, activation)
+    return RecognisedNorm(of_class[state].formula.operation, of_class[state], type(module).__name__)
+
+
+_PROBED: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], ProbedNorm]] = WeakKeyDictionary()
+"""The norms that were determined before, by their classes and states: a model has many of one kind."""
+
+
+def _describe_state(module: nn.Module) -> tuple[Any, ...]:
+    """Describe all that the results of a module with known attributes depend on, besides its parameters' values."""
+    attributes = [(name, repr(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    shapes = [(name, None if each is None else each.shape) for name, each in module._parameters.items()]
+    children = [(name, type(child)) for name, child in module._modules.items()]
+    forward = ref(type(module).forward)
+    return forward, module.training, find_inner_activation(module), *attributes, *shapes, *children
+
+
+def _probe_norm(module: Any, weight_name: str | None, bias_name: str | None, activation: str) -> ProbedNorm:
+    """Determine a norm from its results on random data.
+
+    Raises:
+        UnpatchableModuleError: the module computes no norm of this library.
+    """
+    name = type(module).__name__
+    sizes: list[tuple[int, ...]]
+    if isinstance(module, nn.GroupNorm):
         sizes, width = [(module.num_channels,)], None
-        formulas = [NormFormula("group_norm", *parameters, 0.0, activation, module.num_groups)]
+        formulas = [NormFormula("group_norm", weight_name, bias_name, 0.0, activation, module.num_groups)]
     else:
-        sizes, width = _find_sizes(module, *parameters)
-        formulas = list(iterate_row_formulas(*parameters, activation))
+        sizes, width = _find_sizes(module, weight_name, bias_name)
+        formulas = list(iterate_row_formulas(weight_name, bias_name, activation))
     eps_name = next((each for each in _EPS_NAMES if _is_number(module.__dict__.get(each))), None)
     for eps in _EPS_CONSTANTS if eps_name is None else (getattr(module, eps_name),):
         _check_eps(eps)
@@ -216,8 +244,7 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
                 raise UnpatchableModuleError(f"{name} computes {formula.operation} over dim 1")
             probe = next(iter(ranks.values()))
             dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
-            probed = ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes)
-            return RecognisedNorm(formula.operation, probed, name)
+            return ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes)
     if error := probes.find_error():
         raise UnpatchableModuleError(f"its forward of a few random samples raised {error}")
     raise UnpatchableModuleError(f"{name} computes {_join_alternatives(formulas)}")

@@ -1,8 +1,10 @@
 """Which classes of other libraries are norms that the kernels compute, seen by what they compute."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from functools import partial
 
 import fusednorm
@@ -392,6 +394,44 @@ def test_looking_draws_no_random_numbers_and_calls_no_hooks(device):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(norm.weight, weight)
     assert norm.weight.grad is None
+
+
+def make_counting_class(calls):
+    class CountingNorm(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            calls.append(hidden_states.shape)
+            return super().forward(hidden_states)
+
+    return CountingNorm
+
+
+def test_norms_of_one_kind_are_tried_once():
+    calls = []
+    kind = make_counting_class(calls)
+    assert set(fusednorm.patch(nn.Sequential(kind(8), kind(8))).patched) == {"0", "1"}
+    count = len(calls)
+    assert fusednorm.patch(kind(8)).patched
+    assert len(calls) == count
+    for other in (kind(16), kind(8, eps=1e-3), kind(8).eval()):
+        assert fusednorm.patch(other).patched
+        assert len(calls) > count
+        count = len(calls)
+
+
+def test_a_class_whose_forward_is_replaced_is_tried_again(monkeypatch):
+    kind = make_counting_class([])
+    assert fusednorm.patch(kind(8)).patched
+    monkeypatch.setattr(kind, "forward", lambda self, x: 2 * LlamaRMSNorm.forward(self, x))
+    assert fusednorm.patch(kind(8)).skipped == {"": "CountingNorm computes neither rms_norm nor layer_norm"}
+
+
+def test_a_class_is_not_kept_alive():
+    kind = make_counting_class([])
+    assert fusednorm.patch(kind(8)).patched
+    alive = weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert alive() is None
 
 
 class TalkativeNorm(LlamaRMSNorm):
