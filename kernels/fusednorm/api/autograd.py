@@ -18,7 +18,7 @@ from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
-from fusednorm.arguments.checks import ActivationName
+from fusednorm.arguments.checks import ActivationName, LayoutName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
@@ -60,8 +60,9 @@ def layer_norm(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
 ) -> Tensor:
-    """Apply LayerNorm over the last axis of x, differentiable in x, weight and bias.
+    """Apply LayerNorm over the last axis of x, or over its channels, differentiable in x, weight and bias.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias,
     with the mean and the biased variance of each row.
@@ -85,9 +86,11 @@ def layer_norm(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], as LayerNorm2d: parameters [C], scale and shift [N, C], contiguous or channels-last.
 
     Returns:
-        Tensor: y, in x's shape and dtype, contiguous.
+        Tensor: y, in x's shape and dtype, contiguous; with a layout in x's memory format.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -104,7 +107,7 @@ def layer_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
-    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
@@ -120,8 +123,9 @@ def rms_norm(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
 ) -> Tensor:
-    """Apply RMSNorm over the last axis of x, differentiable in x and weight.
+    """Apply RMSNorm over the last axis of x, or over its channels, differentiable in x and weight.
 
     y = dropout(act(z * (1 + scale) + shift)), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset).  scale and
     shift are the affine step of each sample in adaptive norms.
@@ -144,9 +148,11 @@ def rms_norm(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], as LayerNorm2d: parameters [C], scale and shift [N, C], contiguous or channels-last.
 
     Returns:
-        Tensor: y, in x's shape and dtype, contiguous.
+        Tensor: y, in x's shape and dtype, contiguous; with a layout in x's memory format.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -162,7 +168,7 @@ def rms_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([8, 1024]), torch.Size([8, 1024]))
     """
-    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return _dispatch_norm(values, x, weight, None, None, scale, shift, None)[0]
 
 
@@ -220,7 +226,7 @@ def group_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
-    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     return _dispatch_norm(values, x, weight, bias, None, scale, shift, None)[0]
 
 
@@ -239,6 +245,7 @@ def add_layer_norm(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
 ) -> Added:
     """Apply LayerNorm to residual + gate * x and return the sum too, differentiable in all tensors.
 
@@ -267,10 +274,12 @@ def add_layer_norm(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], as LayerNorm2d: parameters [C], scale, shift and gate [N, C], contiguous or channels-last.
 
     Returns:
         Added: a named tuple of y, in x's shape and dtype, and residual_out = residual + gate * x, in the
-            residual's dtype.
+            residual's dtype; with a layout both in x's memory format.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -286,7 +295,7 @@ def add_layer_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, gate))
 
 
@@ -304,6 +313,7 @@ def add_rms_norm(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
 ) -> Added:
     """Apply RMSNorm to residual + gate * x and return the sum too, differentiable in all tensors.
 
@@ -331,10 +341,12 @@ def add_rms_norm(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], as LayerNorm2d: parameters [C], scale, shift and gate [N, C], contiguous or channels-last.
 
     Returns:
         Added: a named tuple of y, in x's shape and dtype, and residual_out = residual + gate * x, in the
-            residual's dtype.
+            residual's dtype; with a layout both in x's memory format.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -350,7 +362,7 @@ def add_rms_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift, gate))
 
 
@@ -409,7 +421,7 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
-    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, None))
 
 
@@ -476,11 +488,12 @@ def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tens
     """
     x: Any = inputs.x
     residual: Any = inputs.residual
-    if options.op == "group_norm" or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
+    over_rows = options.op != "group_norm" and options.layout is None
+    if not over_rows or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
         raise KernelInputError(
-            "a nested x must have the layout torch.jagged, rows of one length, and layer_norm or rms_norm, "
-            f"got {options.op} of a nested tensor with layout {x.layout}: call the function with each tensor of "
-            "x.unbind()"
+            "a nested x must have the layout torch.jagged, rows of one length, and layer_norm or rms_norm over "
+            f"them, got {options.op} of a nested tensor with layout {x.layout}: call the function with each tensor "
+            "of x.unbind()"
         )
     if residual is not None and not (residual.is_nested and residual.shape == x.shape):
         raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")

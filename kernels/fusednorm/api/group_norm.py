@@ -98,7 +98,7 @@ def group_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 32]))
     """
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     tensors, kind = (x, weight, bias, residual, scale, shift, None), (values, out_dtype, stats)
     may_repeat = is_replayable(values)
     repeated = FORWARD.try_replay(tensors, kind, out) if may_repeat else None
@@ -201,7 +201,7 @@ def group_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([64]))
     """
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     tensors = x, weight, bias, residual, scale, shift, None, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.arrays import FLOAT8, Array
-from fusednorm.arguments.checks import ActivationName, check_out_dtype
+from fusednorm.arguments.checks import ActivationName, LayoutName, check_out_dtype
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, list_roles
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.execution import run_launches
+from fusednorm.launch.launches import fix_row_counts
 from fusednorm.launch.replay_cache import ReplayablePass
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.checks import check_rows
+from fusednorm.ops.layer_norm.checks import check_layout_and_rows
 from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
@@ -39,6 +40,7 @@ def layer_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     out: Forward | None = None,
@@ -101,7 +103,7 @@ def layer_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([8, 1024]), torch.Size([8]))
     """
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return _run_forward(values, (x, weight, bias, residual, scale, shift, gate), out_dtype, stats, out)
 
 
@@ -119,6 +121,7 @@ def rms_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     out: Forward | None = None,
@@ -179,7 +182,7 @@ def rms_norm_forward(
         >>> result.y.shape, result.rstd.shape
         (torch.Size([8, 1024]), torch.Size([8]))
     """
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return _run_forward(values, (x, weight, None, residual, scale, shift, gate), out_dtype, stats, out)
 
 
@@ -202,6 +205,7 @@ def layer_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
@@ -258,7 +262,7 @@ def layer_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     tensors = x, weight, bias, residual, scale, shift, gate, mean, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
@@ -280,6 +284,7 @@ def rms_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: LayoutName | None = None,
     parameter_gradients: bool = True,
     out: Backward | None = None,
 ) -> Backward:
@@ -334,7 +339,7 @@ def rms_norm_backward(
         >>> gradients.dx.shape, gradients.dweight.shape
         (torch.Size([8, 1024]), torch.Size([1024]))
     """
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     tensors = x, weight, None, residual, scale, shift, gate, None, rstd, dy, dresidual_out
     return _run_backward(values, tensors, parameter_gradients, out)
 
@@ -356,18 +361,20 @@ def _run_forward(
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
     arrays, named = describe_inputs(inputs)
-    rows = check_rows(options, arrays)
+    rows = check_layout_and_rows(options, arrays)
     y_dtype = arrays.x.dtype
     if out_dtype is not None:
         y_dtype = name_dtype(out_dtype)
         check_out_dtype(y_dtype, FLOAT8)
-    outputs = declare_forward_outputs(arrays.residual, y_dtype, stats, options.is_rms)
     x = inputs.x
+    positions_shape = None if options.layout is None else (x.shape[0], *x.shape[2:])
+    outputs = declare_forward_outputs(arrays.residual, y_dtype, stats, options.is_rms, positions_shape)
     result = prepare_result_tensors(Forward, outputs, x, out)
     if x.numel():
         written: Forward[Array] = Forward(*describe_results(outputs, result, arrays.x, out, named))
-        call = LayerNormForwardCall(**rows, options=options, out=written)
-        launches = plan_forward(call)
+        launches = plan_forward(LayerNormForwardCall(**rows, options=options, out=written))
+        if options.layout is not None:
+            launches = fix_row_counts(launches)
         run_launches(x.device, launches, named)
         if may_repeat:
             FORWARD.record(launches, outputs, named, inputs, kind)
@@ -394,13 +401,15 @@ def _run_backward(
         raise KernelInputError("mean and rstd must be passed together, got one of them")
     options = options.validate()
     arrays, named = describe_inputs(inputs)
-    rows = check_rows(options, arrays)
-    outputs = declare_backward_outputs(arrays.forward_inputs, parameter_gradients)
+    rows = check_layout_and_rows(options, arrays)
+    outputs = declare_backward_outputs(arrays.forward_inputs, parameter_gradients, options.layout is not None)
     x = inputs.x
     result = prepare_result_tensors(Backward, outputs, x, out)
     if x.numel():
         written: Backward[Array] = Backward(*describe_results(outputs, result, arrays.x, out, named))
         launches = plan_backward(LayerNormBackwardCall(**rows, options=options, out=written))
+        if options.layout is not None:
+            launches = fix_row_counts(launches)
         run_launches(x.device, launches, named)
         if may_repeat:
             BACKWARD.record(launches, outputs, named, inputs, kind)

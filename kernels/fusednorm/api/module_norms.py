@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.arguments.checks import LayoutName
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 
@@ -32,20 +33,25 @@ def compute_layer_norm_over_shape(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    layout: LayoutName | None = None,
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute `layer_norm` over the last axes of x as torch's module does: in float32 under CUDA's autocast.
+    """Compute `layer_norm` of x as torch's module does: in float32 under CUDA's autocast.
 
-    The axes are those of normalized_shape.  `options` are further arguments of `layer_norm`.
+    The axes are the last ones, normalized_shape, or with a layout the channels.  `options` are further
+    arguments of `layer_norm`.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
     """
     if x.dtype in _LOW_PRECISION and casts_to_float32(x):
         x = x.float()
+    if layout is not None:
+        _check_normalized_channels(x, normalized_shape)
+        return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, layout=layout, **options)
     # Most shapes have one axis; then the function checks x against the weight.
     if len(normalized_shape) == 1 and weight is not None:
         return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, **options)
@@ -67,15 +73,16 @@ def compute_rms_norm_module(
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
     eps: float | None,
+    layout: LayoutName | None = None,
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute `rms_norm` over the last axes of x, in the same dtype as torch's module, also under CUDA's autocast.
+    """Compute `rms_norm` of x in the same dtype as torch's module, also under CUDA's autocast.
 
-    The axes are those of normalized_shape.  `options` are further arguments of `rms_norm`.  An eps of None
-    is the machine epsilon of the dtype in which torch computes.
+    The axes are the last ones, normalized_shape, or with a layout the channels.  `options` are further
+    arguments of `rms_norm`.  An eps of None is the machine epsilon of the dtype in which torch computes.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -86,6 +93,9 @@ def compute_rms_norm_module(
         check_float("x", x)
         # The epsilon of the dtype in which torch computes, which for float16 and bfloat16 is float32.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    if layout is not None:
+        _check_normalized_channels(x, normalized_shape)
+        return rms_norm(x, weight, eps, scale=scale, shift=shift, layout=layout, **options)
     if len(normalized_shape) == 1 and weight is not None:
         return rms_norm(x, weight, eps, scale=scale, shift=shift, **options)
     rows = _flatten_normalized_axes("x", x, normalized_shape)
@@ -129,14 +139,21 @@ def compute_scripted_norm(
     activation: str,
     negative_slope: float,
     is_rms: bool,
+    layout: str | None,
 ) -> Tensor:
-    """Compute LayerNorm or RMSNorm over normalized_shape in a module that TorchScript compiles.
+    """Compute LayerNorm or RMSNorm in a module that TorchScript compiles.
 
+    It is over normalized_shape or, with a layout, over channels.
     TorchScript can call the operators `torch.ops.fusednorm`, but not this package's Python functions.
     """
-    rows = x.flatten(-len(normalized_shape))
-    if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
-        raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
+    rows = x
+    if layout is not None:
+        if list(x.shape)[1:2] != normalized_shape:
+            raise RuntimeError(f"x must have channels {normalized_shape}, got {x.shape}")
+    else:
+        rows = x.flatten(-len(normalized_shape))
+        if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
+            raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
     weight = None if weight is None else weight.flatten()
     bias = None if bias is None else bias.flatten()
     scale = None if scale is None else scale.flatten(-len(normalized_shape))
@@ -145,13 +162,23 @@ def compute_scripted_norm(
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     if is_rms:
         y: Tensor = torch.ops.fusednorm.rms_norm(
-            rows, weight, None, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0, negative_slope
-        )[0]
+            rows, weight, None, None, scale, shift,
+            0, eps, weight_offset, activation, 0.0, 0, negative_slope, layout,
+        )[0]  # fmt: skip
     else:
         y = torch.ops.fusednorm.layer_norm(
-            rows, weight, bias, None, scale, shift, 0, eps, weight_offset, activation, 0.0, 0, negative_slope
-        )[0]
+            rows, weight, bias, None, scale, shift,
+            0, eps, weight_offset, activation, 0.0, 0, negative_slope, layout,
+        )[0]  # fmt: skip
     return y.view(x.shape)
+
+
+def _check_normalized_channels(x: Tensor, normalized_shape: tuple[int, ...]) -> None:
+    """Raise KernelInputError unless the channels of x [N, C, *spatial] are normalized_shape."""
+    if tuple(x.shape[1:2]) != tuple(normalized_shape):
+        raise KernelInputError(
+            f"x must be [N, C, *spatial] with the channels {list(normalized_shape)}, got {list(x.shape)}"
+        )
 
 
 def _flatten_normalized_axes(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:

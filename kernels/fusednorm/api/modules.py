@@ -16,10 +16,13 @@ from fusednorm.api.module_norms import (
 from fusednorm.arguments.checks import (
     DEFAULT_SLOPE,
     ActivationName,
+    LayoutName,
     check_activation,
+    check_layout,
     check_weight_offset,
     validate_negative_slope,
 )
+from fusednorm.errors import KernelInputError
 
 
 class ActivationMixin(nn.Module):
@@ -27,6 +30,9 @@ class ActivationMixin(nn.Module):
 
     #: Added to the weight; only for modules that normalise over the last axes.
     weight_offset: float = 0.0
+
+    #: None for the last axes, or "nchw" for the channels of [N, C, *spatial]; only for modules of rows.
+    layout: str | None = None
 
     #: leaky_relu's factor of negative values; here for modules that an earlier version pickled.
     negative_slope: float = DEFAULT_SLOPE
@@ -46,19 +52,26 @@ class ActivationMixin(nn.Module):
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
+        if self.layout is not None:
+            text += f", layout={self.layout!r}"
         if self.activation != "none":
             text += f", activation={self.activation!r}"
         return text if self.activation != "leaky_relu" else f"{text}, negative_slope={self.negative_slope}"
 
 
-class _WeightOffsetMixin(ActivationMixin):
-    """Mixin that adds an activation and a weight offset to torch modules that normalise over the last axes."""
+class _RowNormMixin(ActivationMixin):
+    """Mixin that adds an activation, a weight offset and a layout to torch modules that normalise over rows."""
 
-    def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, weight_offset: float, layout: LayoutName | None, **kwargs: Any) -> None:
+        check_layout(layout)
         # Before torch's constructor, which resets the parameters.
         self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
+        self.layout = layout
         check_weight_offset(weight_offset, self._parameters["weight"])
+        shape: Any = self.normalized_shape
+        if layout is not None and len(shape) != 1:
+            raise KernelInputError(f"layout {layout!r} needs a normalized_shape of one axis, C, got {list(shape)}")
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 - weight_offset and the bias to 0, so that the affine step changes nothing."""
@@ -66,7 +79,7 @@ class _WeightOffsetMixin(ActivationMixin):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
 
-class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
+class LayerNorm(_RowNormMixin, nn.LayerNorm):
     """A `torch.nn.LayerNorm` that this library computes, with an optional activation after the norm.
 
     y = act(z * (1 + scale) + shift), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, with the
@@ -88,10 +101,12 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
+        layout: None (default) for a norm over the last axes; "nchw" for one over the channels of an input [N, C,
+            *spatial], as models' LayerNorm2d, with normalized_shape C.
 
     Raises:
-        KernelInputError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
-            negative_slope is invalid.
+        KernelInputError: activation, weight_offset or layout is none of these, weight_offset is 1 without a weight,
+            negative_slope is invalid, or normalized_shape has several axes with a layout.
 
     Examples:
         >>> import torch, fusednorm
@@ -112,6 +127,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         activation: ActivationName = "none",
         negative_slope: float = 0.01,
         weight_offset: float = 0.0,
+        layout: LayoutName | None = None,
     ) -> None:
         super().__init__(
             normalized_shape,
@@ -123,6 +139,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
             activation=activation,
             negative_slope=negative_slope,
             weight_offset=weight_offset,
+            layout=layout,
         )
 
     if TYPE_CHECKING:
@@ -130,12 +147,14 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise the input over its last axes.
+        """Normalise the input over its last axes, or with a layout over its channels.
 
         Args:
-            input: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+            input: [..., *normalized_shape], or [N, C, *spatial] with a layout, float32, float16 or bfloat16, on
+                the CPU also float64; any strides.
             scale, shift: the affine step of each sample, [*leading, *normalized_shape] with the first axes of the
-                input, and axes of one element between or without; None (default) for zeros.
+                input, and axes of one element between or without, or [N, C] with a layout; None (default) for
+                zeros.
 
         Returns:
             Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
@@ -153,6 +172,7 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
                 weight,
                 bias,
                 eps,
+                self.layout,  # type: ignore[arg-type]
                 scale=scale,
                 shift=shift,
                 weight_offset=offset,
@@ -160,11 +180,11 @@ class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
                 negative_slope=self.negative_slope,
             )
         # TorchScript converts a tuple to a list.
-        options = eps, offset, activation, self.negative_slope, False
+        options = eps, offset, activation, self.negative_slope, False, self.layout
         return compute_scripted_norm(input, shape, weight, bias, scale, shift, *options)  # type: ignore[arg-type]
 
 
-class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
+class RMSNorm(_RowNormMixin, nn.RMSNorm):
     """A `torch.nn.RMSNorm` that this library computes, with an optional activation after the norm.
 
     y = act(z * (1 + scale) + shift), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), with the mean over
@@ -186,10 +206,12 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
+        layout: None (default) for a norm over the last axes; "nchw" for one over the channels of an input [N, C,
+            *spatial], as models' LayerNorm2d, with normalized_shape C.
 
     Raises:
-        KernelInputError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
-            negative_slope is invalid.
+        KernelInputError: activation, weight_offset or layout is none of these, weight_offset is 1 without a weight,
+            negative_slope is invalid, or normalized_shape has several axes with a layout.
 
     Examples:
         >>> import torch, fusednorm
@@ -209,6 +231,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         activation: ActivationName = "none",
         negative_slope: float = 0.01,
         weight_offset: float = 0.0,
+        layout: LayoutName | None = None,
     ) -> None:
         super().__init__(
             normalized_shape,
@@ -219,6 +242,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
             activation=activation,
             negative_slope=negative_slope,
             weight_offset=weight_offset,
+            layout=layout,
         )
 
     if TYPE_CHECKING:
@@ -226,12 +250,14 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
         def __call__(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise x over its last axes.
+        """Normalise x over its last axes, or with a layout over its channels.
 
         Args:
-            x: [..., *normalized_shape], float32, float16 or bfloat16, on the CPU also float64; any strides.
+            x: [..., *normalized_shape], or [N, C, *spatial] with a layout, float32, float16 or bfloat16, on
+                the CPU also float64; any strides.
             scale, shift: the affine step of each sample, [*leading, *normalized_shape] with the first axes of the
-                input, and axes of one element between or without; None (default) for zeros.
+                input, and axes of one element between or without, or [N, C] with a layout; None (default) for
+                zeros.
 
         Returns:
             Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
@@ -248,6 +274,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
                 shape,
                 weight,
                 eps,
+                self.layout,  # type: ignore[arg-type]
                 scale=scale,
                 shift=shift,
                 weight_offset=offset,
@@ -255,7 +282,7 @@ class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
                 negative_slope=self.negative_slope,
             )
         # TorchScript converts a tuple to a list.
-        options = eps, offset, activation, self.negative_slope, True
+        options = eps, offset, activation, self.negative_slope, True, self.layout
         return compute_scripted_norm(x, shape, weight, None, scale, shift, *options)  # type: ignore[arg-type]
 
 

@@ -32,10 +32,11 @@ from fusednorm.arguments.operator_arguments import (
     list_operator_arguments,
     parse_operator_arguments,
 )
+from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
-from fusednorm.tensors.layouts import convert_to_layout
+from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows
 
 Results = tuple[Tensor, ...]
 Plain = Callable[..., Results]
@@ -205,19 +206,21 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         inputs, options = parse_operator_arguments(NormInputs, op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
-        statistics_shape = (x.shape[0], options.num_groups) if op == "group_norm" else x.shape[:-1]
+        statistics_shape: tuple[Any, ...] = x.shape[:-1]
+        if op == "group_norm" or options.layout is not None:
+            statistics_shape = (x.shape[0], *([options.num_groups] if op == "group_norm" else x.shape[2:]))
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
         mean = _make_placeholder(x) if op == "rms_norm" else torch.empty_like(rstd)
         residual_out = (
             _make_placeholder(x)
             if residual is None
-            else _make_fake_result(op, x if op == "group_norm" else residual)
+            else _make_fake_result(options, x, x if op == "group_norm" else residual)
         )
-        return _make_fake_result(op, x), mean, rstd, residual_out
+        return _make_fake_result(options, x, x), mean, rstd, residual_out
 
     def make_fake_backward_results(*arguments: Any) -> tuple[Any, ...]:
-        inputs, _ = parse_operator_arguments(BackwardInputs, op, arguments)
+        inputs, options = parse_operator_arguments(BackwardInputs, op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         made = [
@@ -226,8 +229,8 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         ]
         dresidual = _make_placeholder(x)
         if residual is not None and has_own_gradient(op, inputs):
-            dresidual = _make_fake_result(op, residual)
-        return tuple(NormInputs._make(made)._replace(x=_make_fake_result(op, x), residual=dresidual))
+            dresidual = _make_fake_result(options, x, residual)
+        return tuple(NormInputs._make(made)._replace(x=_make_fake_result(options, x, x), residual=dresidual))
 
     def save_forward_context(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         inputs, ctx.options = parse_operator_arguments(NormInputs, op, arguments)
@@ -273,13 +276,17 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
     )
 
 
-def _make_fake_result(op: str, x: Tensor) -> Tensor:
-    """Allocate a fake result with x's shape and dtype, and the strides that a pass would give it."""
-    if op != "group_norm":
-        return x.new_empty(x.shape)
+def _make_fake_result(options: NormOptions, x: Tensor, like: Tensor) -> Tensor:
+    """Allocate a fake result with x's shape, the dtype of `like`, and the strides that a pass would give it."""
+    if options.op != "group_norm" and options.layout is None:
+        return like.new_empty(x.shape)
+    if like is not x:
+        return torch.empty_like(_make_fake_result(options, x, x), dtype=like.dtype)
     # As `copy_unsupported_strides` chooses, but without a condition on sizes that are unknown before the call.
     layouts = (x, x.permute(0, *range(2, x.dim()), 1)) if x.dim() > 2 else (x,)
     if any(map(is_contiguous_or_false, layouts)):
+        return torch.empty_like(x)
+    if options.layout is not None and has_channel_rows(x):
         return torch.empty_like(x)
     return convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
 

@@ -114,7 +114,7 @@ def _list_shardings(inputs: NormInputs, options: NormOptions) -> Iterator[_Shard
     has_heads = any(tensor is not None and tensor.ndim == 2 for tensor in (inputs.weight, inputs.bias))
     # Rows of an operation without groups: num_groups is 0.
     axes: int = inputs.x.ndim
-    last = 1 if options.num_groups else axes - 2 if has_heads else axes - 1
+    last = 1 if options.num_groups or options.layout else axes - 2 if has_heads else axes - 1
     modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate).values()
     for axis in range(last):
         of_axis = [each.ndim > axis + 1 and each.shape[axis] == inputs.x.shape[axis] for each in modulations]

@@ -35,7 +35,7 @@ from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import convert_to_layout, is_in_layout
+from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows, is_in_layout
 
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
@@ -50,10 +50,12 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
     do not support are copied.
     """
     op = options.op
-    if _has_empty_rows(op, inputs.x):
+    if _has_empty_rows(options, inputs.x):
         return _run_empty_forward(options, inputs)
     run: Callable[..., Forward] = getattr(library, f"{op}_forward")
-    return run(**collect_arguments(op, _copy_inputs_with_unsupported_strides(op, inputs), options), stats=stats)
+    return run(
+        **collect_arguments(op, _copy_inputs_with_unsupported_strides(options, inputs), options), stats=stats
+    )
 
 
 def run_backward(
@@ -65,10 +67,10 @@ def run_backward(
     do not support are copied.
     """
     op = options.op
-    if _has_empty_rows(op, inputs.x):
+    if _has_empty_rows(options, inputs.x):
         return _run_empty_backward(options, inputs)
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
-    arguments = collect_arguments(op, _copy_inputs_with_unsupported_strides(op, inputs), options)
+    arguments = collect_arguments(op, _copy_inputs_with_unsupported_strides(options, inputs), options)
     return run(**arguments, parameter_gradients=parameter_gradients)
 
 
@@ -107,7 +109,7 @@ def compute_input_gradients(
     return result
 
 
-def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
+def _copy_inputs_with_unsupported_strides(options: NormOptions, inputs: Inputs) -> Inputs:
     """Return the inputs, with copies of those whose strides a pass would not support."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
@@ -117,12 +119,13 @@ def _copy_inputs_with_unsupported_strides(op: str, inputs: Inputs) -> Inputs:
     for name in strided:
         if name not in like_x and name not in of_samples:
             made[name] = made[name].contiguous()
-    modulated = op != "group_norm" and any(made[name] is not None for name in of_samples)
-    made.update(
-        zip(
-            like_x, copy_unsupported_strides(op, *[made[name] for name in like_x], modulated=modulated), strict=True
-        )
-    )
+    tensors = [made[name] for name in like_x]
+    if options.layout is not None:
+        tensors = _copy_to_one_layout(*tensors)
+    else:
+        modulated = options.op != "group_norm" and any(made[name] is not None for name in of_samples)
+        tensors = copy_unsupported_strides(options.op, *tensors, modulated=modulated)
+    made.update(zip(like_x, tensors, strict=True))
     made.update(zip(of_samples, _unify_strides([made[name] for name in of_samples]), strict=True))
     return type(inputs)(*made.values())
 
@@ -147,9 +150,27 @@ def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None, modulat
     return [x, *(t if t is None or _has_sample_layout(t) else convert_to_layout(t, channels_last) for t in others)]
 
 
-def _has_empty_rows(op: str, x: Tensor) -> bool:
+def _copy_to_one_layout(x: Tensor, *others: Tensor | None) -> list[Any]:
+    """Return x [N, C, *spatial] and tensors of its shape, all contiguous or all with rows of channels.
+
+    x is copied if it is neither, to the memory format that torch suggests for its strides; the others, if they have
+    not x's layout.
+    """
+    if x.dim() < 2:
+        return [x, *others]
+    has_rows = has_channel_rows(x)
+    if not (has_rows or x.is_contiguous()):
+        has_rows = suggest_memory_format(x) is not torch.contiguous_format
+        x = convert_to_layout(x, has_rows)
+    has_layout = has_channel_rows if has_rows else Tensor.is_contiguous
+    return [x, *(t if t is None or has_layout(t) else convert_to_layout(t, has_rows) for t in others)]
+
+
+def _has_empty_rows(options: NormOptions, x: Tensor) -> bool:
     """Return whether each row or group of x is empty, which torch supports but no launcher does."""
-    return x.numel() == 0 and 0 in (x.shape[2:] if op == "group_norm" else x.shape[-1:])
+    if options.layout is not None:
+        return x.numel() == 0 and 0 in x.shape[1:2]
+    return x.numel() == 0 and 0 in (x.shape[2:] if options.op == "group_norm" else x.shape[-1:])
 
 
 def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
@@ -163,6 +184,9 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
     if options.op == "group_norm":
         check_groups(x.new_empty((*x.shape[:2], 1)), options.num_groups)
         of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], options.num_groups))
+    elif options.layout is not None:
+        check_weight_offset(options.weight_offset, inputs.weight)
+        of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], *x.shape[2:]))
     else:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
@@ -172,7 +196,8 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
         if modulations:
             count_samples(tuple(x.shape), modulations)
     shapes: dict[ShapeRole, Any] = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters}
-    shapes[ShapeRole.PER_SAMPLE] = x.shape[:2] if options.op == "group_norm" else None
+    has_channels = options.op == "group_norm" or options.layout is not None
+    shapes[ShapeRole.PER_SAMPLE] = x.shape[:2] if has_channels else None
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         shape = shapes[ROLES[name]]
         if shape is None and ROLES[name] is ShapeRole.PER_SAMPLE and tensor is not None:

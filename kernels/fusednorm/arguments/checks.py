@@ -19,6 +19,9 @@ ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
 DEFAULT_SLOPE = 0.01
 """The default of `negative_slope`, as in torch; other activations than leaky_relu allow no other value."""
 
+LayoutName = Literal["nchw"]
+"""The names of layouts: in "nchw" the axis that is normalised over is axis 1, the channels of [N, C, *spatial]."""
+
 MAX_COLS = 2**30
 """The longest row: column numbers in kernels are 32-bit, also those of a block that extends past the row's end."""
 
@@ -55,6 +58,12 @@ def is_number(value: object) -> bool:
 def is_integer(value: object) -> bool:
     """Return whether a value is an int, or stands for an int while torch traces; a bool is not."""
     return type(value) is int or type(value).__name__ == "SymInt"
+
+
+def check_layout(layout: str | None) -> None:
+    """Raise KernelInputError unless the layout is None, for rows along the last axis, or "nchw"."""
+    if layout is not None and layout not in get_args(LayoutName):
+        raise KernelInputError(f'layout must be None or "nchw", got {layout!r}')
 
 
 def check_dropout(dropout: float, seed: int | None) -> None:
@@ -250,6 +259,14 @@ def check_groups(x: Any, num_groups: int) -> None:
         )
     if any(size == 0 for size in shape[1:]):
         raise KernelInputError(f"x must have at least one element in each group, got {shape}")
+
+
+def check_channels(x: Any, weight: Any, bias: Any) -> None:
+    """Raise KernelInputError unless x has channels, along axis 1, and no parameter is one of heads."""
+    if len(x.shape) < 2 or x.shape[1] == 0:
+        raise KernelInputError(f'layout "nchw" needs x [N, C, *spatial] with C >= 1, got {list(x.shape)}')
+    if has_heads(weight, bias):
+        raise KernelInputError('layout "nchw" needs parameters [C], got parameters of each head')
 
 
 def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) -> None:

@@ -1,6 +1,6 @@
 """The two memory layouts of samples: contiguous, [N, C, *spatial], and channels-last, [N, *spatial, C]."""
 
-from fusednorm.arguments.arrays import Array, has_dense_strides
+from fusednorm.arguments.arrays import Array, has_dense_strides, merge_axes
 from fusednorm.errors import UnsupportedShapeError
 
 
@@ -29,6 +29,24 @@ def has_layout(array: Array, channels_last: bool) -> bool:
     if not channels_last:
         return array.is_dense
     return has_dense_strides(_move_channels(array.shape), _move_channels(array.strides))
+
+
+def move_channels_last(array: Array) -> Array:
+    """Describe an array [N, C, *spatial] as its view [N, *spatial, C]."""
+    shape, strides = _move_channels(array.shape), _move_channels(array.strides)
+    is_dense = has_dense_strides(shape, strides)
+    return Array(array.memory, array.dtype, shape, strides, array.device, is_dense, array.is_aligned, array.offset)
+
+
+def has_channel_rows(array: Array) -> bool:
+    """Return whether the channels of each position of [N, C, *spatial] are adjacent, as in rows.
+
+    Positions are one constant stride apart.
+    """
+    shape, strides = _move_channels(array.shape), _move_channels(array.strides)
+    if has_dense_strides(shape, strides):
+        return True
+    return (shape[-1] == 1 or strides[-1] == 1) and merge_axes(shape[:-1], strides[:-1]) is not None
 
 
 def _move_channels(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from fusednorm.arguments.checks import (
     DEFAULT_SLOPE,
     check_activation,
     check_dropout,
+    check_layout,
     validate_eps,
     validate_negative_slope,
 )
@@ -16,10 +17,12 @@ from fusednorm.arguments.dropout import compute_dropout_threshold
 from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
 from fusednorm.results import A
 
-_OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
+_OF_ROWS = ("layer_norm", "rms_norm")
+
+_OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": _OF_ROWS, "layout": _OF_ROWS, **OPERATIONS_WITH}
 """The operations that have each option or tensor; a name that is not listed belongs to all operations."""
 
-OptionValues = tuple[str, int, float, float, str, float, int | None, float]
+OptionValues = tuple[str, int, float, float, str, float, int | None, float, str | None]
 """The values of `NormOptions` in their order, equal to it as a key.
 
 A replayed call needs no more; a named tuple would cost the host 0.5 us.
@@ -28,7 +31,7 @@ A replayed call needs no more; a named tuple would cost the host 0.5 us.
 
 def is_replayable(values: OptionValues) -> bool:
     """Return whether calls with these options may be replayed: a seed differs between calls."""
-    _, _, _, _, _, dropout, seed, _ = values
+    _, _, _, _, _, dropout, seed, _, _ = values
     return not (dropout or seed)
 
 
@@ -46,6 +49,7 @@ class NormOptions(NamedTuple):
         dropout: the probability of a zero.
         seed: the seed of dropout's mask.
         negative_slope: the factor of negative values in leaky_relu.
+        layout: None for rows along the last axis, "nchw" for norms over axis 1.
     """
 
     op: str
@@ -56,6 +60,7 @@ class NormOptions(NamedTuple):
     dropout: float = 0.0
     seed: int | None = None
     negative_slope: float = DEFAULT_SLOPE
+    layout: str | None = None
 
     @property
     def is_rms(self) -> bool:
@@ -93,16 +98,17 @@ class NormOptions(NamedTuple):
         """
         check_activation(self.activation)
         check_dropout(self.dropout, self.seed)
+        check_layout(self.layout)
         eps, slope = validate_eps(self.eps), validate_negative_slope(self.negative_slope, self.activation)
         if eps is self.eps and slope is self.negative_slope:
             return self
         return self._replace(eps=eps, negative_slope=slope)
 
 
-_SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int"}
+_SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int", str | None: "str?"}
 _TYPES = NormOptions.__annotations__.items()
 
-_SCHEMA_DEFAULTS = {"negative_slope": f"={DEFAULT_SLOPE}"}
+_SCHEMA_DEFAULTS = {"negative_slope": f"={DEFAULT_SLOPE}", "layout": "=None"}
 """The defaults of options that operators have had since a later version: saved graphs call them without."""
 
 OPTIONS_SCHEMA = ", ".join(

@@ -18,15 +18,15 @@ def try_torch_norm(values: OptionValues, tensors: tuple[Any, ...], needs_gradien
     """Compute a norm without weight offset, activation and dropout by torch's own CPU functions, or return None.
     Autograd differentiates these functions directly.
 
-    The result is None if a residual, scale, shift or gate is given, or if torch cannot compute the call or is less
-    accurate than this package.
+    The result is None if a residual, scale, shift, gate or layout is given, or if torch cannot compute the call or
+    is less accurate than this package.
 
     `values` are the fields of `NormOptions`, and `tensors` those of `NormInputs`, in order.  The last
     argument is as in `try_layer_norm`.
     """
-    op, num_groups, eps, *_ = values
+    op, num_groups, eps, _, _, _, _, _, layout = values
     x, weight, bias, *others = tensors
-    if any(tensor is not None for tensor in others):
+    if layout is not None or any(tensor is not None for tensor in others):
         return None
     if op == "layer_norm":
         return try_layer_norm(x, weight, bias, eps, needs_gradient)

@@ -20,6 +20,7 @@ from fusednorm.cpu.supported_arguments import (
     to_float32,
 )
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.channel_rows import compute_backward_over_channels, compute_forward_over_channels
 
 _LONGEST = 2**16
 """The most columns of an RMSNorm row; torch adds squares in a few float32 sums, so errors grow with length."""
@@ -69,12 +70,15 @@ def layer_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     stats: bool = False,
 ) -> Forward:
     """Compute LayerNorm's forward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
 
     Arguments and results are those of `fusednorm.reference.layer_norm_forward`.
     """
+    if layout is not None:
+        return compute_forward_over_channels(layer_norm_forward, locals())
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
@@ -125,12 +129,15 @@ def rms_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     stats: bool = False,
 ) -> Forward:
     """Compute RMSNorm's forward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
 
     Arguments and results are those of `fusednorm.reference.rms_norm_forward`.
     """
+    if layout is not None:
+        return compute_forward_over_channels(rms_norm_forward, locals())
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
@@ -181,6 +188,7 @@ def layer_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
     """Compute LayerNorm's backward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
@@ -188,6 +196,8 @@ def layer_norm_backward(
     Arguments and results are those of `fusednorm.reference.layer_norm_backward`.  torch's kernels need the
     saved statistics.
     """
+    if layout is not None:
+        return compute_backward_over_channels(layer_norm_backward, locals())
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)
@@ -239,6 +249,7 @@ def rms_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
     """Compute RMSNorm's backward pass by torch's kernels, or by `fallback_passes` where these do not suffice.
@@ -248,6 +259,8 @@ def rms_norm_backward(
 
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
+    if layout is not None:
+        return compute_backward_over_channels(rms_norm_backward, locals())
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
     options |= {"activation": activation, "negative_slope": negative_slope}
     modulations = select_modulations(scale, shift, gate)

@@ -151,6 +151,18 @@ def compute_tile_keep_mask(seed, row, first_quad, threshold, ROWS: tl.constexpr,
 
 
 @triton.jit
+def compute_transposed_keep_mask(seed, row, first_quad, threshold, COLS: tl.constexpr, ROWS: tl.constexpr):
+    """Compute dropout's mask of kept elements for a tile [COLS, ROWS], whose first axis is the columns.
+
+    The mask is that of `compute_tile_keep_mask` with its axes exchanged; `row` is [1, ROWS] int64.
+    """
+    quad = first_quad + tl.arange(0, COLS // 4)[:, None] + tl.zeros((1, ROWS), tl.int32)
+    w0, w1, w2, w3 = _compute_random_words(seed, row, quad)
+    words = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 2, 3, 1))
+    return tl.reshape(words, (COLS, ROWS)) >= threshold.to(tl.uint32)
+
+
+@triton.jit
 def apply_epilogue(
     y,
     row,

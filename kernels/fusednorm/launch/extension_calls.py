@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.arrays import contiguous_strides
 from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.host.background_build import BackgroundBuild, explain_absence
 from fusednorm.host.extension_files import ExtensionFiles
@@ -127,8 +128,10 @@ def _describe_output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) ->
 
 
 def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
-    """Return the strides of a result that has x's non-contiguous layout; else an empty tuple."""
-    return tuple(x.stride()) if output.has_x_layout and not x.is_contiguous() else ()
+    """Return the strides of a result with x's layout; an empty tuple for those of a new tensor."""
+    if not output.has_x_layout or tuple(x.stride()) == contiguous_strides(x.shape):
+        return ()
+    return tuple(torch.empty_like(x, device="meta").stride())
 
 
 def _describe_launch(prepared_launch: PreparedLaunch, template: LaunchTemplate) -> tuple[Any, ...] | None:

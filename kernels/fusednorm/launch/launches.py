@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import gt
 from typing import Any, Protocol
 
@@ -66,6 +66,14 @@ class Launch:
                 f"a grid must have at most {MAX_GRID[0]}, {MAX_GRID[1]} and {MAX_GRID[2]} programs along its axes, "
                 f"got {' x '.join(map(str, self.grid))}: divide the call into calls of fewer samples or rows"
             )
+
+
+def fix_row_counts(launches: list[Launch]) -> list[Launch]:
+    """Return the launches without their dependence on the number of rows.
+
+    The number of rows is not the product of all axes but the last, as for calls of any number of rows.
+    """
+    return [replace(launch, row_dependence=None) for launch in launches]
 
 
 def make_early_options(early: bool) -> dict[str, object]:

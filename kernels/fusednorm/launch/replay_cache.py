@@ -17,6 +17,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.arrays import contiguous_strides
 from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.launch import prepared_kernels
@@ -370,7 +371,7 @@ def _make_allocator(output: OutputSpec, x: Tensor, any_rows: bool) -> Allocate:
     With `any_rows` it allocates the result for any number of rows, else in the shape for this x.
     """
     dtype = TORCH_DTYPES[output.dtype]
-    if output.has_x_layout and not x.is_contiguous():
+    if output.has_x_layout and tuple(x.stride()) != contiguous_strides(x.shape):
         return lambda x, *_: torch.empty_like(x, dtype=dtype)
     # Sizes are passed one by one, if there are any: torch reads a tuple of them several times slower.
     new = x.new_empty(0, dtype=dtype).new_empty

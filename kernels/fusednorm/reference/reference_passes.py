@@ -41,6 +41,7 @@ from fusednorm.reference.float8 import quantise_rows
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.activations import activation_of
 from fusednorm.tensors.arrays import FLOAT8
+from fusednorm.tensors.channel_rows import compute_backward_over_channels, compute_forward_over_channels
 from fusednorm.tensors.layouts import convert_to_layout, is_channels_last
 
 
@@ -93,6 +94,7 @@ def layer_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     precision: torch.dtype | None = None,
@@ -114,6 +116,7 @@ def layer_norm_forward(
         activation, negative_slope: one of `checks.ACTIVATIONS`, and leaky_relu's factor of negative values.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
+        layout: None, or "nchw" for x [N, C, *spatial] and a norm over C; results have x's memory format.
         out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.
         stats: whether to return mean and rstd, [...] each.
         precision: torch.float32 or torch.float64.
@@ -125,6 +128,8 @@ def layer_norm_forward(
         KernelInputError: the last axis is empty, a tensor has a wrong shape, dtype or device, or eps, activation,
             dropout or seed is invalid.
     """
+    if layout is not None:
+        return compute_forward_over_channels(layer_norm_forward, locals())
     check_result_dtype(out_dtype, float8=True)
     view = _check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
@@ -147,6 +152,7 @@ def rms_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     precision: torch.dtype | None = None,
@@ -157,6 +163,8 @@ def rms_norm_forward(
 
     Everything else is as in `layer_norm_forward`.
     """
+    if layout is not None:
+        return compute_forward_over_channels(rms_norm_forward, locals())
     check_result_dtype(out_dtype, float8=True)
     view = _check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
@@ -227,6 +235,7 @@ def layer_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
@@ -246,6 +255,8 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
+    if layout is not None:
+        return compute_backward_over_channels(layer_norm_backward, locals())
     view = _check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
@@ -271,6 +282,7 @@ def rms_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     parameter_gradients: bool = True,
     precision: torch.dtype | None = None,
 ) -> Backward:
@@ -278,6 +290,8 @@ def rms_norm_backward(
 
     Everything else is as in `layer_norm_backward`.
     """
+    if layout is not None:
+        return compute_backward_over_channels(rms_norm_backward, locals())
     view = _check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )

@@ -1,7 +1,10 @@
 """The two memory layouts of samples of tensors, which tracers see; `arguments.layouts` has those of any array."""
 
+import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
+from fusednorm.arguments.arrays import merge_axes
 from fusednorm.errors import UnsupportedShapeError
 
 
@@ -30,6 +33,29 @@ def is_in_layout(tensor: Tensor, channels_last: bool) -> bool:
     if channels_last:
         tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
     return tensor.is_contiguous()
+
+
+def has_channel_rows(tensor: Tensor) -> bool:
+    """Return whether the channels of each position of [N, C, *spatial] are adjacent, as in rows.
+
+    Positions are one constant stride apart.
+    """
+    rows = tensor.movedim(1, -1)
+    if rows.is_contiguous():
+        return True
+    *strides, last = rows.stride()
+    return (rows.shape[-1] == 1 or last == 1) and merge_axes(rows.shape[:-1], tuple(strides)) is not None
+
+
+def select_channels_last(x: Tensor) -> bool:
+    """Return whether a norm over the channels of x has channels-last results, as x is.
+
+    If x has both layouts or neither, the memory format decides that torch suggests for its strides.
+    """
+    is_contiguous, has_rows = x.is_contiguous(), has_channel_rows(x)
+    if is_contiguous == has_rows:
+        return suggest_memory_format(x) is not torch.contiguous_format
+    return has_rows
 
 
 def convert_to_layout(tensor: Tensor, channels_last: bool) -> Tensor:

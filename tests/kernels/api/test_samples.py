@@ -110,7 +110,7 @@ def test_torch_compile_has_no_graph_break_and_takes_any_sizes(op):
 def test_operators_are_consistent(op, gated):
     x, residual, weight, wide = tensors()
     shift, scale, gate = (each.detach().clone().requires_grad_() for each in wide.chunk(6, -1)[:3])
-    options = 0, 1e-5, 0.0, "silu", 0.0, 0, 0.01
+    options = 0, 1e-5, 0.0, "silu", 0.0, 0, 0.01, None
     arguments = (x, weight, None, residual, scale, shift, *options)
     torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (*arguments, gate) if gated else arguments)
 

@@ -30,7 +30,7 @@ class LayerNormForward(PatchedForward):
     operation = "layer_norm"
     can_modulate = True
 
-    def compute(self, module: Any, x: Tensor, **modulation: Tensor) -> Tensor:
+    def compute(self, module: Any, x: Tensor, **modulation: Any) -> Tensor:
         """Compute the module's y, or y * (1 + scale) + shift."""
         if modulation:
             x = widen_to_modulation(x, **modulation)
@@ -44,7 +44,7 @@ class RMSNormForward(PatchedForward):
     operation = "rms_norm"
     can_modulate = True
 
-    def compute(self, module: Any, x: Tensor, **modulation: Tensor) -> Tensor:
+    def compute(self, module: Any, x: Tensor, **modulation: Any) -> Tensor:
         """Compute the module's y, or y * (1 + scale) + shift."""
         if modulation:
             x = widen_to_modulation(x, **modulation)

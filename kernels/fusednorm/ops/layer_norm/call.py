@@ -50,7 +50,8 @@ class RowLayout(NamedTuple):
 class LayerNormCall:
     """The checked arguments that LayerNorm's and RMSNorm's forward and backward calls have in common.
 
-    x is [rows, cols] or [tokens, heads, cols]; with a scale, shift or gate, [tokens, samples, cols].
+    x is [rows, cols] or [tokens, heads, cols]; with a scale, shift or gate, [tokens, samples, cols].  If channels
+    are first in memory, x is the view [positions, samples, channels] of contiguous [samples, channels, positions].
 
     Attributes:
         scale, shift, gate: [samples, cols] with one stride between samples, or None.
@@ -69,6 +70,17 @@ class LayerNormCall:
     def is_modulated(self) -> bool:
         """Whether each sample has a scale, a shift or a gate."""
         return not (self.scale is self.shift is self.gate is None)
+
+    @property
+    def is_channels_first(self) -> bool:
+        """Whether positions are adjacent in memory, not the channels of a position."""
+        return self.cols > 1 and self.x.stride(-1) != 1
+
+    @property
+    def partial_shape(self) -> tuple[int, ...]:
+        """The shape of one partial sum of the parameters' gradients: [cols], or that of each head or sample."""
+        x = self.x
+        return x.shape[-1:] if self.is_channels_first and not self.is_modulated else x.shape[1:]
 
     @property
     def heads_have_own_parameters(self) -> bool:
@@ -132,11 +144,11 @@ class LayerNormCall:
         Sizes and strides are arguments in units of `vec` elements.  Each launch adds the constexprs of its own
         kernel.
         """
-        return {
-            "VEC": vec,
-            "WEIGHT_OFFSET": float(self.options.weight_offset),
-            **self.options.constexprs,
-        }
+        return {"VEC": vec, **self.make_epilogue_constexprs()}
+
+    def make_epilogue_constexprs(self) -> dict[str, object]:
+        """Make the constexprs of the steps after the normalisation."""
+        return {"WEIGHT_OFFSET": float(self.options.weight_offset), **self.options.constexprs}
 
     def check_no_heads(self) -> None:
         """Check that x has no heads, for kernels that do not support them.

@@ -1,12 +1,17 @@
 """The checks of a call of LayerNorm or RMSNorm, which turn its inputs into rows."""
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import (
+    check_channels,
     check_float,
     check_gate,
     check_parameter,
+    check_scale_and_shift,
     check_statistics,
     check_weight_offset,
     count_samples,
@@ -16,6 +21,7 @@ from fusednorm.arguments.checks import (
     view_as_rows,
 )
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, ShapeRole, group_names_by_role
+from fusednorm.arguments.layouts import has_channel_rows, move_channels_last
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
@@ -23,6 +29,61 @@ _LIKE_X: dict[type, tuple[str, ...]] = {
     each: group_names_by_role(each._fields)[ShapeRole.LIKE_X] for each in (NormInputs, BackwardInputs)
 }
 _PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
+
+
+def check_layout_and_rows(
+    options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]
+) -> dict[str, Any]:
+    """Check all arrays of a LayerNorm or RMSNorm call, and return them by name, as views in the order of its rows.
+
+    The views are those of `check_rows`, or, if the channels of contiguous arrays are normalised over, those of
+    `LayerNormCall`.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype or value.
+        UnsupportedShapeError: strides that no kernel handles, or too many columns.
+    """
+    if options.layout is None:
+        return check_rows(options, inputs)
+    x = inputs.x
+    check_channels(x, inputs.weight, inputs.bias)
+    check_scale_and_shift(inputs.scale, inputs.shift, x)
+    like_x = {name: getattr(inputs, name) for name in _LIKE_X[type(inputs)] if getattr(inputs, name) is not None}
+    for name, array in like_x.items():
+        check_float(name, array, shape_like=x)
+    if has_channel_rows(x):
+        _check_layouts(like_x, has_channel_rows, "channels-last")
+        moved = {name: move_channels_last(array) for name, array in like_x.items()}
+        return check_rows(options, inputs._replace(**moved))
+    if inputs.gate is not None:
+        raise UnsupportedShapeError(
+            "a gate needs channels that are adjacent in memory: convert x to torch.channels_last"
+        )
+    _check_layouts(like_x, Array.is_contiguous, "contiguous")
+    for name in _PARAMETERS:
+        check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
+    check_weight_offset(options.weight_offset, inputs.weight)
+    if isinstance(inputs, BackwardInputs):
+        check_statistics(inputs.mean, inputs.rstd, (x.shape[0], *x.shape[2:]))
+    views = {name: view_as_positions(array) for name, array in like_x.items()}
+    return collect_arguments(options.op, inputs._replace(**views))
+
+
+def _check_layouts(arrays: dict[str, Array], has_layout: Callable[[Array], bool], layout: str) -> None:
+    """Raise UnsupportedShapeError unless all arrays have one layout."""
+    for name, array in arrays.items():
+        if not has_layout(array):
+            raise UnsupportedShapeError(
+                f"{name} must be {layout} as x is, got shape {list(array.shape)} with strides {list(array.strides)}"
+            )
+
+
+def view_as_positions(array: Array) -> Array:
+    """Describe a contiguous array [N, C, *spatial] as its view [positions, N, C]."""
+    samples, channels, *spatial = array.shape
+    positions = math.prod(spatial)
+    strides = (1, channels * positions, positions)
+    return replace(array, shape=(positions, samples, channels), strides=strides, is_dense=False)
 
 
 def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> dict[str, Any]:

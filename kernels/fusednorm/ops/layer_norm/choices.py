@@ -24,6 +24,7 @@ from fusednorm.ops.layer_norm.call import (
     RowStatistics,
 )
 from fusednorm.ops.layer_norm.chain import ChainCall, plan_sweep_chain, plan_tile_chain
+from fusednorm.ops.layer_norm.channels_first import choices as channels_first
 from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative, plan_cooperative_forward
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident, plan_resident_forward
@@ -199,6 +200,8 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
+    if call.is_channels_first:
+        return channels_first.plan_forward(call)
     if config is None and call.y_scale is not None:
         config = choose_float8(call.cols, call.itemsize)
     config = config or choose_forward(
@@ -229,6 +232,8 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
     The list includes the computation of mean and rstd if the chosen kernel needs both and the call has
     neither.  `config` overrides the choice, for tests, benchmarks and compile checks.
     """
+    if call.is_channels_first:
+        return channels_first.plan_backward(call)
     config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
     if call.is_modulated and isinstance(config, LayerNormBackwardCooperative):
         # Its programs share rows without regard to samples.

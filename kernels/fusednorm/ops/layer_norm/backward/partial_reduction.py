@@ -30,7 +30,7 @@ class PartialGradients:
 
     Attributes:
         count: the number of sums for each element of a parameter.
-        dweight, dbias, dgate: [programs, *x.shape[1:]] each, None if the gradient is not wanted.
+        dweight, dbias, dgate: [programs, *call.partial_shape] each, None if the gradient is not wanted.
     """
 
     count: int
@@ -54,9 +54,10 @@ class PartialGradients:
             out.dbias is not None or out.dshift is not None or (out.dscale is not None and call.bias is not None)
         )
         own = call.heads_have_own_parameters or call.is_modulated
-        count = programs if x.ndim == 2 or own else programs * x.shape[1]
+        shape = call.partial_shape
+        count = programs if len(shape) == 1 or own else programs * shape[0]
         wanted = of_weight, of_bias, out.dgate is not None
-        return cls(count, *_allocate_sums(x, wanted, max_programs or programs, *x.shape[1:]))
+        return cls(count, *_allocate_sums(x, wanted, max_programs or programs, *shape))
 
 
 def _allocate_sums(x: Array, wanted: tuple[bool, ...], count: int, *shape: int) -> list[Array | None]:

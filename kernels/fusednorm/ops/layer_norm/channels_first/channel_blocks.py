@@ -1,0 +1,91 @@
+"""Blocks of channels that are loaded one after another, for samples with more channels than a program holds."""
+
+import triton
+import triton.language as tl
+
+from fusednorm.jit.loads import load_residual_sum, make_column_mask
+from fusednorm.jit.moments import compute_mean_and_variance_from_lane_sums
+from fusednorm.ops.layer_norm.channels_first.position_tiles import (
+    compute_addend,
+    compute_factor,
+    load_channel_parameter,
+    make_block_offsets,
+)
+
+
+@triton.jit
+def load_channel_block(
+    x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C: tl.constexpr
+):
+    """Load x + residual of the channels from `first_channel` on; return offsets, mask and h, [BLOCK_C, BLOCK_P]."""
+    mask = make_column_mask(first_channel + tl.arange(0, BLOCK_C)[:, None], channels, False) & position_mask
+    at = start + first_channel.to(tl.int64) * positions + make_block_offsets(position, positions, BLOCK_C)
+    return at, mask, load_residual_sum(x_ptr, residual_ptr, at, mask, "")
+
+
+@triton.jit
+def load_factor_and_addend(
+    weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation, first_channel, channels,
+    BLOCK_C: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, HAS_ADDEND: tl.constexpr,
+):  # fmt: skip
+    """Load the factor and the addend of the affine steps from `first_channel` on, [BLOCK_C, 1] float32.
+
+    z = x_hat * factor + addend.  The addend is 0 without HAS_ADDEND.
+    """
+    left = channels - first_channel
+    weights = load_channel_parameter(weight_ptr, first_channel, left, 0, BLOCK_C, 1)
+    scales = load_channel_parameter(scale_ptr, modulation + first_channel, left, 0, BLOCK_C, 1)
+    biases = ()
+    shifts = ()
+    if HAS_ADDEND:
+        biases = load_channel_parameter(bias_ptr, first_channel, left, 0, BLOCK_C, 1)
+        shifts = load_channel_parameter(shift_ptr, modulation + first_channel, left, 0, BLOCK_C, 1)
+    factor = compute_factor(weights, scales, 0, BLOCK_C, WEIGHT_OFFSET)
+    addend = compute_addend(biases, scales, shifts, 0, BLOCK_C)
+    return factor, addend
+
+
+@triton.jit
+def compute_swept_mean_and_variance(
+    x_ptr, residual_ptr, start, position, position_mask, channels, positions,
+    BLOCK_C: tl.constexpr, IS_RMS: tl.constexpr,
+):  # fmt: skip
+    """Compute the mean of each position, in two parts (rough + shift), and its variance, from blocks of channels.
+
+    Returns [1, BLOCK_P] each; the sample has at least BLOCK_C channels.  The mean is rough + shift: subtract rough
+    first, then shift.  For RMSNorm both are 0, and the variance is the mean of squares.
+
+    A lane is every BLOCK_C-th channel.  Its pivot is its first value, so (pivot - lane mean)^2 is at most the
+    lane's sum of squares about its mean.
+    """
+    n = channels.to(tl.float32)
+    zero = tl.full((), 0, tl.int32)
+    _, _, pivot = load_channel_block(
+        x_ptr, residual_ptr, start, zero, position, position_mask, channels, positions, BLOCK_C
+    )
+    sum_1 = tl.zeros(pivot.shape, tl.float32)
+    if IS_RMS:
+        sum_2 = sum_1 + pivot * pivot
+    else:
+        sum_2 = tl.zeros(pivot.shape, tl.float32)
+    count = tl.full(pivot.shape, 1.0, tl.float32)
+    for block in range(1, tl.cdiv(channels, BLOCK_C)):
+        first_channel = block * BLOCK_C
+        _, _, h = load_channel_block(
+            x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C
+        )
+        if IS_RMS:
+            sum_2 += h * h
+        else:
+            exists = first_channel + tl.arange(0, BLOCK_C)[:, None] < channels
+            d = tl.where(exists, h - pivot, 0.0)
+            sum_1 += d
+            sum_2 += d * d
+            count += exists.to(tl.float32)
+    if IS_RMS:
+        rough = tl.zeros((1, pivot.shape[1]), tl.float32)
+        shift = rough
+        variance = tl.sum(sum_2, 0, keep_dims=True) / n
+    else:
+        rough, shift, variance = compute_mean_and_variance_from_lane_sums(pivot, sum_1, sum_2, count, n)
+    return rough, shift, variance

@@ -1,0 +1,183 @@
+"""LayerNorm and RMSNorm over channels: the differentiable functions, operators and modules with a layout."""
+
+import io
+
+import fusednorm
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from fusednorm import KernelInputError
+from torch._prims_common import suggest_memory_format
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+OPS = ("layer_norm", "rms_norm")
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+def plain(op, x, weight):
+    rows = x.movedim(1, -1)
+    cols = rows.shape[-1:]
+    y = F.layer_norm(rows, cols, weight) if op == "layer_norm" else F.rms_norm(rows, cols, weight, 1e-6)
+    return y.movedim(-1, 1)
+
+
+def make_tensors(memory_format=torch.contiguous_format, dtype=torch.float32):
+    x = torch.randn(2, 6, 3, 4, dtype=dtype).contiguous(memory_format=memory_format)
+    return x.requires_grad_(), torch.randn(6, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("op", OPS)
+def test_it_is_a_norm_of_rows_of_channels(op, memory_format, dtype):
+    given = make_tensors(memory_format, dtype)
+    y = getattr(fusednorm, op)(*given, layout="nchw")
+    assert y.is_contiguous(memory_format=memory_format)
+    dy = torch.randn_like(y)
+    exact = [each.detach().double().requires_grad_() for each in given]
+    right = plain(op, *exact)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(y.double(), right, **tolerance)
+    found = torch.autograd.grad(y, given, dy)
+    assert found[0].is_contiguous(memory_format=memory_format)
+    for gradient, exact_gradient in zip(found, torch.autograd.grad(right, exact, dy.double()), strict=True):
+        torch.testing.assert_close(gradient.double(), exact_gradient, **tolerance)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_other_strides_are_copied_to_the_format_that_torch_suggests(op):
+    weight = torch.randn(6)
+    for x in (
+        torch.randn(2, 6, 4, 3).transpose(2, 3),
+        torch.randn(2, 6, 6, 4)[:, :, ::2],
+        torch.randn(2, 6, 6, 4).contiguous(memory_format=torch.channels_last)[:, :, ::2],
+        torch.randn(2, 9, 3, 4).contiguous(memory_format=torch.channels_last)[:, :6],
+        torch.randn(2, 9, 5).transpose(1, 2)[:, :, :6].transpose(1, 2),
+    ):
+        y = getattr(fusednorm, op)(x, weight, layout="nchw")
+        torch.testing.assert_close(y, plain(op, x, weight))
+        is_last = suggest_memory_format(x) is torch.channels_last
+        assert y.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+
+
+def test_rows_of_three_axes_keep_their_order():
+    x = torch.randn(2, 5, 6).transpose(1, 2)
+    assert fusednorm.layer_norm(x, layout="nchw").transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 4), (2, 6, 1, 1)])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_ambiguous_strides_keep_the_format_that_torch_suggests(shape, memory_format):
+    x = torch.randn(shape).to(memory_format=memory_format)
+    y = fusednorm.layer_norm(x, layout="nchw")
+    assert y.is_contiguous(memory_format=suggest_memory_format(x))
+
+
+def test_a_gradient_of_another_layout_is_copied():
+    x, weight = make_tensors()
+    y = fusednorm.layer_norm(x, weight, layout="nchw")
+    dy = torch.randn_like(y)
+    right = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+    found = torch.autograd.grad(y, (x, weight), dy.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("op", OPS)
+def test_after_an_addition(op, memory_format):
+    x, weight = make_tensors(memory_format)
+    residual = torch.randn(x.shape, dtype=torch.float64)
+    y, total = getattr(fusednorm, f"add_{op}")(x, residual, weight, layout="nchw")
+    torch.testing.assert_close(total, x + residual)
+    assert total.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(y, plain(op, (x + residual).float(), weight))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scale_and_shift_of_each_sample(op):
+    x, weight = make_tensors()
+    scale, shift = torch.randn(2, 6), torch.randn(2, 6)
+    y = getattr(fusednorm, op)(x, weight, scale=scale, shift=shift, layout="nchw")
+    right = plain(op, x, weight) * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
+    torch.testing.assert_close(y, right)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives(op):
+    given = make_tensors(dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda *each: getattr(fusednorm, op)(*each, layout="nchw"), given)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("op", OPS)
+def test_torch_compile_has_no_graph_break(op, memory_format):
+    def block(x, weight):
+        return x + getattr(fusednorm, op)(x * 2, weight, activation="silu", layout="nchw")
+
+    given = make_tensors(memory_format)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    dy = torch.randn_like(given[0])
+    results = [torch.autograd.grad(run(*given), given, dy) for run in (block, compiled)]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("op", OPS)
+def test_operators_are_consistent(op, memory_format):
+    x, weight = make_tensors(memory_format)
+    arguments = (x, weight, None, torch.randn_like(x, dtype=torch.float64), None, None)
+    options = 0, 1e-5, 0.0, "silu", 0.0, 0, 0.01, "nchw"
+    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (*arguments, *options))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_and_forward_derivatives(op):
+    x, weight = (each.detach() for each in make_tensors())
+
+    def call(x):
+        return getattr(fusednorm, op)(x, weight, layout="nchw")
+
+    xs = torch.stack([x, x + 1])
+    torch.testing.assert_close(torch.vmap(call)(xs), torch.stack([call(each) for each in xs]))
+    tangent = torch.randn_like(x)
+    found, right = (torch.func.jvp(run, (x,), (tangent,))[1] for run in (call, lambda x: plain(op, x, weight)))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_without_elements():
+    x = torch.randn(2, 0, 3, requires_grad=True)
+    fusednorm.layer_norm(x, layout="nchw").sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_modules(name, affine):
+    module = getattr(fusednorm, name)(6, eps=1e-6, elementwise_affine=affine, layout="nchw")
+    x = torch.randn(2, 6, 3, 4)
+    op = "layer_norm" if name == "LayerNorm" else "rms_norm"
+    right = getattr(fusednorm, op)(x, eps=1e-6, layout="nchw")
+    torch.testing.assert_close(module(x), right)
+    assert "layout='nchw'" in repr(module)
+    assert "layout" not in repr(getattr(fusednorm, name)(6))
+    torch.testing.assert_close(torch.jit.script(module)(x), right)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), right)
+    with pytest.raises(KernelInputError, match="channels"):
+        module(torch.randn(2, 5, 6))
+
+
+def test_modules_of_several_axes_have_no_layout():
+    with pytest.raises(KernelInputError, match="one axis"):
+        fusednorm.LayerNorm((6, 3), layout="nchw")
+    with pytest.raises(KernelInputError, match="layout must be"):
+        fusednorm.RMSNorm(6, layout="nhwc")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_dimension_has_no_channels(op):
+    with pytest.raises(KernelInputError, match="N, C"):
+        getattr(fusednorm, op)(torch.randn(6), layout="nchw")

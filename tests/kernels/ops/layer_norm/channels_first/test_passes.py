@@ -1,0 +1,207 @@
+"""Norms over the channels of contiguous and channels-last samples, both passes, against the float64 oracle."""
+
+import fusednorm
+import pytest
+import torch
+from fusednorm import KernelInputError, UnsupportedShapeError, reference
+from fusednorm.ops.layer_norm.channels_first import config_tables as tables
+from fusednorm.ops.layer_norm.channels_first.backward.split import ChannelsFirstBackwardSplit
+from fusednorm.ops.layer_norm.channels_first.backward.tile import ChannelsFirstBackwardTile
+from fusednorm.ops.layer_norm.channels_first.forward.sweep import ChannelsFirstForwardSweep
+from fusednorm.ops.layer_norm.channels_first.forward.tile import ChannelsFirstForwardTile
+
+OPS = ("layer_norm", "rms_norm")
+SHAPES = (
+    (2, 48, 4, 8),  # full tiles, wide accesses
+    (3, 20, 7, 7),  # accesses of one element, a last tile of one position
+    (1, 70, 2, 6),  # accesses of four elements, a last chunk of few channels
+    (2, 5, 3),  # fewer positions than a tile
+    (2, 3, 2, 2, 2, 2),
+)
+
+
+def make_samples(shape, channels_last=False, dtype=torch.float32):
+    x = torch.randn(shape, dtype=dtype)
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+
+
+def check(op, x, *, affine=True, residual=None, dresidual_out=None, tolerance=1e-5, **options):
+    """Both passes, backward with saved statistics and without."""
+    channels = x.shape[1]
+    parameters = [torch.randn(channels) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
+    options |= {"residual": residual, "layout": "nchw"}
+    dy = torch.randn_like(x)
+    actual, exact = (
+        getattr(library, f"{op}_forward")(x, *parameters, stats=True, **options, **precision)
+        for library, precision in ((fusednorm, {}), (reference, {"precision": torch.float64}))
+    )
+    assert_same(actual, exact, tolerance)
+    saved = {"rstd": actual.rstd} if op == "rms_norm" else {"mean": actual.mean, "rstd": actual.rstd}
+    options["dresidual_out"] = dresidual_out
+    run = getattr(fusednorm, f"{op}_backward")
+    exact = getattr(reference, f"{op}_backward")(dy, x, *parameters, **options, precision=torch.float64)
+    assert_same(run(dy, x, *parameters, **options), exact, tolerance)
+    assert_same(run(dy, x, *parameters, **options, **saved), exact, tolerance)
+
+
+def assert_same(actual, exact, tolerance):
+    for name, right in exact._asdict().items():
+        got = getattr(actual, name)
+        assert (got is None) == (right is None), name
+        if right is not None:
+            assert got.shape == right.shape, name
+            assert got.stride() == right.stride(), name
+            atol = 2 * tolerance * float(right.abs().max() + 1)
+            torch.testing.assert_close(got.double(), right.double(), rtol=tolerance, atol=atol)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_position_is_a_row(op, shape, channels_last):
+    check(op, make_samples(shape, channels_last))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_each_sample_has_its_scale_and_shift(op, channels_last, affine):
+    wide = torch.randn(3, 60)
+    options = {"scale": wide[:, :20], "shift": wide[:, 40:], "activation": "silu"}
+    check(op, make_samples((3, 20, 5, 5), channels_last), affine=affine, **options)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_all_options(channels_last):
+    shape = (2, 40, 5, 4)
+    x, residual, dresidual_out = (make_samples(shape, channels_last) for _ in range(3))
+    options = {"activation": "gelu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
+    check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
+
+
+def test_a_residual_of_another_dtype():
+    x = make_samples((2, 24, 4, 4), dtype=torch.bfloat16)
+    residual = make_samples(x.shape)
+    check("layer_norm", x, residual=residual, dresidual_out=torch.randn_like(residual), tolerance=1e-2)
+
+
+def test_dropout_masks_do_not_depend_on_the_layout():
+    x = make_samples((2, 40, 5, 4))
+    options = {"dropout": 0.5, "seed": 7, "layout": "nchw"}
+    y = fusednorm.layer_norm_forward(x, **options).y
+    assert torch.equal(y == 0, fusednorm.layer_norm_forward(make_last(x), **options).y == 0)
+
+
+def make_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def few_channels_fit(monkeypatch):
+    """Tables by which no more than 16 channels fit a program."""
+    for itemsize, access in tables.FORWARD:
+        monkeypatch.setitem(tables.FORWARD, (itemsize, access), ((16, ChannelsFirstForwardTile(8, 2, 1)),))
+        monkeypatch.setitem(tables.BACKWARD, (itemsize, access), ((16, ChannelsFirstBackwardTile(8, 2, 1)),))
+    monkeypatch.setattr(tables, "FORWARD_SWEEP", ChannelsFirstForwardSweep(8, 2))
+    monkeypatch.setattr(tables, "BACKWARD_SPLIT", ChannelsFirstBackwardSplit(8, 2, 1))
+    fusednorm.launch.replay_cache.clear_replays()
+
+
+@pytest.mark.usefixtures("few_channels_fit")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(2, 67, 3, 5), (2, 128, 4, 4)])
+def test_channels_that_do_not_fit_a_program_are_read_twice(op, shape):
+    check(op, make_samples(shape))
+
+
+@pytest.mark.usefixtures("few_channels_fit")
+def test_all_options_of_channels_that_do_not_fit():
+    x, residual, dresidual_out = (make_samples((2, 70, 3, 4)) for _ in range(3))
+    options = {"activation": "silu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
+    options |= {"scale": torch.randn(2, 70), "shift": torch.randn(2, 70)}
+    check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
+
+
+@pytest.mark.parametrize("channels", [48, 67])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_mean_far_from_zero(channels, fits, request):
+    if not fits:
+        request.getfixturevalue("few_channels_fit")
+    x = torch.randn(1, channels, 4, 4) + 1e6
+    actual = fusednorm.layer_norm_forward(x, layout="nchw", stats=True)
+    exact = reference.layer_norm_forward(x, layout="nchw", precision=torch.float64)
+    plain = torch.nn.functional.layer_norm(x.movedim(1, -1), (channels,)).movedim(-1, 1)
+    error, most = ((y.double() - exact.y).abs().max() for y in (actual.y, plain))
+    assert error <= 2 * most + 1e-6
+
+
+def test_a_nan_stays_at_its_position():
+    x = make_samples((2, 20, 3, 3))
+    x[1, 4, 1, 2] = float("nan")
+    result = fusednorm.layer_norm_forward(x, layout="nchw").y
+    is_nan = torch.zeros_like(x, dtype=torch.bool)
+    is_nan[1, :, 1, 2] = True
+    assert torch.equal(result.isnan(), is_nan)
+    dx = fusednorm.layer_norm_backward(torch.ones_like(x), x, layout="nchw").dx
+    assert torch.equal(dx.isnan(), is_nan)
+
+
+def test_a_row_does_not_depend_on_the_other_samples():
+    x = make_samples((3, 20, 5, 5))
+    y = fusednorm.layer_norm_forward(x, layout="nchw").y
+    assert torch.equal(y[1:2], fusednorm.layer_norm_forward(x[1:2], layout="nchw").y)
+
+
+def test_zero_eps_of_missing_positions():
+    x, dy = make_samples((1, 20, 3, 3)), torch.randn(1, 20, 3, 3)
+    gradients = fusednorm.layer_norm_backward(dy, x, torch.ones(20), torch.zeros(20), eps=0.0, layout="nchw")
+    assert not any(gradient.isnan().any() for gradient in gradients[:3])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
+def test_no_positions(shape):
+    x = torch.randn(shape)
+    assert fusednorm.layer_norm_forward(x, layout="nchw").y.shape == shape
+    assert not fusednorm.layer_norm_backward(x, x, torch.ones(4), layout="nchw").dweight.any()
+
+
+def test_rows_of_a_wider_channels_last_tensor_are_not_copied():
+    x = make_last(torch.randn(2, 24, 3, 3))[:, :16]
+    result = fusednorm.layer_norm_forward(x, layout="nchw")
+    assert result.y.is_contiguous(memory_format=torch.channels_last)
+    exact = reference.layer_norm_forward(x, layout="nchw", precision=torch.float64)
+    torch.testing.assert_close(result.y.double(), exact.y.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_other_strides_and_mixed_layouts_are_refused():
+    x = torch.randn(2, 8, 4, 4)
+    with pytest.raises(UnsupportedShapeError, match="contiguous"):
+        fusednorm.layer_norm_forward(x.transpose(2, 3), layout="nchw")
+    with pytest.raises(UnsupportedShapeError, match="residual"):
+        fusednorm.layer_norm_forward(x, residual=make_last(x), layout="nchw")
+
+
+def test_float8_needs_adjacent_channels():
+    x = torch.randn(2, 8, 4, 4)
+    with pytest.raises(UnsupportedShapeError, match="channels_last"):
+        fusednorm.layer_norm_forward(x, layout="nchw", out_dtype=torch.float8_e4m3fn)
+    result = fusednorm.layer_norm_forward(make_last(x), layout="nchw", out_dtype=torch.float8_e4m3fn)
+    y = result.y.float() * result.scale[:, None]
+    torch.testing.assert_close(y, fusednorm.layer_norm_forward(x, layout="nchw").y, rtol=0.07, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "match"),
+    [
+        ((8,), {}, "N, C"),
+        ((2, 0, 3), {}, "N, C"),
+        ((2, 8, 3), {"weight": torch.ones(3)}, "needs weight"),
+        ((2, 8, 3), {"weight": torch.ones(3, 8)}, "each head"),
+        ((2, 8, 3), {"scale": torch.ones(2, 1, 8)}, "needs scale"),
+        ((2, 8, 3), {"layout": "nhwc"}, "layout must be"),
+    ],
+)
+@pytest.mark.parametrize("library", [fusednorm, reference])
+def test_wrong_arguments(library, shape, options, match):
+    with pytest.raises(KernelInputError, match=match):
+        library.layer_norm_forward(torch.randn(shape), **{"layout": "nchw"} | options)
