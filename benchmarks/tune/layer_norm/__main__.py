@@ -2,6 +2,8 @@
 
     python -m benchmarks.tune.layer_norm --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096] [--rows 1]
 
+With --positions 3136, --cols are the channels of --rows contiguous samples, over which the pass normalises.
+
 Each configuration must agree with the table's own choice before it is timed.
 """
 
@@ -11,12 +13,15 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.tune.layer_norm import channels_first_candidates
 from benchmarks.tune.layer_norm.candidates import iterate_candidates
 from benchmarks.tune.layer_norm.trials import (
+    Config,
     LayerNormTuningCell,
     compile_config,
     select_distinct_kernels,
@@ -24,24 +29,20 @@ from benchmarks.tune.layer_norm.trials import (
 )
 from benchmarks.workload.cell_suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
-COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
+COLUMNS = ("pass", "rows", "cols", "positions", "dtype", "config", "ms", "of_copy")
 
 
 def main() -> None:
     arguments = _parse_arguments()
     cells = [
-        LayerNormTuningCell(pass_, cols, dtype, rows)
+        LayerNormTuningCell(pass_, cols, dtype, rows, arguments.positions)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
         for rows in map(int, arguments.rows.split(","))
     ]
     work = {
-        cell: [
-            config
-            for config in iterate_candidates(cell.pass_, cell.cols, cell.itemsize)
-            if re.search(arguments.only, repr(config))
-        ]
+        cell: [config for config in _iterate_cell_candidates(cell) if re.search(arguments.only, repr(config))]
         for cell in cells
     }
     began = time.monotonic()
@@ -60,11 +61,25 @@ def main() -> None:
             rows = time_cell(cell, configs, timer)
             for row in rows:
                 writer.writerow(
-                    [cell.pass_, cell.rows, cell.cols, cell.dtype, row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"]
+                    [
+                        *(cell.pass_, cell.rows, cell.cols, cell.positions, cell.dtype),
+                        *(row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"),
+                    ]
                 )
             file.flush()
             best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
-            print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}: {best}", flush=True)
+            positions = f"x{cell.positions}" if cell.positions else ""
+            print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}{positions}: {best}", flush=True)
+
+
+def _iterate_cell_candidates(cell: LayerNormTuningCell) -> Iterator[Config]:
+    """The configurations that may suit a cell."""
+    if cell.positions:
+        yield from channels_first_candidates.iterate_candidates(
+            cell.pass_, cell.cols, cell.positions, cell.itemsize
+        )
+    else:
+        yield from iterate_candidates(cell.pass_, cell.cols, cell.itemsize)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -74,6 +89,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))
     parser.add_argument("--rows", default="0", help="0 is as many as make x 256 MiB")
+    parser.add_argument("--positions", type=int, default=0, help="of a sample; 0 for rows that are contiguous")
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"

@@ -17,6 +17,9 @@ from fusednorm.launch.launches import Launch
 from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
+from fusednorm.ops.layer_norm.channels_first import choices as channels_first
+from fusednorm.ops.layer_norm.channels_first.choices import ChannelsFirstBackwardConfig, ChannelsFirstForwardConfig
+from fusednorm.ops.layer_norm.checks import view_as_positions
 from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
@@ -26,19 +29,23 @@ from benchmarks.harness.timing import DeviceTimer
 from benchmarks.workload.benchmark_cells import compute_sweep_rows
 from benchmarks.workload.problems import EPS
 
-Config = ForwardConfig | BackwardConfig
+Config = ForwardConfig | BackwardConfig | ChannelsFirstForwardConfig | ChannelsFirstBackwardConfig
 
 OPTIONS = NormOptions("layer_norm", eps=EPS)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNormTuningCell:
-    """One pass over rows of one length; x has `rows` rows, by default 256 MiB."""
+    """One pass over rows of one length; x has `rows` rows, by default 256 MiB.
+
+    With `positions`, x is `rows` contiguous samples [cols, positions], and the rows are their positions.
+    """
 
     pass_: str
     cols: int
     dtype: str
     rows: int = 0
+    positions: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -51,17 +58,19 @@ class LayerNormTuningPass:
     """The tensors of a cell, and its launches with a configuration."""
 
     def __init__(self, cell: LayerNormTuningCell, device: str) -> None:
-        rows, cols = cell.rows or compute_sweep_rows(cell.cols, cell.dtype), cell.cols
+        rows = cell.rows or compute_sweep_rows(cell.cols * max(1, cell.positions), cell.dtype)
+        cols, positions = cell.cols, (cell.positions,) if cell.positions else ()
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
-        self._pass = cell.pass_
-        self.x = fill(rows, cols, **options)
+        self._pass, self._is_channels_first = cell.pass_, bool(positions)
+        self.x = fill(rows, cols, *positions, **options)
         weight, bias = (fill(cols, **options) for _ in range(2))
         self._tensors = {"x": self.x, "weight": weight, "bias": bias}
         results = {"y": self.x}
         if cell.pass_ == "backward":
-            self._tensors["dy"] = fill(rows, cols, **options)
-            self._tensors |= {"mean": torch.zeros(rows, device=device), "rstd": torch.ones(rows, device=device)}
+            self._tensors["dy"] = fill(rows, cols, *positions, **options)
+            statistics = torch.stack((torch.zeros(rows, *positions), torch.ones(rows, *positions))).to(device)
+            self._tensors |= {"mean": statistics[0], "rstd": statistics[1]}
             results = {"dx": self.x, "dweight": weight, "dbias": bias}
         self._tensors |= {name: torch.empty_like(like) for name, like in results.items()}
         self.results = tuple(self._tensors[name] for name in results)
@@ -69,6 +78,8 @@ class LayerNormTuningPass:
     def plan_launches(self, config: Config | None = None) -> list[Launch]:
         """Launches that write into `results`; with the table's own choice when None."""
         arrays: dict[str, Any] = {name: describe_as_array(name, tensor) for name, tensor in self._tensors.items()}
+        if self._is_channels_first:
+            return self._plan_channels_first(arrays, config)
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
             out = Forward(arrays.pop("y"))
@@ -76,6 +87,17 @@ class LayerNormTuningPass:
         assert config is None or isinstance(config, BackwardConfig)
         gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
         return plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
+
+    def _plan_channels_first(self, arrays: dict[str, Any], config: Config | None) -> list[Launch]:
+        for name in {"x", "y", "dy", "dx"} & arrays.keys():
+            arrays[name] = view_as_positions(arrays[name])
+        if self._pass == "forward":
+            assert config is None or isinstance(config, ChannelsFirstForwardConfig)
+            out = Forward(arrays.pop("y"))
+            return channels_first.plan_forward(LayerNormForwardCall(**arrays, options=OPTIONS, out=out), config)
+        assert config is None or isinstance(config, ChannelsFirstBackwardConfig)
+        gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
+        return channels_first.plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
 
     def run_launches(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""

@@ -45,7 +45,7 @@ def layer_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute the forward pass of LayerNorm over the last axis by one launch; autograd does not see it.
+    """Compute the forward pass of LayerNorm by one launch; autograd does not see it.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * (weight + weight_offset) + bias, rstd = 1 /
     sqrt(var + eps), h = residual + gate * x.
@@ -75,6 +75,10 @@ def layer_norm_forward(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], contiguous or channels-last (C adjacent, positions one constant stride apart), as are all
+            tensors of x's shape.  Then parameters are [C], scale and shift [N, C], statistics [N, *spatial]; a
+            row is the channels of a position.  A float8 y needs channels-last tensors.
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
             is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
         stats: whether to return mean and rstd too; default False.
@@ -82,8 +86,9 @@ def layer_norm_forward(
             results for fields that are None are allocated, as all are by default.
 
     Returns:
-        Forward: y [..., cols] contiguous; mean and rstd, float32 [...], with `stats`; residual_out with a
-            residual; y_scale, float32 [...], with a float8 y: y * y_scale is the result of the formula.
+        Forward: y [..., cols] contiguous, or with a layout in x's memory format; mean and rstd, float32 [...], with
+            `stats`; residual_out with a residual; y_scale, float32 [...], with a float8 y: y * y_scale is the
+            result of the formula.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -92,8 +97,9 @@ def layer_norm_forward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
-    tile are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Ba, Kiros, Hinton:
-    Layer Normalization, arXiv:1607.06450; moments merged as in Chan, Golub, LeVeque, 1979.
+    tile are read again from L1 or L2, as are more channels than a program holds (2048 in contiguous samples); for a
+    float8 y, rows beyond 16384 columns twice.  Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450;
+    moments merged as in Chan, Golub, LeVeque, 1979.
 
     Examples:
         >>> import torch, fusednorm
@@ -126,7 +132,7 @@ def rms_norm_forward(
     stats: bool = False,
     out: Forward | None = None,
 ) -> Forward:
-    """Compute the forward pass of RMSNorm over the last axis by one launch; autograd does not see it.
+    """Compute the forward pass of RMSNorm by one launch; autograd does not see it.
 
     y = dropout(act(z * (1 + scale) + shift)), z = h * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(h^2) +
     eps), h = residual + gate * x.
@@ -154,6 +160,10 @@ def rms_norm_forward(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
+        layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
+            *spatial], contiguous or channels-last (C adjacent, positions one constant stride apart), as are all
+            tensors of x's shape.  Then parameters are [C], scale and shift [N, C], statistics [N, *spatial]; a
+            row is the channels of a position.  A float8 y needs channels-last tensors.
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
             is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
         stats: whether to return rstd too; default False.
@@ -161,8 +171,9 @@ def rms_norm_forward(
             results for fields that are None are allocated, as all are by default.
 
     Returns:
-        Forward: y [..., cols] contiguous; rstd, float32 [...], with `stats`; residual_out with a residual; y_scale,
-            float32 [...], with a float8 y: y * y_scale is the result of the formula.  mean is None.
+        Forward: y [..., cols] contiguous, or with a layout in x's memory format; rstd, float32 [...], with `stats`;
+            residual_out with a residual; y_scale, float32 [...], with a float8 y: y * y_scale is the result of the
+            formula.  mean is None.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -171,8 +182,9 @@ def rms_norm_forward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one
-    tile are read again from L1 or L2; for a float8 y, rows beyond 16384 columns twice.  Source: Zhang, Sennrich:
-    Root Mean Square Layer Normalization, arXiv:1910.07467.
+    tile are read again from L1 or L2, as are more channels than a program holds (2048 in contiguous samples); for a
+    float8 y, rows beyond 16384 columns twice.  Source: Zhang, Sennrich: Root Mean Square Layer Normalization,
+    arXiv:1910.07467.
 
     Examples:
         >>> import torch, fusednorm
@@ -236,14 +248,16 @@ def layer_norm_backward(
         scale, shift, gate: the forward pass's, or None (default).
         activation, negative_slope: the forward pass's; defaults "none" and 0.01.
         dropout, seed: the forward pass's; defaults 0.0 and None.
+        layout: the forward pass's; default None.
         parameter_gradients: whether to compute dweight and dbias; default True.
         out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
             that are None are allocated.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
-            dtypes are equal and there is no gate; dweight in weight's dtype if weight is not None, and dbias
-            likewise, both only with `parameter_gradients`; dscale, dshift and dgate of a scale, shift and gate.
+        Backward: dx [..., cols] contiguous in x's dtype, or with a layout in x's memory format; dresidual in the
+            residual's dtype, dx itself if the dtypes are equal and there is no gate; dweight in weight's dtype if
+            weight is not None, and dbias likewise, both only with `parameter_gradients`; dscale, dshift and dgate
+            of a scale, shift and gate.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
@@ -252,7 +266,7 @@ def layer_norm_backward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
-    its own; for rows too long for a tile, dy and x twice.
+    its own; for rows too long for a tile, and more channels than a program holds, dy and x twice.
 
     Examples:
         >>> import torch, fusednorm
@@ -313,14 +327,16 @@ def rms_norm_backward(
         scale, shift, gate: the forward pass's, or None (default).
         activation, negative_slope: the forward pass's; defaults "none" and 0.01.
         dropout, seed: the forward pass's; defaults 0.0 and None.
+        layout: the forward pass's; default None.
         parameter_gradients: whether to compute dweight; default True.
         out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
             that are None are allocated.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype; dresidual in the residual's dtype, dx itself if the
-            dtypes are equal and there is no gate; dweight in weight's dtype if weight is not None, only with
-            `parameter_gradients`; dscale, dshift and dgate of a scale, shift and gate.
+        Backward: dx [..., cols] contiguous in x's dtype, or with a layout in x's memory format; dresidual in the
+            residual's dtype, dx itself if the dtypes are equal and there is no gate; dweight in weight's dtype if
+            weight is not None, only with `parameter_gradients`; dscale, dshift and dgate of a scale, shift and
+            gate.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
@@ -329,7 +345,7 @@ def rms_norm_backward(
         ModuleNotFoundError: Triton is not installed.
 
     Traffic: `traffic.compute_backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of
-    its own; for rows too long for a tile, dy and x twice.
+    its own; for rows too long for a tile, and more channels than a program holds, dy and x twice.
 
     Examples:
         >>> import torch, fusednorm

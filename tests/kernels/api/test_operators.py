@@ -155,7 +155,7 @@ def test_modules_are_exported_whole(strict):
 def test_schemas_are_those_of_saved_graphs():
     settings = (
         "int num_groups, float eps, float weight_offset, str activation, float dropout, int seed, "
-        "float negative_slope=0.01"
+        "float negative_slope=0.01, str? layout=None"
     )
     forward = "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift"
     backward = (

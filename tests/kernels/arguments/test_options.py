@@ -12,8 +12,8 @@ X = torch.zeros(2, 4)
 @pytest.mark.parametrize(
     ("op", "names"),
     [
-        ("layer_norm", {"weight", "bias", "scale", "shift", "gate", "weight_offset"}),
-        ("rms_norm", {"weight", "scale", "shift", "gate", "weight_offset"}),
+        ("layer_norm", {"weight", "bias", "scale", "shift", "gate", "weight_offset", "layout"}),
+        ("rms_norm", {"weight", "scale", "shift", "gate", "weight_offset", "layout"}),
         ("group_norm", {"weight", "bias", "scale", "shift", "num_groups"}),
     ],
 )
@@ -30,7 +30,7 @@ def test_the_statistics_of_rms_norm_are_rstd_alone():
 
 def test_plain_tuples_of_the_same_values_are_the_same_key():
     options = NormOptions("layer_norm", eps=1e-3, activation="silu")
-    assert {options: 1}[("layer_norm", 0, 1e-3, 0.0, "silu", 0.0, None, 0.01)] == 1
+    assert {options: 1}[("layer_norm", 0, 1e-3, 0.0, "silu", 0.0, None, 0.01, None)] == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def test_a_run_writes_every_configuration_that_is_asked_for(monkeypatch, tmp_pat
         "pass": "forward",
         "rows": "0",
         "cols": "4096",
+        "positions": "0",
         "dtype": "bfloat16",
         "config": "",
         "ms": "0.50000",

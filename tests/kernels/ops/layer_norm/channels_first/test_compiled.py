@@ -1,0 +1,62 @@
+"""Results of the compiler for the tables' configurations over channels on sm_90, without a GPU."""
+
+import pytest
+
+from tests.kernels.harness.compiled import compile_elsewhere
+
+COMPILE = """
+import json, sys
+import torch
+from fusednorm.arguments.options import NormOptions
+from fusednorm.launch.inspection import inspect_launch
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
+from fusednorm.ops.layer_norm.channels_first import config_tables as tables
+from fusednorm.ops.layer_norm.channels_first.choices import plan_backward, plan_forward
+from fusednorm.ops.layer_norm.checks import view_as_positions
+from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import describe_as_array
+
+dtype = getattr(torch, sys.argv[1])
+itemsize = dtype.itemsize
+reports = []
+for positions in (3136, 196, 49):
+    access = max(tables.NARROWEST, itemsize * min(16 // itemsize, positions & -positions))
+    for kind, table in (("forward", tables.FORWARD), ("backward", tables.BACKWARD)):
+        for limit, _ in table[itemsize, access]:
+            channels = limit
+            def describe(name, like_x, shape=None, of=torch.float32):
+                shape = (8, channels, positions) if like_x else shape
+                array = describe_as_array(name, torch.empty(shape, dtype=dtype if like_x else of, device="meta"))
+                return view_as_positions(array) if like_x else array
+            w = describe("weight", False, (channels,), dtype)
+            statistics = [describe(name, False, (8, positions)) for name in ("mean", "rstd")]
+            given = dict(x=describe("x", True), weight=w, bias=w, options=NormOptions("layer_norm"))
+            if kind == "forward":
+                plan = plan_forward(LayerNormForwardCall(**given, out=Forward(describe("y", True), *statistics)))
+            else:
+                out = Backward(describe("dx", True), w, w)
+                saved = dict(zip(("mean", "rstd"), statistics))
+                plan = plan_backward(LayerNormBackwardCall(dy=describe("dy", True), **given, **saved, out=out))
+            report = inspect_launch(plan[0])
+            widest = max(max(report.access_bytes["ld"]), max(report.access_bytes["cp"], default=0))
+            loads = sum(report.access_bytes["ld"].values()) + sum(report.access_bytes["cp"].values())
+            counts = plan[0].options["CHUNKS"], report.spilled_bytes, report.registers
+            reports.append((kind, positions, channels, widest, loads, *counts))
+print(json.dumps(reports))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_chosen_configurations_access_whole_vectors_and_load_a_parameter_once(dtype):
+    reports = compile_elsewhere(COMPILE, dtype)
+    assert len(reports) > 20
+    for report in reports:
+        kind, positions, _, widest, loads, chunks, spilled, _ = report
+        assert spilled <= 64, report
+        if positions == 3136:
+            assert widest == 16, report
+            # x, dy, weight and bias of each chunk, in stages, and statistics.
+            assert loads <= 8 * chunks + 8 * (kind == "backward"), report
+        elif positions == 196:
+            assert widest >= (8 if dtype == "bfloat16" else 16), report
