@@ -7,6 +7,7 @@ parameters and no hooks.
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
 """The dtype of y, by the dtypes of x and of the parameters."""
+
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"})
+"""Attributes that do not change what a class's forward computes; the last two are accelerate's."""
 
 RANKS = (2, 3, 4, 5)
 """The numbers of axes of x that are tried."""
@@ -43,6 +47,7 @@ class ForwardProbe:
 
     Attributes:
         error: the name of the exception that the forward raised; empty if it returned results.
+        changed: the name of an attribute of the module that the forward changed; empty if it changed none.
     """
 
     def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float) -> None:
@@ -56,6 +61,7 @@ class ForwardProbe:
             name: self._draw_normal(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
         }
         self._results: dict[torch.dtype, tuple[Any, torch.dtype]] = {}
+        self.changed = ""
         # Not the exception, whose traceback would keep the module alive.
         self.error = ""
         try:
@@ -75,10 +81,13 @@ class ForwardProbe:
         for name, values in self._parameters.items():
             parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
         children = {name: child and copy_without_hooks(child) for name, child in self._module._modules.items()}
-        copied.__dict__.update(self._module.__dict__, _parameters=parameters, _modules=children)
+        own = {name: copy(value) for name, value in _get_own_attributes(self._module).items()}
+        copied.__dict__.update(self._module.__dict__, **own, _parameters=parameters, _modules=children)
         # torch warns about mixed dtypes, which only this check uses.
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            return type(copied).forward(copied, self._x.to(x_dtype))
+            result = type(copied).forward(copied, self._x.to(x_dtype))
+        self.changed = self.changed or _find_change(self._module, copied)
+        return result
 
     def matches_formula(self, formula: NormFormula) -> bool:
         """Return whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
@@ -162,10 +171,25 @@ class ProbeSet:
         errors = [probe.error for probe in self._probes.values()]
         return errors[0] if all(errors) else ""
 
+    def find_change(self) -> str:
+        """Return the name of an attribute that the forward changed for a probe; empty if it changed none."""
+        return next((probe.changed for probe in self._probes.values() if probe.changed), "")
+
     def _get_probe(self, shape: tuple[int, ...]) -> ForwardProbe:
         if shape not in self._probes:
             self._probes[shape] = ForwardProbe(self._module, shape, self._eps)
         return self._probes[shape]
+
+
+def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that not every module has."""
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+
+
+def _find_change(module: nn.Module, copied: nn.Module) -> str:
+    """Return the name of an attribute that a copy of a module has lost, gained or changed; empty without one."""
+    before, after = _get_own_attributes(module), _get_own_attributes(copied)
+    return next((name for name in before | after if name not in before or before[name] != after.get(name)), "")
 
 
 def copy_without_hooks(module: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusednorm.api.patching.activation_modules import find_inner_activation
-from fusednorm.api.patching.forward_probes import Dtypes, ProbeSet
+from fusednorm.api.patching.forward_probes import OF_EVERY_MODULE, Dtypes, ProbeSet
 from fusednorm.api.patching.norm_formulas import NormFormula, iterate_row_formulas
 from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute, is_forward_of_class
 from fusednorm.arguments.checks import MAX_COLS, validate_eps
@@ -32,9 +32,6 @@ _FREE_WIDTHS = (8, 12)
 
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
 """Types of the attributes that an instance of a norm may have besides its parameters."""
-
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"})
-"""Attributes that do not change what a class's forward computes; the last two are accelerate's."""
 
 _NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm"})
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -211,7 +208,7 @@ _PROBED: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], ProbedNorm]] =
 
 def _describe_state(module: nn.Module) -> tuple[Any, ...]:
     """Describe all that the results of a module with known attributes depend on, besides its parameters' values."""
-    attributes = [(name, repr(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    attributes = [(name, repr(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
     shapes = [(name, None if each is None else each.shape) for name, each in module._parameters.items()]
     children = [(name, type(child)) for name, child in module._modules.items()]
     forward = ref(type(module).forward)
@@ -237,6 +234,8 @@ def _probe_norm(module: Any, weight_name: str | None, bias_name: str | None, act
         _check_eps(eps)
         probes = ProbeSet(module, sizes, eps)
         found = {formula: probes.find_matching_probes(formula) for formula in formulas}
+        if changed := probes.find_change():
+            raise UnpatchableModuleError(f"{name} changes its {changed} when it is called")
         # With two axes the last one is dim 1, so the other ranks decide.
         formula = max(found, key=lambda each: len(found[each]))
         if ranks := found[formula]:
@@ -283,7 +282,7 @@ def _check_attributes(module: nn.Module) -> str:
         kinds = dict.fromkeys(type(child).__name__ for child in module.children() if type(child) is not nn.Identity)
         raise UnpatchableModuleError(f"{name} contains {', '.join(kinds)}, which is unknown")
     for key, value in vars(module).items():
-        if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
+        if key not in OF_EVERY_MODULE and not isinstance(value, _PLAIN):
             raise UnpatchableModuleError(f"{name} has {key}, which is unknown")
     return activation
 

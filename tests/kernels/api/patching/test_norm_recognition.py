@@ -237,6 +237,38 @@ class RememberingNorm(LlamaRMSNorm):
         self.seen = torch.zeros(1)
 
 
+class CountingCallsNorm(LlamaRMSNorm):
+    """Counts its calls."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class ListingNorm(LlamaRMSNorm):
+    """Lists the shapes that it has seen."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.shapes = []
+
+    def forward(self, x):
+        self.shapes.append(x.shape)
+        return super().forward(x)
+
+
+class CachingNorm(LlamaRMSNorm):
+    """Keeps its last result."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
 class BufferedNorm(LlamaRMSNorm):
     """With a buffer that calls may change."""
 
@@ -291,6 +323,9 @@ NONE = {
     lambda size: UnknownEpsLayerNorm(): NEITHER,
     RaisingNorm: "its forward of a few random samples raised IndexError",
     RememberingNorm: "{} has seen, which is unknown",
+    CountingCallsNorm: "{} changes its calls when it is called",
+    ListingNorm: "{} changes its shapes when it is called",
+    CachingNorm: "{} changes its last when it is called",
     BufferedNorm: "{} has the buffer count, which is unknown",
     RunningNorm: "{} normalises by running statistics",
     OffsetNorm: "{} has the parameter offset, which is unknown",
@@ -305,6 +340,12 @@ NONE = {
     partial(nn.InstanceNorm2d, track_running_stats=True): "no kernel for InstanceNorm2d",
     nn.InstanceNorm2d: "InstanceNorm2d is patched if written as a GroupNorm of one channel a group",
 }
+
+
+def test_what_is_tried_leaves_no_trace():
+    norm = ListingNorm(8)
+    fusednorm.patch(norm)
+    assert norm.shapes == []
 
 
 @pytest.mark.parametrize("kind", NONE)
