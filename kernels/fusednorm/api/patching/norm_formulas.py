@@ -23,7 +23,7 @@ class NormFormula:
         weight_offset: 0, or 1 for a weight that is stored around zero.
         activation: the name of the activation after the norm; "none" (default) without one.
         num_groups: the number of groups of a group_norm.
-        layout: nchw for a norm of rows over dim 1 of x; None (default) for one over the last axis.
+        layout: nchw for a norm of rows over the channels, dim 1 of x; None (default) for one over the last axis.
     """
 
     operation: str
@@ -35,9 +35,10 @@ class NormFormula:
     layout: str | None = None
 
     def __str__(self) -> str:
-        offset = f", weight_offset={self.weight_offset:.0f}" if self.weight_offset else ""
         activation = f" with {self.activation}" if self.activation != "none" else ""
-        return f"{self.operation}{activation}{offset}"
+        offset = f", weight_offset={self.weight_offset:.0f}" if self.weight_offset else ""
+        layout = f", layout={self.layout}" if self.layout is not None else ""
+        return f"{self.operation}{activation}{offset}{layout}"
 
     @property
     def can_modulate(self) -> bool:
@@ -57,15 +58,12 @@ class NormFormula:
             options["activation"] = self.activation
         if self.operation == "group_norm":
             return group_norm(x, self.num_groups, weight, bias, eps, **options)
-        if self.layout == "nchw":
-            x = x.movedim(1, -1)
+        options.update(weight_offset=self.weight_offset, layout=self.layout)
         if self.operation == "layer_norm":
-            y = layer_norm(x, weight, bias, eps, weight_offset=self.weight_offset, **options)
-        else:
-            if bias is not None:
-                options["shift"] = bias
-            y = rms_norm(x, weight, eps, weight_offset=self.weight_offset, **options)
-        return y.movedim(-1, 1) if self.layout == "nchw" else y
+            return layer_norm(x, weight, bias, eps, **options)
+        if bias is not None:
+            options["shift"] = bias
+        return rms_norm(x, weight, eps, **options)
 
     def make_sample_shape(self, rank: int, size: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return a shape of x with `rank` axes for parameters of shape `size`; None if there is none."""

@@ -100,7 +100,8 @@ class ProbedNormForward(PatchedForward):
         formula = probed.formula
         if module._modules and not _has_activation(module, formula.activation):
             raise KernelInputError(f"the activation must be {formula.activation}, without hooks")
-        if x.dim() not in probed.ranks or (probed.width is not None and x.shape[-1] != probed.width):
+        axis = -1 if formula.layout is None else 1
+        if x.dim() not in probed.ranks or (probed.width is not None and x.shape[axis] != probed.width):
             raise KernelInputError(f"x must have a shape like the samples, got {list(x.shape)}")
         weight = None if formula.weight_name is None else _get_parameter(module, formula.weight_name)
         bias = None if formula.bias_name is None else _get_parameter(module, formula.bias_name)

@@ -239,8 +239,6 @@ def _probe_norm(module: Any, weight_name: str | None, bias_name: str | None, act
         # With two axes the last one is dim 1, so the other ranks decide.
         formula = max(found, key=lambda each: len(found[each]))
         if ranks := found[formula]:
-            if formula.layout is not None:
-                raise UnpatchableModuleError(f"{name} computes {formula.operation} over dim 1")
             probe = next(iter(ranks.values()))
             dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
             return ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes)

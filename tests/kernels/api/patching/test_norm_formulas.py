@@ -18,6 +18,10 @@ COMPUTED = {
     "rms_norm, weight_offset=1": (NormFormula("rms_norm", "weight", None, 1.0), lambda: rms_norm(WEIGHT + 1)),
     "rms_norm, bias": (NormFormula("rms_norm", "weight", "bias"), lambda: rms_norm(WEIGHT) + BIAS),
     "layer_norm": (NormFormula("layer_norm", None, None), lambda: F.layer_norm(X, (8,), eps=1e-6)),
+    "layer_norm, layout=nchw": (
+        NormFormula("layer_norm", None, None, layout="nchw"),
+        lambda: F.layer_norm(X.mT, (4,), eps=1e-6).mT,
+    ),
     "layer_norm with silu": (
         NormFormula("layer_norm", "weight", "bias", activation="silu"),
         lambda: F.silu(F.layer_norm(X, (8,), WEIGHT, BIAS, 1e-6)),

@@ -62,6 +62,31 @@ def test_an_offset_is_added_in_float32(device):
     torch.testing.assert_close(y, torch.full_like(y, 1 + 2.0**-10), rtol=1e-6, atol=0)
 
 
+class ChannelRMSNorm(LlamaRMSNorm):
+    """Over the channels of [N, C, *spatial], as vision transformers write it."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    """Over the channels of [N, C, length] alone."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class LayerNormAct2d(LayerNorm2d):
+    """timm's LayerNorm2d with an activation of its own."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.drop, self.act = nn.Identity(), nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
 class BiasLayerNorm(nn.Module):
     """A LayerNorm that adds a bias alone."""
 
@@ -89,6 +114,11 @@ RESULTS = {
     "rms_norm, gelu": (RmsNormAct(8), "rms_norm with gelu"),
     "rms_norm, no activation": (RmsNormAct(8, nn.Identity()), "rms_norm"),
     "group_norm, relu": (GroupNormAct(4), "group_norm with relu"),
+    "over channels": (LayerNorm2d(4), "layer_norm, layout=nchw"),
+    "over channels, no parameters": (LayerNorm2d(4, elementwise_affine=False), "layer_norm, layout=nchw"),
+    "over channels, rms_norm": (ChannelRMSNorm(4), "rms_norm, layout=nchw"),
+    "over channels, silu": (LayerNormAct2d(4), "layer_norm with silu, layout=nchw"),
+    "over channels of sequences": (SequenceLayerNorm(4), "layer_norm, layout=nchw"),
 }
 
 
@@ -98,10 +128,15 @@ def recognised(request, device):
     return varied(copy.deepcopy(norm)).to(device), described
 
 
+def make_x(norm, device, **kind):
+    """An x of three axes, or an image for what takes one alone."""
+    return torch.randn(*((2, 4, 3, 8) if isinstance(norm, LayerNorm2d) else (2, 4, 8)), device=device, **kind)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_are_known_by_their_results(recognised, dtype, device):
     norm, described = recognised
-    norm, x = norm.to(dtype), torch.randn(2, 4, 8, device=device, dtype=dtype)
+    norm, x = norm.to(dtype), make_x(norm, device, dtype=dtype)
     want, names = norm(x), list(norm.state_dict())
     assert fusednorm.patch(norm).patched == {"": f"{described}, as {type(norm).__name__} has it"}
     assert list(norm.state_dict()) == names
@@ -115,7 +150,7 @@ def test_norms_are_known_by_their_results(recognised, dtype, device):
 
 def test_gradients_of_norms_known_by_their_results(recognised, device):
     norm, _ = recognised
-    patched, x = copy.deepcopy(norm), torch.randn(2, 4, 8, device=device, requires_grad=True)
+    patched, x = copy.deepcopy(norm), make_x(norm, device, requires_grad=True)
     fusednorm.patch(patched)
     want, got = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (norm, patched))
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
@@ -124,7 +159,7 @@ def test_gradients_of_norms_known_by_their_results(recognised, device):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))])
 def test_copies_of_norms_known_by_their_results(recognised, copied, device):
     norm, _ = recognised
-    x = torch.randn(2, 4, 8, device=device)
+    x = make_x(norm, device)
     fusednorm.patch(norm)
     want, other = norm(x), copied(norm)
     with torch.no_grad():
@@ -145,7 +180,7 @@ def test_compilers_see_norms_known_by_their_results_unpatched(recognised, device
 
     fusednorm.patch(norm)
     torch._dynamo.reset()
-    x = torch.randn(2, 4, 8, device=device)
+    x = make_x(norm, device)
     torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), norm(x))
     seen = {name for name in graphs[0] if "fusednorm" in name}
     # Only of a GroupNorm the library's operator is worth more than what a compiler makes.
@@ -172,6 +207,24 @@ def test_a_declared_width_is_kept(device):
     fusednorm.patch(norm)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         norm(torch.randn(2, 6, device=device))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_channels_keep_the_memory_format_of_x(layout, device):
+    norm = varied(LayerNorm2d(8)).to(device)
+    x = torch.randn(2, 8, 3, 5, device=device).contiguous(memory_format=layout)
+    want = norm(x)
+    fusednorm.patch(norm)
+    y = norm(x)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    assert y.is_contiguous(memory_format=layout)
+
+
+def test_a_declared_number_of_channels_is_kept(device):
+    norm = LayerNorm2d(8, elementwise_affine=False).to(device)
+    fusednorm.patch(norm)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        norm(torch.randn(2, 6, 3, 8, device=device))
 
 
 @pytest.mark.parametrize("change", ["activation", "hook"])
@@ -335,7 +388,6 @@ NONE = {
     PairNorm: "the forward of {} needs more than x: keys",
     GatedRMSNorm: "{} multiplies by gate, which no kernel does",
     lambda size: FP32LayerNorm((4, size)): "normalized_shape [4, 8] is of several axes",
-    LayerNorm2d: "{} computes layer_norm over dim 1",
     nn.BatchNorm2d: "no kernel for BatchNorm2d",
     partial(nn.InstanceNorm2d, track_running_stats=True): "no kernel for InstanceNorm2d",
     nn.InstanceNorm2d: "InstanceNorm2d is patched if written as a GroupNorm of one channel a group",

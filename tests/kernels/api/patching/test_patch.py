@@ -21,7 +21,6 @@ from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
     GemmaRMSNorm,
     InheritingLayerNorm,
-    LayerNorm2d,
     LlamaRMSNorm,
     Mixed,
     add_hook,
@@ -220,7 +219,6 @@ SKIPPED = {
     "no axis": (nn.LayerNorm(()), "no kernel takes normalized_shape []"),
     "no element": (nn.RMSNorm((4, 0)), "no kernel takes normalized_shape [4, 0]"),
     "negative eps": (nn.LayerNorm(8, eps=-1.0), "eps must be at least 0 and finite, got -1.0"),
-    "dim 1": (LayerNorm2d(8), "LayerNorm2d computes layer_norm over dim 1"),
     "ours": (fusednorm.GroupNorm(2, 4), "on these kernels already"),
     "replaced": (replaced(nn.LayerNorm(8)), "its forward is replaced by another"),
     "subclass": (with_weight(nn.LayerNorm(8), Tagged(torch.ones(8))), "its weight is a Tagged"),
