@@ -107,6 +107,11 @@ class ForwardProbe:
                     continue
         return found
 
+    def returns_channels_last(self) -> bool:
+        """Return whether y of the contiguous x has its channels, dim 1, last in memory."""
+        y, _ = self._results[torch.float32]
+        return not y.is_contiguous() and y.movedim(1, -1).is_contiguous()
+
     def find_autocast_dtypes(self) -> Dtypes:
         """Find the dtypes of y under CUDA's autocast, whose casts are emulated because the CPU has none."""
         with _EmulatedCudaAutocast():

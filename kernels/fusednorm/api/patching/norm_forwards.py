@@ -22,6 +22,7 @@ from fusednorm.api.patching.patched_forward import (
     widen_to_modulation,
 )
 from fusednorm.errors import KernelInputError
+from fusednorm.tensors.layouts import convert_to_layout
 
 
 class LayerNormForward(PatchedForward):
@@ -112,6 +113,9 @@ class ProbedNormForward(PatchedForward):
         # So that y is rounded once.
         if dtype is not x.dtype:
             x = x.float()
+        if probed.returns_channels_last:
+            # Else the convolutions that follow would get another memory format than from the class.
+            x = convert_to_layout(x, True)
         eps = probed.eps if probed.eps_name is None else getattr(module, probed.eps_name)
         y = formula.compute(x, weight, bias, eps, **options)
         return y if y.dtype is dtype else y.to(dtype)

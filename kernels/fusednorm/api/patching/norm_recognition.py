@@ -49,6 +49,7 @@ class ProbedNorm:
         width: the length of the rows of a module without parameters; None if any length is possible, or if the
             parameters have it.
         result_dtypes: the dtypes that the module returns; autocast_dtypes: the same under CUDA's autocast.
+        returns_channels_last: whether y has its channels last in memory for a contiguous x.
     """
 
     formula: NormFormula
@@ -58,6 +59,7 @@ class ProbedNorm:
     width: int | None
     result_dtypes: Dtypes
     autocast_dtypes: Dtypes
+    returns_channels_last: bool
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ def _probe_norm(module: Any, weight_name: str | None, bias_name: str | None, act
         if ranks := found[formula]:
             probe = next(iter(ranks.values()))
             dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
-            return ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes)
+            moves = formula.layout is not None and probe.returns_channels_last()
+            return ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes, moves)
     if error := probes.find_error():
         raise UnpatchableModuleError(f"its forward of a few random samples raised {error}")
     raise UnpatchableModuleError(f"{name} computes {_join_alternatives(formulas)}")

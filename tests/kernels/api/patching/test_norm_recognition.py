@@ -209,15 +209,18 @@ def test_a_declared_width_is_kept(device):
         norm(torch.randn(2, 6, device=device))
 
 
+@pytest.mark.parametrize("kind", [LayerNorm2d, ChannelRMSNorm])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_channels_keep_the_memory_format_of_x(layout, device):
-    norm = varied(LayerNorm2d(8)).to(device)
-    x = torch.randn(2, 8, 3, 5, device=device).contiguous(memory_format=layout)
+def test_a_norm_over_channels_returns_the_memory_format_of_its_class(kind, layout, device):
+    norm = varied(kind(8)).to(device)
+    x = torch.randn(2, 8, 3, 5, device=device).contiguous(memory_format=layout).requires_grad_()
     want = norm(x)
+    gradient = torch.autograd.grad(want.square().sum(), x)
     fusednorm.patch(norm)
     y = norm(x)
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
-    assert y.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x), gradient, rtol=1e-3, atol=1e-3)
+    assert y.stride() == want.stride()
 
 
 def test_a_declared_number_of_channels_is_kept(device):
