@@ -1,6 +1,6 @@
 """The models: real architectures with random weights and no dropout, with their inputs and losses.
 
-Models of transformers and timm need these packages; other image models are defined here.
+Models of transformers and timm need these packages; others are defined in this package.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models.diffusion_models import DiffusionTransformer
 from benchmarks.models.image_models import LATENT_CHANNELS, make_residual_blocks, make_vae_decoder
+from benchmarks.models.volume_models import VolumeUNet
 
 Shape = tuple[int, ...]
 Inputs = dict[str, Any]
@@ -30,14 +32,14 @@ class ModelArchitecture:
         forward_inputs: inputs of its forward pass by name, for the batch's shape, on a device.
         step_inputs: additional inputs of a training step.
         loss: computes a scalar from the result of its forward pass with all inputs.
-        channels_last: whether images have this layout.
+        memory_format: of inputs and weights with as many axes as it has.
     """
 
     build: Callable[[Shape], nn.Module]
     forward_inputs: Callable[[Shape, str], Inputs]
     step_inputs: Callable[[Inputs], Inputs]
     loss: Callable[[Any], Tensor]
-    channels_last: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
 
     def make_model(self, shape: Shape, device: str, seed: int = 0) -> nn.Module:
         """The model in bfloat16; the same weights for the same seed, no vector of them ones or zeros.
@@ -48,8 +50,7 @@ class ModelArchitecture:
         with torch.device(device):
             model = self.build(shape)
         model = model.to(device=device, dtype=DTYPE).train()
-        if self.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -87,11 +88,14 @@ def _make_llama(_: Shape) -> nn.Module:
     return model
 
 
-def _make_vit(_: Shape) -> nn.Module:
-    from timm import create_model
+def _make_timm_model(name: str) -> Callable[[Shape], nn.Module]:
+    def make_model(_: Shape) -> nn.Module:
+        from timm import create_model
 
-    model: nn.Module = create_model("vit_base_patch16_224", pretrained=False)
-    return model
+        model: nn.Module = create_model(name, pretrained=False)
+        return model
+
+    return make_model
 
 
 def _make_tokens(shape: Shape, device: str) -> Inputs:
@@ -111,10 +115,12 @@ def _make_language_architecture(build: Callable[[Shape], nn.Module]) -> ModelArc
     return ModelArchitecture(build, _make_tokens, _make_labels, _get_loss)
 
 
-def _make_image_inputs(name: str, channels_last: bool = False) -> Callable[[Shape, str], Inputs]:
+def _make_image_inputs(
+    name: str, memory_format: torch.memory_format = torch.contiguous_format
+) -> Callable[[Shape, str], Inputs]:
     def make_inputs(shape: Shape, device: str) -> Inputs:
         x = torch.randn(shape, device=device, dtype=DTYPE)
-        return {name: x.contiguous(memory_format=torch.channels_last) if channels_last else x}
+        return {name: x.contiguous(memory_format=memory_format)}
 
     return make_inputs
 
@@ -122,7 +128,14 @@ def _make_image_inputs(name: str, channels_last: bool = False) -> Callable[[Shap
 def _make_latents(shape: Shape, device: str) -> Inputs:
     """Latents for images of that shape, which are eight times as high and wide."""
     n, _, h, w = shape
-    return _make_image_inputs("input", channels_last=True)((n, LATENT_CHANNELS, h // 8, w // 8), device)
+    return _make_image_inputs("input", torch.channels_last)((n, LATENT_CHANNELS, h // 8, w // 8), device)
+
+
+def _make_conditioned_tokens(shape: Shape, device: str) -> Inputs:
+    """Tokens of that shape, [N, tokens, width], and a condition of each sample."""
+    n, _, width = shape
+    x, condition = (torch.randn(size, device=device, dtype=DTYPE) for size in (shape, (n, width)))
+    return {"x": x, "condition": condition}
 
 
 def _compute_mean_square(output: Any) -> Tensor:
@@ -134,21 +147,30 @@ def _make_no_inputs(_: Inputs) -> Inputs:
     return {}
 
 
+def _make_image_architecture(
+    build: Callable[[Shape], nn.Module],
+    make_inputs: Callable[[Shape, str], Inputs],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> ModelArchitecture:
+    return ModelArchitecture(build, make_inputs, _make_no_inputs, _compute_mean_square, memory_format)
+
+
 ARCHITECTURES = {
     "gpt2": _make_language_architecture(_make_gpt2),
     "bert": _make_language_architecture(_make_bert),
     "llama": _make_language_architecture(_make_llama),
-    "vit": ModelArchitecture(_make_vit, _make_image_inputs("x"), _make_no_inputs, _compute_mean_square),
-    "blocks": ModelArchitecture(
+    "vit": _make_image_architecture(_make_timm_model("vit_base_patch16_224"), _make_image_inputs("x")),
+    "convnext": _make_image_architecture(_make_timm_model("convnext_base"), _make_image_inputs("x")),
+    "dit": _make_image_architecture(lambda shape: DiffusionTransformer(shape[2]), _make_conditioned_tokens),
+    "blocks": _make_image_architecture(
         lambda shape: make_residual_blocks(shape[1]),
-        _make_image_inputs("input", True),
-        _make_no_inputs,
-        _compute_mean_square,
-        channels_last=True,
+        _make_image_inputs("input", torch.channels_last),
+        torch.channels_last,
     ),
-    "vae_decoder": ModelArchitecture(
-        lambda _: make_vae_decoder(), _make_latents, _make_no_inputs, _compute_mean_square, channels_last=True
+    "vae_decoder": _make_image_architecture(lambda _: make_vae_decoder(), _make_latents, torch.channels_last),
+    "unet3d": _make_image_architecture(
+        lambda shape: VolumeUNet(shape[1]), _make_image_inputs("x", torch.channels_last_3d), torch.channels_last_3d
     ),
 }
 """Architectures by their name in the CSV's column layout: GPT-2 small, BERT-base, four layers of Llama 7B,
-ViT-B/16, eight residual blocks, Stable Diffusion's decoder."""
+ViT-B/16, ConvNeXt-B, the blocks of DiT-XL, eight residual blocks, Stable Diffusion's decoder, nnU-Net's U-Net."""

@@ -6,6 +6,8 @@ from typing import Any
 import fusednorm
 from torch import nn
 
+from benchmarks.models.diffusion_models import DiffusionBlock
+
 
 class NothingReplacedError(ValueError):
     """A provider replaced no module, so that its times would be torch's."""
@@ -16,14 +18,17 @@ def keep_norms(model: nn.Module) -> None:
 
 
 def patch_norms(model: nn.Module) -> None:
-    """fusednorm: apply `fusednorm.patch`.
+    """fusednorm: apply `fusednorm.patch`, and have blocks that can use fused calls use them.
 
     Raises:
-        NothingToReplaceError: it replaced nothing.
+        NothingReplacedError: neither changed anything.
     """
     library: Any = fusednorm
     report = library.patch(model)
-    if not any("forward" in vars(module) for module in model.modules()):
+    blocks = [module for module in model.modules() if isinstance(module, DiffusionBlock)]
+    for block in blocks:
+        block.uses_fused_calls = True
+    if not blocks and not any("forward" in vars(module) for module in model.modules()):
         raise NothingReplacedError(f"fusednorm.patch replaced nothing: {report}")
 
 
@@ -31,7 +36,7 @@ def replace_with_liger(model: nn.Module) -> None:
     """Liger: its modules replace LayerNorms and RMSNorms, with their parameters.
 
     Raises:
-        NothingToReplaceError: the model has none.
+        NothingReplacedError: the model has none.
     """
     if not sum(_replace_children(module) for module in list(model.modules())):
         raise NothingReplacedError("the model has no LayerNorm and no RMSNorm")

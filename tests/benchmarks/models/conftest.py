@@ -2,6 +2,7 @@
 
 import fusednorm
 import pytest
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
@@ -11,10 +12,10 @@ from benchmarks.models.architectures import ModelArchitecture
 TINY = ModelArchitecture(
     # torch 2.13 for CPUs dies in the backward of a channels-last GroupNorm whose x asks for no gradient.
     lambda shape: nn.Sequential(nn.Conv2d(shape[1], shape[1], 1), nn.GroupNorm(4, shape[1])),
-    architectures._make_image_inputs("input", channels_last=True),
+    architectures._make_image_inputs("input", torch.channels_last),
     architectures._make_no_inputs,
     architectures._compute_mean_square,
-    channels_last=True,
+    torch.channels_last,
 )
 
 

@@ -24,8 +24,22 @@ def test_images_lie_channels_last_where_the_model_does():
     (latent,) = architecture.forward_inputs((1, 3, 64, 128), "cpu").values()
     assert latent.shape == (1, 4, 8, 16)
     assert latent.is_contiguous(memory_format=torch.channels_last)
-    (image,) = ARCHITECTURES["vit"].forward_inputs((2, 3, 8, 8), "cpu").values()
-    assert image.is_contiguous()
+    (volume,) = ARCHITECTURES["unet3d"].forward_inputs((2, 4, 8, 8, 8), "cpu").values()
+    assert volume.is_contiguous(memory_format=torch.channels_last_3d)
+    for name in ("vit", "convnext"):
+        (image,) = ARCHITECTURES[name].forward_inputs((2, 3, 8, 8), "cpu").values()
+        assert image.is_contiguous()
+    unet = ARCHITECTURES["unet3d"].make_model((2, 4, 8, 8, 8), "cpu")
+    assert all(
+        weight.is_contiguous(memory_format=torch.channels_last_3d)
+        for weight in unet.parameters()
+        if weight.ndim == 5
+    )
+
+
+def test_each_sample_of_a_diffusion_model_has_a_condition():
+    inputs = ARCHITECTURES["dit"].forward_inputs((2, 3, 16), "cpu")
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {"x": (2, 3, 16), "condition": (2, 16)}
 
 
 def test_labels_are_for_training_alone():
@@ -38,7 +52,7 @@ def test_labels_are_for_training_alone():
 @pytest.fixture
 def packages(monkeypatch):
     """Packages that give what they are asked for, and remember with what."""
-    asked = {}
+    asked = {"timm": []}
 
     def config(name):
         return lambda **options: asked.setdefault(name, options)
@@ -49,20 +63,20 @@ def packages(monkeypatch):
     for name in ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM"):
         setattr(transformers, name, lambda options: nn.Linear(2, 2))
     timm = ModuleType("timm")
-    timm.create_model = lambda name, pretrained: asked.setdefault("timm", name) and nn.Linear(2, 2)
+    timm.create_model = lambda name, pretrained: asked["timm"].append(name) or nn.Linear(2, 2)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setitem(sys.modules, "timm", timm)
     return asked
 
 
 def test_models_of_packages_have_no_dropout(packages):
-    for name in ("gpt2", "bert", "llama", "vit"):
+    for name in ("gpt2", "bert", "llama", "vit", "convnext"):
         assert isinstance(ARCHITECTURES[name].make_model((1, 4), "cpu"), nn.Linear)
     assert not any(packages["GPT2Config"].values())
     assert len(packages["BertConfig"]) == 2
     assert not any(packages["BertConfig"].values())
     assert packages["LlamaConfig"]["num_hidden_layers"] == 4
-    assert packages["timm"] == "vit_base_patch16_224"
+    assert packages["timm"] == ["vit_base_patch16_224", "convnext_base"]
 
 
 def test_every_cell_is_of_an_architecture_and_has_a_name_of_its_own():

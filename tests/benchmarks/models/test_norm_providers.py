@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models.norm_providers import NothingReplacedError, replace_with_liger
+from benchmarks.models.norm_providers import NothingReplacedError, patch_norms, replace_with_liger
 
 
 class FakeNorm(nn.Module):
@@ -57,3 +57,8 @@ def test_ligers_modules_have_the_parameters_of_those_they_replace(liger):
 def test_a_model_without_such_norms_is_none_of_ligers(liger):
     with pytest.raises(NothingReplacedError):
         replace_with_liger(nn.Sequential(nn.GroupNorm(1, 4)))
+
+
+def test_a_model_that_has_no_norm_is_none_of_fusednorms():
+    with pytest.raises(NothingReplacedError, match="replaced nothing"):
+        patch_norms(nn.Sequential(nn.Linear(4, 4)))
