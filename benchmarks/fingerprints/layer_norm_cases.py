@@ -159,6 +159,8 @@ def iterate_table_lengths(kind: Pass, itemsize: int) -> Iterator[tuple[int, obje
     if kind == "forward":
         limits: tuple[tuple[int, object], ...] = tables.FORWARD[itemsize]
         ranges = tables.FORWARD_UNALIGNED[itemsize] + tables.FORWARD_WITH_RESIDUAL[itemsize]
+        for has_residual in (False, True):
+            ranges += tables.FORWARD_MODULATED[itemsize, has_residual]
     else:
         limits, ranges = tables.BACKWARD[itemsize], tables.BACKWARD_UNALIGNED[itemsize]
     before = 0

@@ -59,7 +59,8 @@ for case in cases:
     # Tables are by the bytes of an element, and all else is the same for both of two.
     if " f16 " in case.name:
         continue
-    if case.name.endswith((" plain", " residual", " gated", ", nothing waits", "layout")) or "chain" in case.name:
+    suffixes = " plain", " residual", " adaptive", " gated", ", nothing waits", "layout"
+    if case.name.endswith(suffixes) or "chain" in case.name:
         kernels |= {launch.kernel.fn.__name__ for launch in plan_case(case).launches or ()}
 print(json.dumps([sorted(entries - reached), len(entries), sorted(kernels)]))
 """
