@@ -215,7 +215,7 @@ def test_results_are_repeated_where_the_caller_wants_them(pass_, last, replaying
         Forward(channels_last(torch.empty(SHAPE))),
         Forward(torch._neg_view(torch.empty(SHAPE))),
         Forward(torch.empty(SHAPE), mean=torch.empty(N, GROUPS)),
-        Forward(torch.empty(SHAPE), scale=torch.empty(N)),
+        Forward(torch.empty(SHAPE), y_scale=torch.empty(N)),
     ],
 )
 def test_place_that_does_not_fit_is_not_repeated_but_refused(out, replaying, plans):
