@@ -11,6 +11,7 @@ from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCo
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.forward_choice import choose_forward
@@ -51,6 +52,21 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
         assert choose_backward(SampleShape(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CHANNELS_LAST[itemsize]:
         assert choose_backward(SampleShape(GROUPS, channels, most, True), itemsize, MULTIPROCESSORS) == entry
+
+
+@pytest.mark.parametrize(
+    ("positions", "lag"), [(128**2, 1), (24**3, 1), (48**3, 1), (64**3, 1), (96**3, 1), (128**3, 2)]
+)
+def test_channels_that_are_groups_of_their_own_are_shared_in_parts_of_8192_positions(positions, lag):
+    config = choose_backward(SampleShape(GROUPS, 1, positions, channels_last=False), 2, MULTIPROCESSORS)
+    assert isinstance(config, GroupNormBackwardCooperative)
+    assert (config.channels, config.count_range_positions(2), config.lag) == (1, 8192, lag)
+
+
+@pytest.mark.parametrize("positions", [28**2, 12**3, 56**2])
+def test_channels_that_a_program_holds_are_not_shared(positions):
+    config = choose_backward(SampleShape(GROUPS, 1, positions, channels_last=False), 2, MULTIPROCESSORS)
+    assert isinstance(config, GroupNormBackwardTile)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
