@@ -1,12 +1,32 @@
 """The activation modules that the kernels can fuse with the norm before them."""
 
+from typing import Any, NamedTuple
+
 from torch import nn
 
 from fusednorm.api.patching.patched_forward import is_forward_of_class
 
 
-def find_activation_name(module: nn.Module) -> str | None:
-    """Return the kernels' name for one of torch's activation modules, or None.
+class ActivationOptions(NamedTuple):
+    """The options of this library's functions that stand for an activation.
+
+    Attributes:
+        activation: its name; "none" (default) without one.
+        negative_slope: leaky_relu's factor of negative values; default 0.01.
+    """
+
+    activation: str = "none"
+    negative_slope: float = 0.01
+
+    def __str__(self) -> str:
+        return self.activation
+
+
+NO_ACTIVATION = ActivationOptions()
+
+
+def find_activation(module: Any) -> ActivationOptions | None:
+    """Return the options that stand for one of torch's activation modules; None for another module.
 
     It is also None if the module's forward is replaced.
     """
@@ -14,27 +34,29 @@ def find_activation_name(module: nn.Module) -> str | None:
         return None
     kind = type(module)
     if kind is nn.SiLU:
-        return "silu"
+        return ActivationOptions("silu")
     if kind is nn.ReLU:
-        return "relu"
+        return ActivationOptions("relu")
+    if kind is nn.LeakyReLU:
+        return ActivationOptions("leaky_relu", module.negative_slope)
     if kind is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+        return ActivationOptions("gelu_tanh" if module.approximate == "tanh" else "gelu")
     return None
 
 
-def find_inner_activation(module: nn.Module) -> str | None:
-    """Return the name of the activation among a norm's own submodules; "none" if they are all identities.
+def find_inner_activation(module: nn.Module) -> ActivationOptions | None:
+    """Return the activation among a norm's own submodules; NO_ACTIVATION if they are all identities.
 
     Return None if there is any other submodule, a second activation, or one with a replaced forward.
     """
-    found = "none"
+    found = NO_ACTIVATION
     for child in module._modules.values():
         if child is None or (type(child) is nn.Identity and is_forward_of_class(child, vars(child).get("forward"))):
             continue
-        name = find_activation_name(child)
-        if name is None or found != "none":
+        activation = find_activation(child)
+        if activation is None or found != NO_ACTIVATION:
             return None
-        found = name
+        found = activation
     return found
 
 

@@ -1,4 +1,4 @@
-"""Fusion of a GroupNorm and the activation after it, in modules whose own code applies one after the other.
+"""Fusion of a norm and the activation after it, in modules whose own code applies one after the other.
 
 The norm and the activation stay unchanged for all other callers: the forward of the surrounding module computes
 both in one call.
@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from fusednorm.api.patching.activation_modules import find_activation_name, has_hooks
+from fusednorm.api.patching.activation_modules import ActivationOptions, find_activation, has_hooks
 from fusednorm.api.patching.norm_recognition import UnpatchableModuleError, check_not_replaced, get_input_name
 from fusednorm.api.patching.patched_forward import ForwardReplacement, PatchedForward, is_supported_input
 from fusednorm.errors import KernelInputError
 
 
 class SequentialForward(PatchedForward):
-    """Forward of a torch.nn.Sequential that computes a GroupNorm and the activation after it in one pass."""
+    """Forward of a torch.nn.Sequential that computes a norm and the activation after it in one pass."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -55,7 +56,7 @@ class ResnetBlockForward(PatchedForward):
         norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
         hidden = compute_norm_and_activation(norm1, activation, x)
         # The second norm may be fused if the first is, unless there is a scale and shift that it does not support.
-        if hidden is None or not _can_fuse(norm2, activation):
+        if hidden is None or _find_fusible_activation(norm2, activation) is None:
             return None
         sample = module.downsample if module.upsample is None else module.upsample
         if sample is not None:
@@ -85,25 +86,23 @@ def compute_norm_and_activation(
 ) -> Tensor | None:
     """Compute activation(norm(x) * (1 + scale) + shift) in one pass; None if the kernels do not support this.
 
-    Return None, too, if `norm` is not a patched GroupNorm, or if a module has hooks, which one pass would
-    skip.
+    Return None, too, if `norm` is not a patched norm, if a module has hooks, which one pass would skip, or if a
+    compiler traces the norm's own class.
     """
-    if not (_can_fuse(norm, activation) and is_supported_input(x)):
+    options = _find_fusible_activation(norm, activation)
+    if options is None or not is_supported_input(x):
         return None
     try:
-        y: Tensor = norm.forward.compute(
-            norm, x, activation=find_activation_name(activation), scale=scale, shift=shift
-        )
+        y: Tensor = norm.forward.compute(norm, x, scale=scale, shift=shift, **options._asdict())
     except KernelInputError:
         return None
     return y
 
 
 def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
-    """Make the new forward of a Sequential or a ResnetBlock2D; it fuses each GroupNorm with its activation.
+    """Make the new forward of a Sequential or a ResnetBlock2D; it fuses each norm with its activation.
 
-    Return None for a module of another class, and for a Sequential without a patched GroupNorm before an
-    activation.
+    Return None for a module of another class, and for a Sequential without a patched norm before an activation.
 
     Raises:
         UnpatchableModuleError: the module is such a block, but must not be patched.
@@ -116,21 +115,21 @@ def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
 
 
 def _find_sequential_replacement(module: Any) -> ForwardReplacement | None:
-    """Make the replacement for a Sequential's forward; None if no activation follows a patched GroupNorm.
+    """Make the replacement for a Sequential's forward; None if no activation follows a patched norm.
 
     Raises:
         UnpatchableModuleError: the forward has been replaced already.
     """
     layers = list(module)
     pairs = [
-        find_activation_name(activation)
+        f"{norm.forward.operation} with {options}"
         for norm, activation in pairwise(layers)
-        if _is_fusible_norm(norm) and find_activation_name(activation) is not None
+        if _is_fusible_norm(norm) and (options := find_activation(activation)) is not None
     ]
     if not pairs:
         return None
     check_not_replaced(module)
-    described = ", ".join(f"group_norm with {name}" for name in pairs)
+    described = ", ".join(pairs)
     return ForwardReplacement(f"{described} in a Sequential", SequentialForward(module, get_input_name(module)))
 
 
@@ -142,8 +141,10 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
             activation.
     """
     check_not_replaced(module)
-    name = find_activation_name(module.nonlinearity)
-    if name is None or not (_is_fusible_norm(module.norm1) and _is_fusible_norm(module.norm2)):
+    activation = find_activation(module.nonlinearity)
+    if activation is None or not all(
+        _is_fusible_norm(norm) and norm.forward.operation == "group_norm" for norm in (module.norm1, module.norm2)
+    ):
         raise UnpatchableModuleError(
             "its norms and nonlinearity are not GroupNorms and an activation to be taken as one"
         )
@@ -155,7 +156,7 @@ def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
         raise UnpatchableModuleError(f"a small one of its kind raised {type(error).__name__}") from error
     if not matches_forward:
         raise UnpatchableModuleError("a small one of its kind computes something else")
-    return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
+    return ForwardReplacement(f"twice group_norm with {activation} in a ResnetBlock2D", forward)
 
 
 _SAMPLING = ("upsample", "downsample")
@@ -202,11 +203,14 @@ def _make_small_copy(module: Any) -> Any:
     return small
 
 
-def _can_fuse(norm: Any, activation: nn.Module) -> bool:
-    """Return whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
+def _find_fusible_activation(norm: Any, activation: nn.Module) -> ActivationOptions | None:
+    """Return the options by which one call computes `norm` and `activation`; None if it must not, as for hooks."""
     if not isinstance(norm, nn.Module) or not _is_fusible_norm(norm):
-        return False
-    return find_activation_name(activation) is not None and not (has_hooks(norm) or has_hooks(activation))
+        return None
+    forward: Any = norm.forward
+    if (is_compiling() and not forward.traces_operator) or has_hooks(norm) or has_hooks(activation):
+        return None
+    return find_activation(activation)
 
 
 def _is_fusible_norm(norm: Any) -> bool:

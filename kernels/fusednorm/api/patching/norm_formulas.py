@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.api.patching.activation_modules import NO_ACTIVATION, ActivationOptions
 
 _SAMPLES = 3
 """The number of samples in x, which differ in scale."""
@@ -21,7 +22,7 @@ class NormFormula:
         operation: layer_norm, rms_norm or group_norm.
         weight_name, bias_name: the names of the module's parameters; None without such a parameter.
         weight_offset: 0, or 1 for a weight that is stored around zero.
-        activation: the name of the activation after the norm; "none" (default) without one.
+        activation: the activation after the norm; by default there is none.
         num_groups: the number of groups of a group_norm.
         layout: nchw for a norm of rows over the channels, dim 1 of x; None (default) for one over the last axis.
     """
@@ -30,23 +31,28 @@ class NormFormula:
     weight_name: str | None
     bias_name: str | None
     weight_offset: float = 0.0
-    activation: str = "none"
+    activation: ActivationOptions = NO_ACTIVATION
     num_groups: int = 0
     layout: str | None = None
 
     def __str__(self) -> str:
-        activation = f" with {self.activation}" if self.activation != "none" else ""
+        activation = "" if self.activation == NO_ACTIVATION else f" with {self.activation}"
         offset = f", weight_offset={self.weight_offset:.0f}" if self.weight_offset else ""
         layout = f", layout={self.layout}" if self.layout is not None else ""
         return f"{self.operation}{activation}{offset}{layout}"
 
     @property
+    def can_fuse_activation(self) -> bool:
+        """Whether `compute` also takes an activation, which follows the norm."""
+        return self.activation == NO_ACTIVATION
+
+    @property
     def can_modulate(self) -> bool:
-        """Whether `compute` also takes scale, shift and an activation, which follow the norm.
+        """Whether `compute` also takes scale and shift, which follow the norm.
 
         An RMSNorm with a bias does not, because `rms_norm` takes it as the shift.
         """
-        return self.activation == "none" and not (self.operation == "rms_norm" and self.bias_name is not None)
+        return self.can_fuse_activation and not (self.operation == "rms_norm" and self.bias_name is not None)
 
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> Tensor:
         """Compute y by this library's function; `options` are further arguments of the function.
@@ -54,8 +60,8 @@ class NormFormula:
         Raises:
             KernelInputError: the function does not support the call.
         """
-        if self.activation != "none":
-            options["activation"] = self.activation
+        if self.activation != NO_ACTIVATION:
+            options.update(self.activation._asdict())
         if self.operation == "group_norm":
             return group_norm(x, self.num_groups, weight, bias, eps, **options)
         options.update(weight_offset=self.weight_offset, layout=self.layout)
@@ -72,7 +78,9 @@ class NormFormula:
         return (_SAMPLES, *(2,) * (rank - len(size) - 1), *size) if rank > len(size) else None
 
 
-def iterate_row_formulas(weight_name: str | None, bias_name: str | None, activation: str) -> Iterator[NormFormula]:
+def iterate_row_formulas(
+    weight_name: str | None, bias_name: str | None, activation: ActivationOptions
+) -> Iterator[NormFormula]:
     """Yield the formulas of norms over the last axis, then over dim 1, for a module with these parameters."""
     offsets = (0.0, 1.0) if weight_name is not None else (0.0,)
     for layout, operation, offset in product((None, "nchw"), ("rms_norm", "layer_norm"), offsets):

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fusednorm.api.instance_norm import instance_norm
 from fusednorm.api.module_norms import (
     casts_to_float32,
     compute_group_norm_module,
     compute_layer_norm_over_shape,
     compute_rms_norm_module,
 )
-from fusednorm.api.patching.activation_modules import find_inner_activation, has_hooks
+from fusednorm.api.patching.activation_modules import ActivationOptions, find_inner_activation, has_hooks
 from fusednorm.api.patching.norm_recognition import ProbedNorm, get_input_name, recognise_norm
 from fusednorm.api.patching.patched_forward import (
     ForwardReplacement,
@@ -29,28 +30,38 @@ class LayerNormForward(PatchedForward):
     """Replacement for the forward of a torch.nn.LayerNorm, by the functions of this library."""
 
     operation = "layer_norm"
+    can_fuse_activation = True
     can_modulate = True
 
-    def compute(self, module: Any, x: Tensor, **modulation: Any) -> Tensor:
-        """Compute the module's y, or y * (1 + scale) + shift."""
-        if modulation:
-            x = widen_to_modulation(x, **modulation)
+    def compute(
+        self, module: Any, x: Tensor, *, scale: Tensor | None = None, shift: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        """Compute the module's y, with other arguments of `layer_norm`."""
+        if scale is not None or shift is not None:
+            x = widen_to_modulation(x, scale=scale, shift=shift)
         weight, bias = _get_parameter(module, "weight"), _get_parameter(module, "bias")
-        return compute_layer_norm_over_shape(x, module.normalized_shape, weight, bias, module.eps, **modulation)
+        return compute_layer_norm_over_shape(
+            x, module.normalized_shape, weight, bias, module.eps, scale=scale, shift=shift, **others
+        )
 
 
 class RMSNormForward(PatchedForward):
     """Replacement for the forward of a torch.nn.RMSNorm, by the functions of this library."""
 
     operation = "rms_norm"
+    can_fuse_activation = True
     can_modulate = True
 
-    def compute(self, module: Any, x: Tensor, **modulation: Any) -> Tensor:
-        """Compute the module's y, or y * (1 + scale) + shift."""
-        if modulation:
-            x = widen_to_modulation(x, **modulation)
+    def compute(
+        self, module: Any, x: Tensor, *, scale: Tensor | None = None, shift: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        """Compute the module's y, with other arguments of `rms_norm`."""
+        if scale is not None or shift is not None:
+            x = widen_to_modulation(x, scale=scale, shift=shift)
         weight = _get_parameter(module, "weight")
-        return compute_rms_norm_module(x, module.normalized_shape, weight, module.eps, **modulation)
+        return compute_rms_norm_module(
+            x, module.normalized_shape, weight, module.eps, scale=scale, shift=shift, **others
+        )
 
 
 class GroupNormForward(PatchedForward):
@@ -66,6 +77,32 @@ class GroupNormForward(PatchedForward):
         return compute_group_norm_module(x, module.num_groups, weight, bias, module.eps, **others)
 
 
+class InstanceNormForward(PatchedForward):
+    """Replacement for the forward of a torch.nn.InstanceNorm1d to 3d, by the functions of this library."""
+
+    operation = "instance_norm"
+    traces_operator = True
+    can_fuse_activation = True
+
+    def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
+        """Compute the module's y for x with or without a batch, with other arguments of `instance_norm`.
+
+        Unlike torch's other norms, InstanceNorm has the dtype of x under autocast, too.
+
+        Raises:
+            KernelInputError: also if the class raises an error or warns, which the caller leaves to it.
+        """
+        unbatched = module._get_no_batch_dim()
+        if x.dim() == unbatched:
+            return self.compute(module, x.unsqueeze(0), **others).squeeze(0)
+        if x.dim() != unbatched + 1 or x.shape[1] != module.num_features:
+            raise KernelInputError(f"x must have {module.num_features} channels, got {list(x.shape)}")
+        if x.numel() <= x.shape[0] * x.shape[1]:
+            raise KernelInputError(f"x must have several values for each channel, got {list(x.shape)}")
+        weight, bias = _get_parameter(module, "weight"), _get_parameter(module, "bias")
+        return instance_norm(x, weight, bias, module.eps, **others)
+
+
 class ProbedNormForward(PatchedForward):
     """Replacement for the forward of a norm whose formula was determined from its results.
 
@@ -78,7 +115,9 @@ class ProbedNormForward(PatchedForward):
         super().__init__(module, input_name)
         self.probed = probed
         self.operation = probed.formula.operation
-        self.can_modulate = probed.formula.can_modulate
+        self.can_fuse_activation = probed.formula.can_fuse_activation
+        # The scale and shift of a group_norm are those of channels, not of rows.
+        self.can_modulate = probed.formula.can_modulate and self.operation != "group_norm"
 
     def compute(
         self,
@@ -89,7 +128,7 @@ class ProbedNormForward(PatchedForward):
         shift: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Compute the module's y, with other arguments of the library's function if `can_modulate`.
+        """Compute the module's y, with other arguments of the library's function if the formula leaves them free.
 
         The dtype of y is the one that the class would return.
 
@@ -140,14 +179,9 @@ class ProbedGroupNormForward(ProbedNormForward):
 
     traces_operator = True
 
-    def __init__(self, module: nn.Module, input_name: str, probed: ProbedNorm) -> None:
-        super().__init__(module, input_name, probed)
-        # Its scale and shift are those of channels, not of rows.
-        self.can_fuse_activation, self.can_modulate = self.can_modulate, False
-
 
 _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
-    each.operation: each for each in (LayerNormForward, RMSNormForward, GroupNormForward)
+    each.operation: each for each in (LayerNormForward, RMSNormForward, GroupNormForward, InstanceNormForward)
 }
 
 
@@ -167,7 +201,7 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
     return ForwardReplacement(norm.description, _OF_OPERATIONS[norm.operation](module, name))
 
 
-def _has_activation(module: nn.Module, activation: str) -> bool:
+def _has_activation(module: nn.Module, activation: ActivationOptions) -> bool:
     """Return whether a norm's submodules still are the given activation or identities, without hooks."""
     return find_inner_activation(module) == activation and not any(map(has_hooks, module.children()))
 

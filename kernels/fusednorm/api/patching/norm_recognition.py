@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fusednorm.api.patching.activation_modules import find_inner_activation
+from fusednorm.api.patching.activation_modules import ActivationOptions, find_inner_activation
 from fusednorm.api.patching.forward_probes import OF_EVERY_MODULE, Dtypes, ProbeSet
 from fusednorm.api.patching.norm_formulas import NormFormula, iterate_row_formulas
 from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute, is_forward_of_class
@@ -33,8 +34,7 @@ _FREE_WIDTHS = (8, 12)
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
 """Types of the attributes that an instance of a norm may have besides its parameters."""
 
-_NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm"})
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RecognisedNorm:
     """Result of `recognise_norm` for a module that can be patched: the operation that computes it.
 
     Attributes:
-        operation: layer_norm, rms_norm or group_norm.
+        operation: layer_norm, rms_norm, group_norm or instance_norm.
         probed: the properties of a module that is recognised only by its results.
         class_name: the name of that module's class.
     """
@@ -105,8 +105,6 @@ def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
             return recognise_one(module)
     if getattr(module, "_fast_norm", False):
         raise UnpatchableModuleError("timm's fast norm is switched on, which autocast treats otherwise")
-    if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
-        raise UnpatchableModuleError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
     if kind.__module__.startswith("torch."):
         raise UnpatchableModuleError(f"no kernel for {kind.__name__}")
     return _recognise_by_results(module)
@@ -117,7 +115,7 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
     A module that is only named like a norm must not contain another one, or a layer with parameters.
     """
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
+    if isinstance(module, tuple(_OF_TORCH)):
         return True
     inner = list(module.modules())[1:]
     return _is_named_norm(module) and not any(_is_named_norm(each) or each._parameters for each in inner)
@@ -178,10 +176,31 @@ def _recognise_group_norm(module: Any) -> RecognisedNorm:
     return RecognisedNorm("group_norm")
 
 
+def _recognise_instance_norm(module: Any) -> RecognisedNorm:
+    """Check the statistics, shapes and eps of a torch.nn.InstanceNorm, and return its `RecognisedNorm`.
+
+    Raises:
+        UnpatchableModuleError: no kernel supports them, or the class has its own method for the norm.
+    """
+    kind = type(module)
+    for method in ("_apply_instance_norm", "_handle_no_batch_input"):
+        if getattr(kind, method) is not getattr(_InstanceNorm, method):
+            raise UnpatchableModuleError(f"{kind.__name__} replaces torch's {method}")
+    if not module.num_features:
+        raise UnpatchableModuleError(f"{kind.__name__} has no number of channels yet")
+    if module.track_running_stats:
+        raise UnpatchableModuleError(f"{kind.__name__} keeps running statistics, which no kernel does")
+    for name in ("weight", "bias"):
+        _check_parameter(name, getattr(module, name, None), (module.num_features,))
+    _check_eps(module.eps)
+    return RecognisedNorm("instance_norm")
+
+
 _OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
     nn.LayerNorm: _recognise_layer_norm,
     nn.RMSNorm: _recognise_rms_norm,
     nn.GroupNorm: _recognise_group_norm,
+    _InstanceNorm: _recognise_instance_norm,
 }
 
 
@@ -217,7 +236,9 @@ def _describe_state(module: nn.Module) -> tuple[Any, ...]:
     return forward, module.training, find_inner_activation(module), *attributes, *shapes, *children
 
 
-def _probe_norm(module: Any, weight_name: str | None, bias_name: str | None, activation: str) -> ProbedNorm:
+def _probe_norm(
+    module: Any, weight_name: str | None, bias_name: str | None, activation: ActivationOptions
+) -> ProbedNorm:
     """Determine a norm from its results on random data.
 
     Raises:
@@ -267,8 +288,8 @@ def _check_arguments(module: nn.Module) -> None:
         )
 
 
-def _check_attributes(module: nn.Module) -> str:
-    """Check that a module has nothing of which its results may depend unnoticed; return its activation's name.
+def _check_attributes(module: nn.Module) -> ActivationOptions:
+    """Check that a module has nothing of which its results may depend unnoticed; return its activation.
 
     Raises:
         UnpatchableModuleError: it has buffers, or submodules or attributes that are not known.

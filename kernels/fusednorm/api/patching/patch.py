@@ -28,12 +28,12 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
     pickle are patched as well.  Patched modules accept CPU tensors, which torch's functions compute at torch's
     speed.
 
-    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; and classes that
-    are named like norms, with at most a weight and a bias, if their results on a little random data on the CPU are
-    those of `layer_norm`, `rms_norm` or `group_norm`, possibly over channels, with a `weight_offset` of 1 or with
-    an activation.  The adaptive norms of diffusers compute norm, scale and shift in one call.  A GroupNorm and the
-    SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers' ResnetBlock2D, as long as neither has
-    hooks.
+    Patched are torch's LayerNorm, RMSNorm, GroupNorm, and InstanceNorm without running statistics, and classes that
+    inherit their forward; and classes that are named like norms, with at most a weight and a bias, if their results
+    on a little random data on the CPU are those of `layer_norm`, `rms_norm` or `group_norm`, possibly over
+    channels, with a `weight_offset` of 1 or with an activation.  The adaptive norms of diffusers compute norm,
+    scale and shift in one call.  A norm and the SiLU, ReLU, LeakyReLU or GELU after it are one pass in a
+    Sequential, and a GroupNorm and its activation in diffusers' ResnetBlock2D, as long as neither has hooks.
 
     Args:
         model: an nn.Module on any device; nothing is moved, and parameters are not changed.

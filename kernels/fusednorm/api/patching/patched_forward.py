@@ -31,18 +31,18 @@ class PatchedForward:
     """
 
     operation = ""
-    """The name of the operation of a norm: layer_norm, rms_norm or group_norm."""
+    """The name of the operation of a norm: layer_norm, rms_norm, group_norm or instance_norm."""
 
     traces_operator = False
     """Whether compilers trace the library's operator, not the forward of the module's class.
 
     Compilers fuse their own LayerNorm or RMSNorm with adjacent operations: a compiled step with this library's took
-    0.99 to 1.34 of the time.  Their GroupNorm reads its samples twice: a step with this library's took 0.69 to
-    0.96.
+    0.99 to 1.34 of the time.  Their GroupNorm and InstanceNorm read their samples twice: a step with this library's
+    GroupNorm took 0.69 to 0.96.
     """
 
     can_fuse_activation = False
-    """Whether `compute` also takes the name of an activation after the norm, and scale and shift before it."""
+    """Whether `compute` of a norm also takes an activation after it."""
 
     can_modulate = False
     """Whether `compute` of a norm of rows also takes scale and shift."""
@@ -157,6 +157,6 @@ def promote_with_modulation(dtype: torch.dtype, *modulation: Tensor | None) -> t
     return dtype
 
 
-def widen_to_modulation(x: Tensor, **modulation: Tensor) -> Tensor:
+def widen_to_modulation(x: Tensor, **modulation: Tensor | None) -> Tensor:
     """Return x in the dtype that z * (1 + scale) + shift has for a z in x's dtype."""
     return x.to(promote_with_modulation(x.dtype, *modulation.values()))

@@ -26,7 +26,7 @@ class PatchReport:
 
     Examples:
         >>> import torch, fusednorm
-        >>> report = fusednorm.patch(torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.ReLU()))
+        >>> report = fusednorm.patch(torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Tanh()))
         >>> list(report.patched), report.skipped, report.on_cpu
         (['0'], {}, 1)
     """

@@ -1,4 +1,4 @@
-"""A GroupNorm and the activation behind it are one pass where the code of the module around them says so."""
+"""A norm and the activation behind it are one pass where the code of the module around them says so."""
 
 import copy
 import pickle
@@ -10,12 +10,21 @@ import torch
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched
-from tests.kernels.api.patching.norms import ResnetBlock2D, add_hook, remove_hook, varied
+from tests.kernels.api.patching.norms import (
+    LayerNorm2d,
+    LlamaRMSNorm,
+    ResnetBlock2D,
+    add_hook,
+    remove_hook,
+    timm_group_norm,
+    varied,
+)
 
 ACTIVATIONS = {
     "silu": nn.SiLU(),
     "silu, in place": nn.SiLU(inplace=True),
     "relu": nn.ReLU(),
+    "leaky_relu": nn.LeakyReLU(0.2),
     "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU("tanh"),
 }
@@ -32,7 +41,7 @@ class Calls(Dispatched):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "fusednorm" and not function.name().endswith("backward"):
             self.fused.append(args[9])
-        elif function.name().split("::")[1].rstrip("_") in ("silu", "relu", "gelu"):
+        elif function.name().split("::")[1].rstrip("_") in ("silu", "relu", "leaky_relu", "gelu"):
             self.separate.append(function.name())
         return super().__torch_dispatch__(function, types, args, kwargs)
 
@@ -64,6 +73,54 @@ def test_in_a_sequence_both_are_one_pass(activation, x):
     torch.testing.assert_close(net(x), want, **TOLERANCE)
     seen = calls(net, x)
     assert (seen.fused, seen.separate) == ([name], [])
+
+
+NORMS = {
+    "group_norm": lambda: nn.GroupNorm(2, 4),
+    "instance_norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    "layer_norm": lambda: nn.LayerNorm(5),
+    "layer_norm of two axes": lambda: nn.LayerNorm((3, 5)),
+    "layer_norm over channels": lambda: LayerNorm2d(4),
+    "rms_norm": lambda: nn.RMSNorm(5),
+    "rms_norm of Llama": lambda: LlamaRMSNorm(5),
+    "group_norm of timm": lambda: timm_group_norm()(4, num_groups=2),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_is_one_pass_with_its_activation(name, x):
+    net = varied(nn.Sequential(NORMS[name](), nn.LeakyReLU(0.3), nn.Conv2d(4, 4, 1))).to(x.device)
+    patched = copy.deepcopy(net)
+    operation = name.split()[0]
+    assert fusednorm.patch(patched).patched[""] == f"{operation} with leaky_relu in a Sequential"
+    seen = calls(patched, x)
+    assert (seen.fused, seen.separate) == (["leaky_relu"], [])
+    wide = x.requires_grad_()
+    want, got = net(wide), patched(wide)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    for each in (want, got):
+        each.square().sum().backward()
+    for one, other in zip(net.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_an_activation_with_another_slope_is_computed_as_it_is(x):
+    net = varied(nn.Sequential(nn.InstanceNorm2d(4), nn.LeakyReLU())).to(x.device)
+    fusednorm.patch(net)
+    net[1].negative_slope = 0.5
+    torch.testing.assert_close(net(x), nn.functional.leaky_relu(net[0](x), 0.5), **TOLERANCE)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm of Llama", "instance_norm"])
+def test_compilers_get_the_norms_that_they_fuse_themselves(norm, x):
+    net = varied(nn.Sequential(NORMS[norm](), nn.GELU())).to(x.device)
+    want = net(x)
+    fusednorm.patch(net)
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(net, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    torch.testing.assert_close(compiled(x), want, **TOLERANCE)
+    assert ("fusednorm" in graphs[0].code) == (norm == "instance_norm")
 
 
 def test_gradients_of_a_sequence(x):

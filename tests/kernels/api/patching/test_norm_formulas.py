@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fusednorm.api.patching.activation_modules import NO_ACTIVATION, ActivationOptions
 from fusednorm.api.patching.norm_formulas import NormFormula, iterate_row_formulas
 
 X, WEIGHT, BIAS = torch.randn(2, 4, 8), torch.randn(8), torch.randn(8)
@@ -23,11 +24,11 @@ COMPUTED = {
         lambda: F.layer_norm(X.mT, (4,), eps=1e-6).mT,
     ),
     "layer_norm with silu": (
-        NormFormula("layer_norm", "weight", "bias", activation="silu"),
+        NormFormula("layer_norm", "weight", "bias", activation=ActivationOptions("silu")),
         lambda: F.silu(F.layer_norm(X, (8,), WEIGHT, BIAS, 1e-6)),
     ),
     "group_norm with gelu_tanh": (
-        NormFormula("group_norm", None, None, activation="gelu_tanh", num_groups=2),
+        NormFormula("group_norm", None, None, activation=ActivationOptions("gelu_tanh"), num_groups=2),
         lambda: F.gelu(F.group_norm(X, 2, eps=1e-6), approximate="tanh"),
     ),
 }
@@ -47,7 +48,7 @@ def test_a_formula_computes_what_it_is_called(case):
         (NormFormula("layer_norm", "weight", "bias"), True),
         (NormFormula("rms_norm", "weight", None), True),
         (NormFormula("rms_norm", "weight", "bias"), False),
-        (NormFormula("layer_norm", "weight", "bias", activation="relu"), False),
+        (NormFormula("layer_norm", "weight", "bias", activation=ActivationOptions("relu")), False),
     ],
 )
 def test_what_may_follow_a_norm_is_known(formula, can_modulate):
@@ -78,5 +79,5 @@ def test_samples_have_the_parameters_axes_where_the_norm_has_them(formula, rank,
 
 
 def test_an_offset_is_tried_with_a_weight_alone():
-    assert {formula.weight_offset for formula in iterate_row_formulas("weight", None, "none")} == {0.0, 1.0}
-    assert {formula.weight_offset for formula in iterate_row_formulas(None, "bias", "none")} == {0.0}
+    assert {formula.weight_offset for formula in iterate_row_formulas("weight", None, NO_ACTIVATION)} == {0.0, 1.0}
+    assert {formula.weight_offset for formula in iterate_row_formulas(None, "bias", NO_ACTIVATION)} == {0.0}

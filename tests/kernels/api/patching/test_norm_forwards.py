@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import fusednorm
 import pytest
@@ -11,9 +12,89 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import GemmaRMSNorm, Mixed, varied
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+INSTANCE_NORMS = {
+    "1d": (nn.InstanceNorm1d, (2, 4, 7)),
+    "2d": (nn.InstanceNorm2d, (2, 4, 3, 5)),
+    "2d, channels-last": (nn.InstanceNorm2d, (2, 4, 3, 5)),
+    "2d, no batch": (nn.InstanceNorm2d, (4, 3, 5)),
+    "3d": (nn.InstanceNorm3d, (2, 4, 3, 2, 5)),
+    "3d, channels-last": (nn.InstanceNorm3d, (2, 4, 3, 2, 5)),
+    "3d, no batch": (nn.InstanceNorm3d, (4, 3, 2, 5)),
+}
+
+
+def operators(module, *inputs):
+    with Dispatched() as seen:
+        module(*inputs)
+    return seen.names
+
+
+@pytest.mark.parametrize("case", INSTANCE_NORMS)
+@pytest.mark.parametrize("affine", [False, True])
+def test_instance_norms_are_those_of_torch(affine, case, device):
+    kind, shape = INSTANCE_NORMS[case]
+    x = torch.randn(shape, device=device)
+    if "last" in case:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    x.requires_grad_()
+    norm = varied(kind(4, affine=affine)).to(device)
+    patched = copy.deepcopy(norm)
+    assert fusednorm.patch(patched).patched == {"": "instance_norm"}
+    want, got = norm(x), patched(x)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    weight = torch.randn_like(want)
+    parameters = x, *norm.parameters()
+    wanted = torch.autograd.grad((want * weight).sum(), parameters)
+    gradients = torch.autograd.grad((got * weight).sum(), (x, *patched.parameters()))
+    torch.testing.assert_close(gradients, wanted, **TOLERANCE)
+    assert operators(patched, x) == ["fusednorm::group_norm"]
+    assert got.stride() == x.stride()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (2, 4, 7), (2, 4), (2, 3, 5, 5)])
+def test_an_instance_norm_raises_the_errors_of_torch(shape, device):
+    norm = nn.InstanceNorm2d(4, affine=True, device=device)
+    x = torch.randn(shape, device=device)
+    if shape == (2, 4, 7):
+        norm = nn.InstanceNorm3d(4, device=device)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        norm(x)
+    fusednorm.patch(norm)
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):
+        norm(x)
+
+
+def test_an_instance_norm_warns_of_other_channels_as_torch_does(device):
+    norm = nn.InstanceNorm2d(4)
+    x = torch.randn(2, 3, 5, 5, device=device)
+    fusednorm.patch(norm)
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        assert norm(x).shape == x.shape
+
+
+def test_an_instance_norm_keeps_the_dtype_of_x_under_autocast(device):
+    norm = varied(nn.InstanceNorm2d(4, affine=True)).to(device)
+    x = torch.randn(2, 4, 5, 5, device=device, dtype=torch.bfloat16)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        want = norm(x)
+        fusednorm.patch(norm)
+        got = norm(x)
+    assert got.dtype is want.dtype is torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_lazy_instance_norm_is_patched_once_it_has_parameters(device):
+    norm = nn.LazyInstanceNorm3d(track_running_stats=False)
+    x = torch.randn(2, 4, 3, 2, 5, device=device)
+    want = norm.to(device)(x)
+    assert fusednorm.patch(norm).patched == {"": "instance_norm"}
+    torch.testing.assert_close(norm(x), want, **TOLERANCE)
 
 
 @pytest.fixture
@@ -30,7 +111,8 @@ def x(device):
 
 def few():
     """Of each kind of forward one, for what takes long."""
-    return varied(nn.Sequential(nn.LayerNorm(8), GemmaRMSNorm(8), nn.GroupNorm(2, 4), nn.SiLU()))
+    norms = nn.LayerNorm(8), GemmaRMSNorm(8), nn.GroupNorm(2, 4), nn.SiLU(), nn.InstanceNorm1d(4, affine=True)
+    return varied(nn.Sequential(*norms))
 
 
 def through_pickle(model):

@@ -111,6 +111,7 @@ RESULTS = {
     "any width": (UnweightedRMSNorm(), "rms_norm"),
     "biased": (BiasedRMSNorm(8), "rms_norm"),
     "layer_norm, silu": (LayerNormAct(8), "layer_norm with silu"),
+    "layer_norm, leaky_relu": (LayerNormAct(8, nn.LeakyReLU(0.3)), "layer_norm with leaky_relu"),
     "rms_norm, gelu": (RmsNormAct(8), "rms_norm with gelu"),
     "rms_norm, no activation": (RmsNormAct(8, nn.Identity()), "rms_norm"),
     "group_norm, relu": (GroupNormAct(4), "group_norm with relu"),
@@ -230,15 +231,17 @@ def test_a_declared_number_of_channels_is_kept(device):
         norm(torch.randn(2, 6, 3, 8, device=device))
 
 
-@pytest.mark.parametrize("change", ["activation", "hook"])
+@pytest.mark.parametrize("change", ["activation", "slope", "hook"])
 def test_a_changed_activation_is_computed(change, device):
-    norm, x = varied(LayerNormAct(8)).to(device), torch.randn(3, 8, device=device)
+    norm, x = varied(LayerNormAct(8, nn.LeakyReLU())).to(device), torch.randn(3, 8, device=device)
     want_of = copy.deepcopy(norm)
     fusednorm.patch(norm)
     seen = []
     for each in (norm, want_of):
         if change == "activation":
             each.act = nn.Tanh()
+        elif change == "slope":
+            each.act.negative_slope = 0.5
         else:
             each.act.register_forward_hook(lambda *_: seen.append("called"))
     torch.testing.assert_close(norm(x), want_of(x))
@@ -371,6 +374,13 @@ class PairNorm(LlamaRMSNorm):
         return super().forward(queries), super().forward(keys)
 
 
+class DoublingInstanceNorm(nn.InstanceNorm2d):
+    """Inherits torch's forward, and computes something else in it."""
+
+    def _apply_instance_norm(self, input):
+        return 2 * super()._apply_instance_norm(input)
+
+
 NEITHER = "{} computes neither rms_norm nor layer_norm"
 NONE = {
     UnscaledSquareNorm: NEITHER,
@@ -392,8 +402,10 @@ NONE = {
     GatedRMSNorm: "{} multiplies by gate, which no kernel does",
     lambda size: FP32LayerNorm((4, size)): "normalized_shape [4, 8] is of several axes",
     nn.BatchNorm2d: "no kernel for BatchNorm2d",
-    partial(nn.InstanceNorm2d, track_running_stats=True): "no kernel for InstanceNorm2d",
-    nn.InstanceNorm2d: "InstanceNorm2d is patched if written as a GroupNorm of one channel a group",
+    partial(nn.InstanceNorm2d, track_running_stats=True): "{} keeps running statistics, which no kernel does",
+    partial(nn.InstanceNorm2d, dtype=torch.float64, affine=True): "its weight is float64",
+    lambda size: nn.LazyInstanceNorm2d(track_running_stats=False): "{} has no number of channels yet",
+    DoublingInstanceNorm: "{} replaces torch's _apply_instance_norm",
 }
 
 
@@ -452,10 +464,18 @@ class Functional(nn.Module):
         return F.layer_norm(x, x.shape[-1:])
 
 
-def test_a_call_of_a_function_is_reported():
-    report = fusednorm.patch(nn.Sequential(Functional(), nn.Linear(8, 8)))
+class InstanceFunctional(nn.Module):
+    """Calls another."""
+
+    def forward(self, x):
+        return F.instance_norm(x)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Functional, "layer_norm"), (InstanceFunctional, "instance_norm")])
+def test_a_call_of_a_function_is_reported(kind, name):
+    report = fusednorm.patch(nn.Sequential(kind(), nn.Linear(8, 8)))
     assert not report.patched
-    assert report.skipped == {"0": "its forward calls the function layer_norm: only modules are patched"}
+    assert report.skipped == {"0": f"its forward calls the function {name}: only modules are patched"}
 
 
 def test_timms_norms_are_known_by_name_and_results(device):
