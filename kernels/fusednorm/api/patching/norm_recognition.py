@@ -128,10 +128,12 @@ def _is_named_norm(module: nn.Module) -> bool:
 def _find_called_norm(module: nn.Module) -> str | None:
     """Find the name of a norm function that a module's forward calls; None if it calls none.
 
-    The names are those in the forward's code; one that is also the name of a submodule is ignored.
+    The names are those in the forward's code; one that is also the name of a submodule is ignored, and so are all
+    in code that names fusednorm, whose functions have these names.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    for name in _NORM_FUNCTIONS.intersection(code.co_names if code else ()):
+    names = code.co_names if code else ()
+    for name in _NORM_FUNCTIONS.intersection(() if "fusednorm" in names else names):
         if all(path.rpartition(".")[2] != name for path, _ in module.named_modules()):
             return name
     return None

@@ -478,6 +478,15 @@ def test_a_call_of_a_function_is_reported(kind, name):
     assert report.skipped == {"0": f"its forward calls the function {name}: only modules are patched"}
 
 
+def test_a_forward_that_calls_this_library_is_not_reported(device):
+    class Block(nn.Module):
+        def forward(self, x):
+            return fusednorm.layer_norm(x)
+
+    report = fusednorm.patch(nn.Sequential(Block(), nn.LayerNorm(8)).to(device))
+    assert not report.skipped
+
+
 def test_timms_norms_are_known_by_name_and_results(device):
     for norm, x in (
         (timm_layer_norm()(8), torch.randn(3, 8)),
