@@ -17,7 +17,10 @@ from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRu
 _PART_NUMEL = 1 << 24
 
 _FLOAT8_ROUNDING = 2.0**-4
-"""Relative rounding error: half a step of float8_e4m3fn's three bits; subnormals are far below the tolerance."""
+"""Relative rounding error: half a step of float8_e4m3fn's three bits."""
+
+_FLOAT8_SUBNORMAL_ROUNDING = 2.0**-10
+"""Rounding error of float8_e4m3fn's subnormals: half of their step."""
 
 
 class WrongResultError(ValueError):
@@ -43,18 +46,20 @@ class ResultOracle:
         exact = self._get_exact(run, results)
         if len(results) != len(exact):
             raise WrongResultError(f"{len(exact)} results expected, got {len(results)}")
-        errors = [self._check_result(index, right, results) for index, right in enumerate(exact)]
+        errors = [self._check_result(index, results, exact) for index in range(len(exact))]
         return errors[0]
 
-    def _check_result(self, index: int, exact: Tensor, results: Results) -> float:
+    def _check_result(self, index: int, results: Results, exact_results: Results) -> float:
         """The largest error of one result, if rounding explains it."""
-        actual = results[index].double()
-        is_float8 = results[index].dtype == FLOAT8
-        if is_float8:
+        actual, exact = results[index].double(), exact_results[index]
+        quantisation: Tensor | float = 0.0
+        if results[index].dtype == FLOAT8:
             actual *= results[-1].double().unsqueeze(-1)
+            smallest = exact_results[-1].unsqueeze(-1) * _FLOAT8_SUBNORMAL_ROUNDING
+            quantisation = torch.maximum(exact.abs() * _FLOAT8_ROUNDING, smallest)
         error = actual.sub_(exact).abs_()
         largest = float(error.max())
-        beyond = float((error - exact.abs() * _FLOAT8_ROUNDING).max()) if is_float8 else largest
+        beyond = float((error - quantisation).max())
         if not beyond <= self._compute_tolerance(index, exact):
             raise WrongResultError(f"result {index} is wrong by {largest:.3g}")
         return largest

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ Results = tuple[Tensor, ...]
 
 
 class TensorCache:
-    """Random tensors by role, kept until x's shape, dtype or layout changes: neighbouring cells share them."""
+    """Random tensors by role, kept until x's shape, dtype or layout changes: neighbouring cells share them.
+
+    They are drawn from a generator of their own: providers seed torch's, after which dy would be equal to x.
+    """
 
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
         self._key: object = None
         self._kept: dict[object, Tensor] = {}
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(SEED)
 
     def get_tensor(self, role: str, cell: KernelCell) -> Tensor:
         """x, dy or residual in x's layout; weight or bias in the parameters' shape; scale or shift [N, C]."""
@@ -39,7 +47,7 @@ class TensorCache:
         return self._kept[own_key]
 
     def _make_random(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
-        x = torch.randn(shape, device=self._device, dtype=dtype)
+        x = torch.randn(shape, generator=self._generator, device=self._device, dtype=dtype)
         if layout != "nhwc":
             return x
         axes = [0, *range(2, x.ndim), 1]

@@ -12,6 +12,14 @@ def test_cells_over_the_same_tensors_share_them(problem):
     assert backward.weight is forward.weight
 
 
+def test_tensors_differ_though_a_provider_seeds_torch(problem):
+    it = problem()
+    torch.manual_seed(1)
+    x = it.x
+    torch.manual_seed(1)
+    assert not torch.equal(it.dy, x)
+
+
 def test_another_shape_gets_tensors_of_its_own(problem):
     first = problem()
     x = first.x
