@@ -12,9 +12,9 @@ from benchmarks.workload.problems import EPS, BenchmarkProblem, ProviderRun, Res
 
 
 def make_liger_run(problem: BenchmarkProblem) -> ProviderRun | None:
-    """LayerNorm, RMSNorm and contiguous GroupNorm; with a residual of x's dtype, RMSNorm forward."""
+    """LayerNorm and RMSNorm of rows, contiguous GroupNorm; with a residual of x's dtype, RMSNorm forward."""
     cell = problem.cell
-    if cell.layout == "nhwc":
+    if cell.layout == "nhwc" or cell.is_over_channels:
         return None
     if cell.variant == "residual" and cell.op == "rms_norm" and cell.pass_ == "forward":
         return _make_liger_add_rms_norm(problem)
@@ -85,12 +85,14 @@ _LIGER = {
 
 
 def make_quack_run(problem: BenchmarkProblem) -> ProviderRun | None:
-    """LayerNorm, with parameters in float32, which it requires, and RMSNorm.
+    """LayerNorm of rows, with parameters in float32, which it requires, and RMSNorm.
 
     RMSNorm also by head, and forward with a residual.  Backward with a residual stream of another dtype gives dx in
     the stream's dtype only, which is another operation.
     """
     cell = problem.cell
+    if cell.is_over_channels:
+        return None
     if cell.op == "layer_norm" and cell.variant == "plain":
         return _make_quack_layer_norm(problem)
     if cell.op == "rms_norm" and (cell.variant, cell.pass_) in _QUACK_RMS:
@@ -135,7 +137,7 @@ def make_tutorial_run(problem: BenchmarkProblem) -> ProviderRun | None:
     cell = problem.cell
     if (cell.op, cell.pass_, cell.variant) != ("layer_norm", "forward", "plain"):
         return None
-    if not can_fit_block(problem.x):
+    if cell.is_over_channels or not can_fit_block(problem.x):
         return None
     assert problem.weight is not None
     assert problem.bias is not None

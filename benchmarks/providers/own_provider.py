@@ -16,8 +16,8 @@ def make_own_run(problem: BenchmarkProblem) -> ProviderRun:
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
     options: dict[str, Any] = {
         "eps": EPS,
-        "activation": cell.variant_options.activation,
         "residual": problem.residual,
+        **cell.norm_options,
         **problem.sample_parameters,
     }
     if cell.variant_options.dropout:
@@ -29,13 +29,12 @@ def make_own_run(problem: BenchmarkProblem) -> ProviderRun:
         return ProviderRun(lambda: drop_none(forward(*leading, *parameters, **options)))
     backward = getattr(fusednorm, f"{cell.op}_backward")
     saved = forward(*leading, *parameters, stats=True, **options)
+    dy, dresidual_out = problem.dy, problem.dresidual_out
     statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
-    has_dresidual = cell.variant_options.has_own_dresidual(problem.x.dtype)
 
     def compute_gradients() -> Results:
-        result = backward(problem.dy, *leading, *parameters, **statistics, **options)
-        dresidual = result.dresidual if has_dresidual else None
-        return drop_none((result.dx, result.dweight, result.dbias, result.dscale, result.dshift, dresidual))
+        result = backward(dy, *leading, *parameters, dresidual_out=dresidual_out, **statistics, **options)
+        return problem.list_gradients(result)
 
     return ProviderRun(compute_gradients)
 

@@ -10,7 +10,7 @@ from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
 from benchmarks.workload.benchmark_cells import KernelCell
-from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRun, Results
+from benchmarks.workload.problems import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
 
 
 def compute_plain(
@@ -21,19 +21,29 @@ def compute_plain(
     residual: Tensor | None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Any:
     """The operation in plain torch: y, (y, h) with a residual, or (y, scale) in float8.
 
     A residual stream wider than x is rounded before the norm, as in models that have one.
     """
-    h = x if residual is None else x + residual
+
+    def broadcast(of_samples: Tensor) -> Tensor:
+        """[N, cols] over the tokens between, or [N, C] over the positions after."""
+        if cell.layout == "samples":
+            return of_samples.unsqueeze(1)
+        return of_samples.view(*of_samples.shape, *[1] * (x.ndim - 2))
+
+    h = x if gate is None else broadcast(gate) * x
+    h = h if residual is None else h + residual
     y = _normalise(cell, h.to(x.dtype), weight, bias)
     if scale is not None and shift is not None:
-        of_channels = (*scale.shape, *[1] * (x.ndim - 2))
-        y = y * (1 + scale.view(of_channels)) + shift.view(of_channels)
+        y = y * (1 + broadcast(scale)) + broadcast(shift)
     match cell.variant_options.activation:
         case "relu":
             y = F.relu(y)
+        case "leaky_relu":
+            y = F.leaky_relu(y)
         case "silu":
             y = F.silu(y)
         case "gelu_tanh":
@@ -46,6 +56,20 @@ def compute_plain(
 
 
 def _normalise(cell: KernelCell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of rows, of channels moved to the last axis and back, or of groups.
+
+    GroupNorm with a group for each channel is torch's InstanceNorm.
+    """
+    if cell.is_over_channels:
+        return _normalise_rows(cell, h.movedim(1, -1), weight, bias).movedim(-1, 1)
+    if not cell.groups:
+        return _normalise_rows(cell, h, weight, bias)
+    if cell.groups == h.shape[1]:
+        return F.instance_norm(h, weight=weight, bias=bias, eps=EPS)
+    return F.group_norm(h, cell.groups, weight, bias, EPS)
+
+
+def _normalise_rows(cell: KernelCell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     size = h.shape[-1:]
     if cell.variant_options.per_head:
         assert weight is not None
@@ -59,9 +83,7 @@ def _normalise(cell: KernelCell, h: Tensor, weight: Tensor | None, bias: Tensor 
         return h
     if cell.op == "rms_norm":
         return F.rms_norm(h, size, weight, EPS)
-    if cell.op == "layer_norm":
-        return F.layer_norm(h, size, weight, bias, EPS)
-    return F.group_norm(h, cell.groups, weight, bias, EPS)
+    return F.layer_norm(h, size, weight, bias, EPS)
 
 
 def _quantise(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,18 +107,21 @@ def make_compiled_run(problem: BenchmarkProblem) -> ProviderRun:
     return _make_autograd_run(problem, lambda function: torch.compile(function, dynamic=False))
 
 
-def _compute_y(
+def _compute_differentiated(
     cell: KernelCell,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     **of_samples: Tensor,
-) -> Tensor:
-    """y of `compute_plain`; a compiled graph that also returned the residual's sum would expect its gradient."""
+) -> Results:
+    """The results of `compute_plain` whose gradients are given: y and, with a gate, the sum.
+
+    A compiled graph that also returned another residual's sum would expect its gradient.
+    """
     result = compute_plain(cell, x, weight, bias, residual, **of_samples)
-    y: Tensor = result[0] if isinstance(result, tuple) else result
-    return y
+    results = result if isinstance(result, tuple) else (result,)
+    return results if cell.variant_options.has_gate else results[:1]
 
 
 def _make_autograd_run(
@@ -118,28 +143,29 @@ def _make_autograd_run(
             forward, find_kept=(lambda results: results[0] != 0) if cell.variant_options.dropout else None
         )
 
-    normalise = prepare(_compute_y)
+    normalise = prepare(_compute_differentiated)
 
-    def build_graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
+    def build_graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Results, Results]:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
         if residual is not None and cell.variant_options.has_own_dresidual(problem.x.dtype):
             residual = leaves["residual"] = residual.detach().requires_grad_()
         torch.manual_seed(SEED)
-        of_samples = {name: leaves[name] for name in cell.variant_options.modulation_roles}
-        y = normalise(cell, leaves["x"], leaves.get("weight"), leaves.get("bias"), residual, **of_samples)
-        return y, tuple(leaves.values())
+        of_samples = {name: leaves[name] for name in cell.variant_options.sample_roles}
+        results = normalise(cell, leaves["x"], leaves.get("weight"), leaves.get("bias"), residual, **of_samples)
+        return results, tuple(leaves.values())
 
     named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.sample_parameters}
     inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
-    y, leaves = build_graph(inputs, problem.residual)
+    results, leaves = build_graph(inputs, problem.residual)
+    gradients = drop_none((problem.dy, problem.dresidual_out))
     mask = None
     if cell.variant_options.dropout:
         # With inputs of ones, y is 0 only where the mask makes it 0.
         ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
         residual = None if problem.residual is None else torch.ones_like(problem.residual)
-        mask = build_graph(ones, residual)[0].detach() != 0
+        mask = build_graph(ones, residual)[0][0].detach() != 0
     return ProviderRun(
-        lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
+        lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True),
         find_kept=None if mask is None else lambda _: mask,
     )
 

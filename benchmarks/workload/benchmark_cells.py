@@ -1,6 +1,7 @@
 """The cells: one is one pass of one operation over one shape, dtype and layout."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.workload.variants import VARIANTS, VariantOptions
 
@@ -19,10 +20,11 @@ class KernelCell:
         pass_: forward or backward (backward with statistics saved, and the gradients of the parameters); of modules
             forward_backward.
         variant: a name in `VARIANTS`.
-        shape: (rows, cols), (tokens, heads, cols), or (n, c, *spatial) whatever the layout.
+        shape: (rows, cols), (tokens, heads, cols), (n, tokens, cols) of samples, or (n, c, *spatial) whatever the
+            memory format.
         groups: num_groups of group_norm, 0 elsewhere.
         dtype: of x, y and the parameters.
-        layout: rows, heads, nchw or nhwc.
+        layout: rows, heads, samples, nchw or nhwc; layer_norm and rms_norm of the last two are over the channels.
     """
 
     op: str
@@ -39,9 +41,20 @@ class KernelCell:
         return VARIANTS[self.variant]
 
     @property
+    def is_over_channels(self) -> bool:
+        """Whether this is a LayerNorm or RMSNorm over dim 1."""
+        return not self.groups and self.layout in ("nchw", "nhwc")
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """Arguments of the library's functions: the activation, and the layout of a norm over channels."""
+        layout = {"layout": "nchw"} if self.is_over_channels else {}
+        return {"activation": self.variant_options.activation, **layout}
+
+    @property
     def parameter_shape(self) -> tuple[int, ...]:
         """The shape of weight and of bias."""
-        if self.groups:
+        if self.groups or self.is_over_channels:
             return self.shape[1:2]
         if self.variant_options.per_head:
             return self.shape[-2:]
@@ -49,7 +62,7 @@ class KernelCell:
 
     @property
     def shape_name(self) -> str:
-        """4096x8192, 32768x32x128, or 8x512x64x64g32."""
+        """4096x8192, 32768x32x128, 16x1024x1152, or 8x512x64x64g32."""
         return "x".join(map(str, self.shape)) + (f"g{self.groups}" if self.groups else "")
 
     @property

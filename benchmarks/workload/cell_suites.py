@@ -9,6 +9,10 @@ Those of GroupNorm, each in both layouts: `group_images` has what diffusion mode
 normalise, with SiLU in 16 bits; `group_float32` the same in float32, `group_variants` a few of them with everything
 else that is fused, `group_odd` groups that suit neither vectors nor blocks.  `group_norm` is all of these.
 
+Norms of diffusion, image and volume models in bfloat16: `adaptive` has LayerNorm and RMSNorm with scale and shift
+of each sample, without and with a gate; `channels` LayerNorm over channels, and `instance` InstanceNorm, which is
+GroupNorm with a group for each channel, both in both layouts.
+
 `first` is a short look at everything.
 """
 
@@ -72,6 +76,38 @@ ODD_GROUPS = (
 )
 """InstanceNorm, one group, groups of 3 channels, of 10 and 30 with prime sizes, audio, and a volume."""
 
+SAMPLE_SHAPES = (
+    (16, 1024, 1152),
+    (2, 4096, 3072),
+    (8, 256, 1152),
+    (4, 1024, 1536),
+    (32, 256, 1152),
+    (1, 4608, 3072),
+)
+"""Samples of tokens in DiT, FLUX and SD3; no launches are tuned for the last three."""
+
+CHANNEL_SHAPES = (
+    (32, 128, 56, 56),
+    (32, 512, 14, 14),
+    (8, 96, 256, 256),
+    (32, 1024, 7, 7),
+    (32, 256, 28, 28),
+    (16, 192, 48, 48),
+    (4, 768, 32, 32),
+    (2, 64, 512, 512),
+)
+"""Images in ConvNeXt and segmentation models; no launches are tuned for the last four."""
+
+INSTANCE_SHAPES = (
+    (2, 32, 96, 96, 96),
+    (2, 64, 48, 48, 48),
+    (2, 128, 24, 24, 24),
+    (4, 64, 128, 128),
+    (16, 64, 56, 56),
+    (8, 128, 28, 28),
+)
+"""Volumes in nnU-Net, and images in style models."""
+
 
 def iterate_sweep(
     lengths: Iterable[int],
@@ -109,6 +145,17 @@ def iterate_groups(
     """Shapes and numbers of groups, both passes, both layouts."""
     for dtype, (shape, count), layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
         yield KernelCell("group_norm", pass_, variant, shape, count, dtype, layout)
+
+
+def _iterate_adaptive() -> Iterator[KernelCell]:
+    of_each = [("layer_norm", variant, shape) for variant in ("adaptive", "gated") for shape in SAMPLE_SHAPES]
+    for (op, variant, shape), pass_ in product([*of_each, ("rms_norm", "adaptive", SAMPLE_SHAPES[0])], PASSES):
+        yield KernelCell(op, pass_, variant, shape, 0, "bfloat16", "samples")
+
+
+def _iterate_channels() -> Iterator[KernelCell]:
+    for shape, layout, pass_ in product(CHANNEL_SHAPES, ("nchw", "nhwc"), PASSES):
+        yield KernelCell("layer_norm", pass_, "plain", shape, 0, "bfloat16", layout)
 
 
 def _pair_with_32_groups(shapes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
@@ -180,6 +227,11 @@ SUITES: dict[str, Callable[[], Iterable[KernelCell]]] = {
     "layer_norm": lambda: chain.from_iterable(suite() for suite in _ROW_SUITES.values()),
     **_GROUP_SUITES,
     "group_norm": lambda: chain.from_iterable(suite() for suite in _GROUP_SUITES.values()),
+    "adaptive": _iterate_adaptive,
+    "channels": _iterate_channels,
+    "instance": lambda: iterate_groups(
+        ((shape, shape[1]) for shape in INSTANCE_SHAPES), ("bfloat16",), ("plain", "leaky_relu")
+    ),
 }
 
 

@@ -19,7 +19,9 @@ class VariantOptions:
         per_head: every head of x [tokens, heads, cols] has parameters of its own, [heads, cols].
         norms: number of consecutive norms of a chain; parameters are [norms, cols].
         affine: whether weight and bias are given.
-        has_modulation: scale and shift [N, C] are given, an affine step of each sample after the common one.
+        has_modulation: scale and shift of each sample are given, an affine step after the common one.
+        has_gate: a gate of each sample is given, x's factor where it is added to the residual; backward then
+            includes the gradient of the sum.
     """
 
     activation: ActivationName = "none"
@@ -31,6 +33,7 @@ class VariantOptions:
     norms: int = 1
     affine: bool = True
     has_modulation: bool = False
+    has_gate: bool = False
 
     def compute_min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
         """The minimum bytes that a pass over an x of `numel` elements must move."""
@@ -38,17 +41,23 @@ class VariantOptions:
         residual = (self.residual_dtype or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
             return traffic.compute_forward_bytes(numel, size, y, residual=residual, residual_out=residual)
-        dresidual = residual if self.has_own_dresidual(dtype) else 0
-        return traffic.compute_backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
+        return traffic.compute_backward_bytes(
+            numel,
+            size,
+            y,
+            residual=residual,
+            dresidual_out=residual if self.has_gate else 0,
+            dresidual=residual if self.has_own_dresidual(dtype) else 0,
+        )
 
     @property
-    def modulation_roles(self) -> tuple[str, ...]:
-        """Names of the given tensors [N, C]."""
-        return ("scale", "shift") if self.has_modulation else ()
+    def sample_roles(self) -> tuple[str, ...]:
+        """Names of the given parameters of samples."""
+        return (("scale", "shift") if self.has_modulation else ()) + (("gate",) if self.has_gate else ())
 
     def has_own_dresidual(self, dtype: torch.dtype) -> bool:
         """Whether the residual's gradient is a separate result from that of an x of `dtype`."""
-        return self.residual and self.residual_dtype not in (None, dtype)
+        return self.residual and (self.has_gate or self.residual_dtype not in (None, dtype))
 
 
 VARIANTS = {
@@ -64,6 +73,9 @@ VARIANTS = {
     "per_head": VariantOptions(per_head=True),
     "chain": VariantOptions(norms=3),
     "no_affine": VariantOptions(affine=False),
+    "leaky_relu": VariantOptions(activation="leaky_relu"),
     "scale_shift_silu": VariantOptions(activation="silu", has_modulation=True),
+    "adaptive": VariantOptions(affine=False, has_modulation=True),
+    "gated": VariantOptions(affine=False, has_modulation=True, residual=True, has_gate=True),
 }
 """Variants by their name in cells and in the CSV."""

@@ -2,10 +2,10 @@
 
 A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more read,
 its sum one more write, the gradient of that sum (dresidual_out) one more read, and, if the residual's dtype is not
-x's, its gradient one more write.  Parameters, statistics and their gradients are vectors and do not count, nor do
-the scales of the rows of a float8 y, whose elements have one byte each.  A chain of norms is one forward pass.
-Everywhere in this project bandwidth is these bytes divided by device time, independent of the bytes that a kernel
-really moves.
+x's or x has a gate, its gradient one more write.  Parameters, those of samples too, statistics and their gradients
+do not count, nor do the scales of the rows of a float8 y, whose elements have one byte each.  A chain of norms is
+one forward pass.  Everywhere in this project bandwidth is these bytes divided by device time, independent of the
+bytes that a kernel really moves.
 """
 
 

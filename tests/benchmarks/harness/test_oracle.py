@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from fusednorm.reference.dropout import compute_dropout_mask
@@ -5,7 +7,7 @@ from fusednorm.reference.dropout import compute_dropout_mask
 from benchmarks.harness.oracle import ResultOracle, WrongResultError, compute_exact_results, compute_keep_mask
 from benchmarks.providers.own_provider import make_own_run
 from benchmarks.providers.torch_provider import make_eager_run
-from benchmarks.workload.problems import SEED, ProviderRun
+from benchmarks.workload.problems import SEED, BenchmarkProblem, ProviderRun
 
 
 @pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
@@ -80,6 +82,50 @@ def test_right_groups_pass(problem, provider, layout, pass_, variant):
     assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
 
 
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
+@pytest.mark.parametrize("variant", ["plain", "leaky_relu"])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_right_instances_pass(problem, provider, layout, pass_, variant):
+    it = problem("group_norm", pass_, variant, shape=(2, 8, 2, 3, 4), groups=8, layout=layout)
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
+
+
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_right_norms_over_channels_pass(problem, provider, layout, pass_):
+    it = problem(pass_=pass_, shape=(2, 24, 4, 5), layout=layout)
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
+
+
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["adaptive", "gated"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_right_samples_pass(problem, provider, op, pass_, variant, dtype):
+    it = problem(op, pass_, variant, shape=(2, 5, 64), layout="samples", dtype=dtype)
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < (1e-4 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize(
+    ("pass_", "shapes"),
+    [
+        ("forward", [(2, 5, 64), (2, 5, 64)]),
+        ("backward", [(2, 5, 64), (2, 64), (2, 64), (2, 64), (2, 5, 64)]),
+    ],
+)
+def test_each_wrong_result_of_a_gate_fails(problem, pass_, shapes):
+    it = problem(pass_=pass_, variant="gated", shape=(2, 5, 64), layout="samples")
+    right = make_own_run(it).call()
+    assert [tuple(result.shape) for result in right] == shapes
+    for index in range(len(right)):
+        results = (*right[:index], right[index] + 0.1, *right[index + 1 :])
+        with pytest.raises(WrongResultError, match=f"result {index}"):
+            ResultOracle(it).measure_error(ProviderRun(lambda results=results: results))
+
+
 def test_wrong_gradients_of_scale_and_shift_fail(problem):
     it = problem("group_norm", "backward", "scale_shift_silu", shape=(2, 8, 4, 4), groups=4)
     right = make_own_run(it).call()
@@ -111,6 +157,20 @@ def test_nan_fails(problem):
     it = problem()
     with pytest.raises(WrongResultError):
         ResultOracle(it).measure_error(ProviderRun(lambda: (it.x * float("nan"),)))
+
+
+def test_either_derivative_of_leaky_relu_is_right_at_zero_alone(problem):
+    it = problem("group_norm", "backward", "leaky_relu", shape=(2, 8, 16, 16), groups=8, dtype="bfloat16")
+    z = compute_exact_results(BenchmarkProblem(replace(it.cell, pass_="forward", variant="plain"), it.tensors))[0]
+    dx, *parameters = make_own_run(it).call()
+
+    def measure_with_error(elements):
+        wrong = dx + 5.0 * elements.to(dx.dtype)
+        return ResultOracle(it).measure_error(ProviderRun(lambda: (wrong, *parameters)))
+
+    assert 0 < measure_with_error(z.abs() < 0.05) < 0.2
+    with pytest.raises(WrongResultError, match="result 0"):
+        measure_with_error((z.abs() > 0.05) & (z.abs() < 0.1))
 
 
 def test_a_missing_gradient_fails(problem):
@@ -146,8 +206,15 @@ def test_parts_sum_to_the_whole(problem, monkeypatch):
         torch.testing.assert_close(part, all_at_once)
 
 
-def test_gradients_of_samples_come_out_of_parts_whole(problem, monkeypatch):
-    it = problem("group_norm", "backward", "scale_shift_silu", shape=(3, 8, 4, 4), groups=4)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"op": "group_norm", "variant": "scale_shift_silu", "shape": (3, 8, 4, 4), "groups": 4},
+        {"op": "layer_norm", "variant": "gated", "shape": (3, 2, 64), "layout": "samples"},
+    ],
+)
+def test_gradients_of_samples_come_out_of_parts_whole(problem, monkeypatch, arguments):
+    it = problem(pass_="backward", **arguments)
     whole = compute_exact_results(it)
     monkeypatch.setattr("benchmarks.harness.oracle._PART_NUMEL", 128)
     for part, all_at_once in zip(compute_exact_results(it), whole, strict=True):

@@ -23,6 +23,20 @@ def test_peers_decline_what_they_do_not_have(problem, provider, op, pass_, varia
     assert PROVIDERS[provider](problem(op, pass_, variant, shape=shape, groups=groups)) is None
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+def test_peers_decline_norms_over_channels(problem, provider, op, layout):
+    assert PROVIDERS[provider](problem(op, shape=(2, 8, 4, 4), layout=layout)) is None
+
+
+@pytest.mark.parametrize("variant", ["adaptive", "gated"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+def test_peers_decline_parameters_of_samples(problem, provider, op, variant):
+    assert PROVIDERS[provider](problem(op, variant=variant, shape=(2, 3, 64), layout="samples")) is None
+
+
 def test_heads_with_parameters_of_their_own_are_quack_s_in_rms_norm_alone(problem, monkeypatch):
     quack = ModuleType("quack.rmsnorm")
     quack.rmsnorm_fwd, quack.rmsnorm_bwd = (lambda x, *_, **__: (x, x, x)), (lambda x, *_: (x, x, None, None))

@@ -60,6 +60,23 @@ def test_layer_norm_has_every_kind_of_cell(name):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("suite", "cell"),
+    [
+        ("adaptive", "layer_norm {} adaptive 2x4096x3072 bfloat16 samples"),
+        ("adaptive", "layer_norm {} gated 1x4608x3072 bfloat16 samples"),
+        ("adaptive", "rms_norm {} adaptive 16x1024x1152 bfloat16 samples"),
+        ("channels", "layer_norm {} plain 32x512x14x14 bfloat16 nchw"),
+        ("channels", "layer_norm {} plain 2x64x512x512 bfloat16 nhwc"),
+        ("instance", "group_norm {} plain 2x32x96x96x96g32 bfloat16 nhwc"),
+        ("instance", "group_norm {} leaky_relu 8x128x28x28g128 bfloat16 nchw"),
+    ],
+)
+def test_norms_of_samples_channels_and_instances_have_every_kind_of_cell(suite, cell, pass_):
+    assert cell.format(pass_) in {cell.name for cell in list_cells([suite])}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_group_norm_has_every_shape_in_every_dtype_and_layout(dtype, layout, pass_):

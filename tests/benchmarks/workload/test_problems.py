@@ -66,3 +66,25 @@ def test_channels_last_is_by_strides(problem):
     x = problem("group_norm", shape=(2, 8, 4, 5), groups=4, layout="nhwc").x
     assert x.shape == (2, 8, 4, 5)
     assert x.stride() == (160, 1, 40, 8)
+
+
+def test_parameters_of_samples_of_tokens_are_chunks_of_one_tensor(problem):
+    it = problem(variant="gated", shape=(2, 3, 64), layout="samples")
+    parameters = it.sample_parameters
+    assert {name: (t.shape, t.stride()) for name, t in parameters.items()} == dict.fromkeys(
+        ("scale", "shift", "gate"), ((2, 64), (6 * 64, 1))
+    )
+    assert len({t.untyped_storage().data_ptr() for t in parameters.values()}) == 1
+    assert len({t.data_ptr() for t in parameters.values()}) == 3
+
+
+def test_the_sum_has_a_gradient_with_a_gate_alone(problem):
+    gated = problem(variant="gated", shape=(2, 3, 64), layout="samples")
+    assert gated.dresidual_out.shape == gated.residual.shape == (2, 3, 64)
+    assert problem(variant="residual").dresidual_out is None
+
+
+def test_channels_of_a_norm_over_them_may_be_last(problem):
+    it = problem(shape=(2, 8, 4, 5), layout="nhwc")
+    assert it.x.stride() == (160, 1, 40, 8)
+    assert it.weight.shape == it.bias.shape == (8,)

@@ -25,6 +25,10 @@ from benchmarks.workload.variants import VARIANTS
         ("no_affine", "backward", 3),
         ("scale_shift_silu", "forward", 2),
         ("scale_shift_silu", "backward", 3),
+        ("adaptive", "forward", 2),
+        ("adaptive", "backward", 3),
+        ("gated", "forward", 4),
+        ("gated", "backward", 6),
     ],
 )
 def test_fewest_bytes_are_whole_tensors_once_each(variant, pass_, tensors):
