@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 import triton
-from fusednorm.host.background_build import ensure_extension_built
+from fusednorm.host.background_build import ensure_extension_built, is_build_enabled
 
 from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.providers.registry import PROVIDERS
@@ -26,8 +26,11 @@ def fix_triton_cache() -> None:
 
 
 def wait_for_extension() -> None:
-    """Compile the host extension, or wait for the process that does, before calls are timed on a GPU."""
-    if torch.cuda.is_available():
+    """Compile the host extension, or wait for the process that does, before calls are timed on a GPU.
+
+    With the build switched off no compiler starts later, either, and kernels are timed without the extension.
+    """
+    if torch.cuda.is_available() and is_build_enabled():
         try:
             ensure_extension_built()
         except (OSError, RuntimeError) as error:

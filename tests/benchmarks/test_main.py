@@ -87,6 +87,7 @@ def test_the_host_extension_is_there_before_anything_is_timed_on_a_gpu(is_built,
         if not is_built:
             raise RuntimeError("no compiler")
 
+    monkeypatch.setenv("FUSEDNORM_BUILD_EXTENSION", "1")
     monkeypatch.setattr("benchmarks.harness.compile_ahead.ensure_extension_built", ensure_built)
     monkeypatch.setattr("benchmarks.kernels.suite.compile_cells", lambda *arguments: order.append("kernels"))
     for on_gpu in (False, True):

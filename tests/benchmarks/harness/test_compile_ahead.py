@@ -37,3 +37,13 @@ def test_the_place_of_the_cache_is_settled_before_workers_start(taken_on, monkey
 def test_a_chosen_place_stays(taken_on):
     compile_ahead.compile_cells([], ["fusednorm"], seconds=1)
     assert os.environ["TRITON_CACHE_DIR"] == "/restored/afterwards"
+
+
+@pytest.mark.parametrize(("switch", "builds"), [("0", 0), ("1", 1)])
+def test_the_extension_is_built_before_calls_are_timed_unless_that_is_off(monkeypatch, switch, builds):
+    built = []
+    monkeypatch.setattr(compile_ahead.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compile_ahead, "ensure_extension_built", lambda: built.append("extension"))
+    monkeypatch.setenv("FUSEDNORM_BUILD_EXTENSION", switch)
+    compile_ahead.wait_for_extension()
+    assert len(built) == builds
