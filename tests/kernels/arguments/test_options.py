@@ -45,8 +45,8 @@ def test_checked_options_have_the_types_of_kernels():
     assert type(options.eps) is type(options.negative_slope) is float
 
 
-def test_operators_take_a_slope_after_the_options_of_saved_graphs():
-    assert OPTIONS_SCHEMA.endswith("int seed, float negative_slope=0.01")
+def test_operators_take_later_options_after_those_of_saved_graphs():
+    assert OPTIONS_SCHEMA.endswith("int seed, float negative_slope=0.01, str? layout=None")
 
 
 @pytest.mark.parametrize(
