@@ -269,19 +269,17 @@ def check_channels(x: Any, weight: Any, bias: Any) -> None:
         raise KernelInputError('layout "nchw" needs parameters [C], got parameters of each head')
 
 
-def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) -> None:
-    """Raise unless scale and shift are each None or [N, C] with strides that a kernel supports.
+def check_channel_modulations(modulations: Mapping[str, Array], x: Array) -> None:
+    """Raise unless each modulation is [N, C] of x [N, C, *spatial], with strides that a kernel supports.
 
-    Their channels must be contiguous, and both must have one stride between samples.
+    Its channels must be contiguous, and all must have one stride between samples.
 
     Raises:
         KernelInputError: wrong dtype or shape.
         UnsupportedShapeError: the channels are not contiguous, or the strides differ.
     """
     strides = set()
-    for name, array in (("scale", scale), ("shift", shift)):
-        if array is None:
-            continue
+    for name, array in modulations.items():
         check_float(name, array)
         check_shape(name, array, x.shape[:2], x)
         if array.shape[1] > 1 and array.strides[1] != 1 and 0 not in array.shape:
@@ -291,7 +289,7 @@ def check_scale_and_shift(scale: Array | None, shift: Array | None, x: Array) ->
         strides.add(array.strides[0])
     if len(strides) > 1 and x.shape[0] > 1:
         raise UnsupportedShapeError(
-            f"scale and shift must have one stride from sample to sample, got {sorted(strides)}"
+            f"{' and '.join(modulations)} must have one stride from sample to sample, got {sorted(strides)}"
         )
 
 

@@ -103,6 +103,21 @@ def test_scale_and_shift_of_each_sample(op):
     torch.testing.assert_close(y, right)
 
 
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_gate_of_each_sample(op, memory_format):
+    x, weight = make_tensors(memory_format)
+    residual, gate = torch.randn_like(x, requires_grad=True), torch.randn(2, 6, requires_grad=True)
+    given = x, weight, residual, gate
+    y, total = getattr(fusednorm, f"add_{op}")(x, residual, weight, gate=gate, layout="nchw")
+    h = residual + gate[:, :, None, None] * x
+    right = plain(op, h, weight)
+    torch.testing.assert_close((y, total), (right, h))
+    dy = torch.randn_like(y)
+    found, exact = (torch.autograd.grad(each, given, (dy, dy)) for each in ((y, total), (right, h)))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives(op):
     given = make_tensors(dtype=torch.float64)
@@ -128,7 +143,8 @@ def test_operators_are_consistent(op, memory_format):
     x, weight = make_tensors(memory_format)
     arguments = (x, weight, None, torch.randn_like(x, dtype=torch.float64), None, None)
     options = 0, 1e-5, 0.0, "silu", 0.0, 0, 0.01, "nchw"
-    torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (*arguments, *options))
+    for gate in (None, torch.randn(2, 6, requires_grad=True)):
+        torch.library.opcheck(getattr(torch.ops.fusednorm, op).default, (*arguments, *options, gate))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,11 +4,12 @@ from math import prod
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import (
+    check_channel_modulations,
     check_float,
     check_groups,
     check_parameter,
-    check_scale_and_shift,
     check_statistics,
+    select_modulations,
 )
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
 from fusednorm.arguments.layouts import detect_channels_last
@@ -36,7 +37,7 @@ def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInput
         if array is not None:
             check_float(name, array, shape_like=x)
             detect_channels_last(array, name)
-    check_scale_and_shift(inputs.scale, inputs.shift, x)
+    check_channel_modulations(select_modulations(inputs.scale, inputs.shift, None), x)
     groups = options.num_groups
     if isinstance(inputs, BackwardInputs):
         check_statistics(inputs.mean, inputs.rstd, (x.shape[0], groups))

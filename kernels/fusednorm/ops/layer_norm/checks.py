@@ -7,11 +7,11 @@ from typing import Any
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import (
+    check_channel_modulations,
     check_channels,
     check_float,
     check_gate,
     check_parameter,
-    check_scale_and_shift,
     check_statistics,
     check_weight_offset,
     count_samples,
@@ -47,7 +47,8 @@ def check_layout_and_rows(
         return check_rows(options, inputs)
     x = inputs.x
     check_channels(x, inputs.weight, inputs.bias)
-    check_scale_and_shift(inputs.scale, inputs.shift, x)
+    check_gate(inputs.gate, inputs.residual)
+    check_channel_modulations(select_modulations(inputs.scale, inputs.shift, inputs.gate), x)
     like_x = {name: getattr(inputs, name) for name in _LIKE_X[type(inputs)] if getattr(inputs, name) is not None}
     for name, array in like_x.items():
         check_float(name, array, shape_like=x)
@@ -55,10 +56,6 @@ def check_layout_and_rows(
         _check_layouts(like_x, has_channel_rows, "channels-last")
         moved = {name: move_channels_last(array) for name, array in like_x.items()}
         return check_rows(options, inputs._replace(**moved))
-    if inputs.gate is not None:
-        raise UnsupportedShapeError(
-            "a gate needs channels that are adjacent in memory: convert x to torch.channels_last"
-        )
     _check_layouts(like_x, Array.is_contiguous, "contiguous")
     for name in _PARAMETERS:
         check_parameter(name, getattr(inputs, name), x.shape[1:2], x)

@@ -3,24 +3,33 @@
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import load_residual_sum, make_column_mask
+from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
 from fusednorm.jit.moments import compute_mean_and_variance_from_lane_sums
 from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     compute_addend,
     compute_factor,
     load_channel_parameter,
     make_block_offsets,
+    select_gate,
 )
 
 
 @triton.jit
 def load_channel_block(
-    x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C: tl.constexpr
-):
-    """Load x + residual of the channels from `first_channel` on; return offsets, mask and h, [BLOCK_C, BLOCK_P]."""
+    x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask, channels, positions,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Load x, and h = residual + gate * x, of the channels from `first_channel` on.
+
+    Returns offsets, mask, x in the dtype of memory, and h, [BLOCK_C, BLOCK_P], and the gate as a tuple of one tile
+    [BLOCK_C, 1] or of none.  `start` and `modulation` are the offsets of the sample in x and in the gate.
+    """
     mask = make_column_mask(first_channel + tl.arange(0, BLOCK_C)[:, None], channels, False) & position_mask
     at = start + first_channel.to(tl.int64) * positions + make_block_offsets(position, positions, BLOCK_C)
-    return at, mask, load_residual_sum(x_ptr, residual_ptr, at, mask, "")
+    gates = load_channel_parameter(gate_ptr, modulation + first_channel, channels - first_channel, 0, BLOCK_C, 1)
+    gate = select_gate(gates, 0)
+    x, h = load_row_residual_sum(x_ptr, residual_ptr, gate, at, at, mask, "")
+    return at, mask, x, h, gate
 
 
 @triton.jit
@@ -47,7 +56,7 @@ def load_factor_and_addend(
 
 @triton.jit
 def compute_swept_mean_and_variance(
-    x_ptr, residual_ptr, start, position, position_mask, channels, positions,
+    x_ptr, residual_ptr, gate_ptr, start, modulation, position, position_mask, channels, positions,
     BLOCK_C: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Compute the mean of each position, in two parts (rough + shift), and its variance, from blocks of channels.
@@ -60,9 +69,10 @@ def compute_swept_mean_and_variance(
     """
     n = channels.to(tl.float32)
     zero = tl.full((), 0, tl.int32)
-    _, _, pivot = load_channel_block(
-        x_ptr, residual_ptr, start, zero, position, position_mask, channels, positions, BLOCK_C
-    )
+    _, _, _, pivot, _ = load_channel_block(
+        x_ptr, residual_ptr, gate_ptr, start, modulation, zero, position, position_mask, channels, positions,
+        BLOCK_C,
+    )  # fmt: skip
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     if IS_RMS:
         sum_2 = sum_1 + pivot * pivot
@@ -71,9 +81,10 @@ def compute_swept_mean_and_variance(
     count = tl.full(pivot.shape, 1.0, tl.float32)
     for block in range(1, tl.cdiv(channels, BLOCK_C)):
         first_channel = block * BLOCK_C
-        _, _, h = load_channel_block(
-            x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C
-        )
+        _, _, _, h, _ = load_channel_block(
+            x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+            channels, positions, BLOCK_C,
+        )  # fmt: skip
         if IS_RMS:
             sum_2 += h * h
         else:

@@ -34,12 +34,15 @@ def choose_forward(
 ) -> ChannelsFirstForwardConfig:
     """Choose the forward configuration for samples [channels, positions] of elements of `itemsize` bytes.
 
-    A residual takes as many registers as x, so half as many channels fit a program.
+    A residual takes as many registers as x: half as many channels fit a program, and half as many programs a
+    multiprocessor.
     """
     table = tables.FORWARD[itemsize, _classify_access(positions, itemsize)]
     found = _find_entry(channels, table)
     if found is None or (has_residual and 2 * channels > table[-1][0]):
         return _limit_positions(tables.FORWARD_SWEEP, positions)
+    if has_residual:
+        found = replace(found, programs_per_sm=max(1, found.programs_per_sm // 2))
     return _limit_positions(found, positions)
 
 
@@ -93,7 +96,11 @@ def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall,
     rstd = new_workspace(call.x, samples, positions)
     mean = None if call.options.is_rms else new_workspace(call.x, samples, positions)
     statistics = LayerNormForwardCall(
-        x=call.x, residual=call.residual, options=call.options.statistics_options, out=RowStatistics(mean, rstd)
+        x=call.x,
+        residual=call.residual,
+        gate=call.gate,
+        options=call.options.statistics_options,
+        out=RowStatistics(mean, rstd),
     )
     launches = plan_sweep_forward(statistics, _limit_positions(tables.FORWARD_SWEEP, positions))
     return replace(call, mean=mean, rstd=rstd), launches

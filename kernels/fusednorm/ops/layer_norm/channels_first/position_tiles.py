@@ -15,7 +15,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, compute_vector_width
 from fusednorm.jit.epilogue import activate, compute_transposed_keep_mask, differentiate_activation
-from fusednorm.jit.loads import add_residual_chunk, add_weight_offset, make_column_mask
+from fusednorm.jit.loads import add_residual, add_weight_offset, make_column_mask, widen
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import MAX_VEC
 from fusednorm.ops.layer_norm.call import LayerNormCall
@@ -89,9 +89,9 @@ class PositionTiles:
 
 
 def list_modulation_arguments(call: LayerNormCall) -> tuple[Any, ...]:
-    """List scale, shift, and the stride between samples."""
-    scale, shift, _, _, stride = call.modulation_arguments(1)
-    return scale, shift, stride
+    """List scale, shift, gate, and the stride between samples."""
+    *modulations, _, stride = call.modulation_arguments(1)
+    return *modulations, stride
 
 
 @triton.jit
@@ -192,12 +192,33 @@ def compute_addend(biases, scales, shifts, i: tl.constexpr, BLOCK_C: tl.constexp
 
 
 @triton.jit
-def compute_position_moments(chunks, residuals, channels, FULL: tl.constexpr, IS_RMS: tl.constexpr):
+def select_gate(gates, i: tl.constexpr):
+    """Select chunk i of the gate as a tuple of one tile [BLOCK_C, 1]; () if there is no gate."""
+    gate = ()
+    if len(gates) > 0:
+        gate = (gates[i][:, None],)
+    return gate
+
+
+@triton.jit
+def compute_sum_chunk(chunks, residuals, gates, i: tl.constexpr):
+    """Compute chunk i of h = residual + gate * x in float32; h is x if `residuals` is empty.
+
+    The tuples are loaded tiles of x and of the residual, and vectors of the gate, in the dtype of memory.
+    """
+    if len(residuals) > 0:
+        return add_residual(chunks[i], residuals[i], select_gate(gates, i))
+    else:
+        return widen(chunks[i])
+
+
+@triton.jit
+def compute_position_moments(chunks, residuals, gates, channels, FULL: tl.constexpr, IS_RMS: tl.constexpr):
     """Compute the mean over channels of each position, in two parts (pivot + shift), and the variance.
 
     Returns [1, BLOCK_P] each.  The mean is pivot + shift; subtract the pivot first, then the shift.  For RMSNorm
-    both are 0, and the variance is the mean of squares.  `chunks` and `residuals` are tuples of loaded tiles of x
-    and of the residual, `residuals` empty without one.
+    both are 0, and the variance is the mean of squares.  `chunks`, `residuals` and `gates` are the tuples of
+    `compute_sum_chunk`.
 
     The chunks are converted to float32 in each of two passes, so that registers hold the dtype of memory only.
     """
@@ -207,7 +228,7 @@ def compute_position_moments(chunks, residuals, channels, FULL: tl.constexpr, IS
     squares = tl.zeros(chunks[0].shape, tl.float32)
     if IS_RMS:
         for i in tl.static_range(len(chunks)):
-            h = add_residual_chunk(chunks, residuals, i)
+            h = compute_sum_chunk(chunks, residuals, gates, i)
             squares += h * h
         variance = tl.sum(squares, 0, keep_dims=True) / n
         pivot = tl.zeros_like(variance)
@@ -215,11 +236,11 @@ def compute_position_moments(chunks, residuals, channels, FULL: tl.constexpr, IS
     else:
         total = tl.zeros(chunks[0].shape, tl.float32)
         for i in tl.static_range(len(chunks)):
-            total += add_residual_chunk(chunks, residuals, i)
+            total += compute_sum_chunk(chunks, residuals, gates, i)
         pivot = tl.sum(total, 0, keep_dims=True) / n
         shifts = tl.zeros(chunks[0].shape, tl.float32)
         for i in tl.static_range(len(chunks)):
-            d = add_residual_chunk(chunks, residuals, i) - pivot
+            d = compute_sum_chunk(chunks, residuals, gates, i) - pivot
             if i >= FULL:
                 d = tl.where(tl.arange(0, BLOCK_C)[:, None] + i * BLOCK_C < channels, d, 0.0)
             shifts += d

@@ -71,6 +71,16 @@ def test_each_sample_has_its_scale_and_shift(op, channels_last, affine):
     check(op, make_samples((3, 20, 5, 5), channels_last), affine=affine, **options)
 
 
+@pytest.mark.parametrize("modulations", [("gate",), ("scale", "shift", "gate")])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_each_sample_has_its_gate(op, channels_last, modulations):
+    x, residual, dresidual_out = (make_samples((3, 20, 5, 5), channels_last) for _ in range(3))
+    parts = torch.randn(3, 60).chunk(3, 1)
+    options = dict(zip(modulations, parts, strict=False)) | {"activation": "silu"}
+    check(op, x, residual=residual, dresidual_out=dresidual_out, **options)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_all_options(channels_last):
     shape = (2, 40, 5, 4)
@@ -118,7 +128,7 @@ def test_channels_that_do_not_fit_a_program_are_read_twice(op, shape):
 def test_all_options_of_channels_that_do_not_fit():
     x, residual, dresidual_out = (make_samples((2, 70, 3, 4)) for _ in range(3))
     options = {"activation": "silu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
-    options |= {"scale": torch.randn(2, 70), "shift": torch.randn(2, 70)}
+    options |= {name: torch.randn(2, 70) for name in ("scale", "shift", "gate")}
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
@@ -198,6 +208,8 @@ def test_float8_needs_adjacent_channels():
         ((2, 8, 3), {"weight": torch.ones(3)}, "needs weight"),
         ((2, 8, 3), {"weight": torch.ones(3, 8)}, "each head"),
         ((2, 8, 3), {"scale": torch.ones(2, 1, 8)}, "needs scale"),
+        ((2, 8, 3), {"gate": torch.ones(2, 8)}, "gate needs a residual"),
+        ((2, 8, 3), {"gate": torch.ones(2, 3), "residual": torch.ones(2, 8, 3)}, "needs gate"),
         ((2, 8, 3), {"layout": "nhwc"}, "layout must be"),
     ],
 )

@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch
-from fusednorm.jit.loads import load_masked, make_column_mask
+from fusednorm.jit.loads import load_masked, make_column_mask, widen
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
@@ -58,7 +58,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwa
     }
     inputs = (*call.tensors, *list_modulation_arguments(call), call.mean, call.rstd, sums)
     scalars = (tiles.samples, *tiles.sizes, *call.options.epilogue_arguments)
-    gradients = (*call.input_gradients, partials.dweight, partials.dbias)
+    gradients = (*call.input_gradients, partials.dweight, partials.dbias, partials.dgate)
     apply_options = {
         **options,
         "GROUP": tiles.group,
@@ -117,6 +117,7 @@ def layer_norm_backward_channels_first_sums_kernel(
     bias_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     modulation_stride: tl.int64,
     mean_ptr,
     rstd_ptr,
@@ -148,16 +149,18 @@ def layer_norm_backward_channels_first_sums_kernel(
     position_mask = make_column_mask(position, positions, EVEN_P)
     start = sample * channels * positions
     row = sample * positions + position
+    modulation = sample * modulation_stride
     mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, position_mask, IS_RMS)
     products = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
     total = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
     for block in range(0, tl.cdiv(channels, BLOCK_C)):
         first_channel = block * BLOCK_C
-        at, mask, h = load_channel_block(
-            x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C
-        )
+        at, mask, _, h, _ = load_channel_block(
+            x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+            channels, positions, BLOCK_C,
+        )  # fmt: skip
         factor, addend = load_factor_and_addend(
-            weight_ptr, bias_ptr, scale_ptr, shift_ptr, sample * modulation_stride, first_channel, channels,
+            weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation, first_channel, channels,
             BLOCK_C, WEIGHT_OFFSET, ACTIVATION != "none",
         )  # fmt: skip
         x_hat, dz = _compute_x_hat_and_dz(
@@ -187,6 +190,7 @@ def layer_norm_backward_channels_first_apply_kernel(
     bias_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     modulation_stride: tl.int64,
     mean_ptr,
     rstd_ptr,
@@ -195,6 +199,7 @@ def layer_norm_backward_channels_first_apply_kernel(
     dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dgate_partial_ptr,
     samples,
     channels,
     position_units,
@@ -227,12 +232,14 @@ def layer_norm_backward_channels_first_apply_kernel(
     first_tile, last_tile, step, partial, own_sample = divide_tiles(
         tl.program_id(0) // blocks, tl.num_programs(0) // blocks, samples, tl.cdiv(positions, BLOCK_P), MODULATED
     )
+    modulation = own_sample * modulation_stride
     factor, addend = load_factor_and_addend(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, own_sample * modulation_stride, first_channel, channels,
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation, first_channel, channels,
         BLOCK_C, WEIGHT_OFFSET, ACTIVATION != "none",
     )  # fmt: skip
     dweight = tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32)
     dbias = tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32)
+    dgate = tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32)
     for tile in tl.range(first_tile, last_tile, step):
         sample, first = locate_tile(tile, positions, BLOCK_P)
         position = first + tl.arange(0, BLOCK_P)[None, :]
@@ -240,9 +247,10 @@ def layer_norm_backward_channels_first_apply_kernel(
         start = sample * channels * positions
         row = sample * positions + position
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, position_mask, IS_RMS)
-        at, mask, h = load_channel_block(
-            x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C
-        )
+        at, mask, x, h, gate = load_channel_block(
+            x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+            channels, positions, BLOCK_C,
+        )  # fmt: skip
         x_hat, dz = _compute_x_hat_and_dz(
             h, load_masked(dy_ptr, at, mask, ""), mean, rstd, factor, addend, row, first_channel,
             seed, dropout_threshold, dropout_scale, negative_slope, IS_RMS, ACTIVATION, DROPOUT,
@@ -251,16 +259,20 @@ def layer_norm_backward_channels_first_apply_kernel(
             dweight += sum_adjacent_positions(dz * x_hat, GROUP)
         if dbias_partial_ptr is not None:
             dbias += sum_adjacent_positions(dz, GROUP)
-        dx = dz * factor - x_hat * tl.load(sums_ptr + row, mask=position_mask, other=0.0)
+        dh = dz * factor - x_hat * tl.load(sums_ptr + row, mask=position_mask, other=0.0)
         if not IS_RMS:
-            dx -= tl.load(sums_ptr + rows + row, mask=position_mask, other=0.0)
-        dx *= rstd
+            dh -= tl.load(sums_ptr + rows + row, mask=position_mask, other=0.0)
+        dh *= rstd
         if dresidual_out_ptr is not None:
-            dx += load_masked(dresidual_out_ptr, at, mask, "")
-        store_input_gradients(dx, (), dx_ptr, dresidual_ptr, 0, at, mask, "")
+            dh += load_masked(dresidual_out_ptr, at, mask, "")
+        if dgate_partial_ptr is not None:
+            dgate += sum_adjacent_positions(dh * widen(x), GROUP)
+        store_input_gradients(dh, gate, dx_ptr, dresidual_ptr, 0, at, mask, "")
     channel = first_channel + tl.arange(0, BLOCK_C)[:, None]
     at = partial * channels + channel
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + at, tl.sum(dweight, 1, keep_dims=True), mask=channel < channels)
     if dbias_partial_ptr is not None:
         tl.store(dbias_partial_ptr + at, tl.sum(dbias, 1, keep_dims=True), mask=channel < channels)
+    if dgate_partial_ptr is not None:
+        tl.store(dgate_partial_ptr + at, tl.sum(dgate, 1, keep_dims=True), mask=channel < channels)

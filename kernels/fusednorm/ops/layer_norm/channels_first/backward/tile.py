@@ -1,7 +1,7 @@
 """Backward pass over channels, with all channels of a tile of positions in the registers of one program.
 
-The formulas are in `fusednorm.ops.layer_norm.backward.tile`.  Each program's sums over positions for dweight and
-dbias stay in float32 registers, one for each channel and each access of a thread, and
+The formulas are in `fusednorm.ops.layer_norm.backward.tile`.  Each program's sums over positions for dweight,
+dbias and dgate stay in float32 registers, one for each channel and each access of a thread, and
 `fusednorm.ops.layer_norm.backward.partial_reduction` adds up those of all programs in fixed order.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.early_start import allow_next_launch
-from fusednorm.jit.loads import add_residual_chunk, make_column_mask, widen
+from fusednorm.jit.loads import make_column_mask, widen
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch, compute_max_registers
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
@@ -22,6 +22,7 @@ from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     compute_addend,
     compute_factor,
     compute_position_moments,
+    compute_sum_chunk,
     divide_tiles,
     list_modulation_arguments,
     load_channel_chunks,
@@ -29,6 +30,7 @@ from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     locate_tile,
     make_block_offsets,
     make_chunk_mask,
+    select_gate,
     sum_adjacent_positions,
 )
 from fusednorm.ops.layer_norm.gradient_steps import store_input_gradients
@@ -66,7 +68,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwar
     }
     arguments = (
         *call.tensors, *list_modulation_arguments(call), call.mean, call.rstd, *call.input_gradients,
-        partials.dweight, partials.dbias, tiles.samples, *tiles.sizes, call.options.eps,
+        partials.dweight, partials.dbias, partials.dgate, tiles.samples, *tiles.sizes, call.options.eps,
         *call.options.epilogue_arguments,
     )  # fmt: skip
     return [
@@ -77,14 +79,14 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwar
 
 @triton.jit
 def _compute_x_hat(
-    chunks, residuals, i: tl.constexpr, mean, shift, rstd, channels,
+    chunks, residuals, gates, i: tl.constexpr, mean, shift, rstd, channels,
     FULL: tl.constexpr, HAS_SHIFT: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Compute chunk i of x_hat; 0 for channels that do not exist.
 
     The mean is mean + shift, where shift is 0 unless HAS_SHIFT.
     """
-    x_hat = add_residual_chunk(chunks, residuals, i)
+    x_hat = compute_sum_chunk(chunks, residuals, gates, i)
     if not IS_RMS:
         x_hat = x_hat - mean
     x_hat = x_hat * rstd
@@ -115,6 +117,7 @@ def layer_norm_backward_channels_first_tile_kernel(
     bias_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     modulation_stride: tl.int64,
     mean_ptr,
     rstd_ptr,
@@ -122,6 +125,7 @@ def layer_norm_backward_channels_first_tile_kernel(
     dresidual_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dgate_partial_ptr,
     samples,
     channels,
     position_units,
@@ -165,13 +169,17 @@ def layer_norm_backward_channels_first_tile_kernel(
     if ACTIVATION != "none":
         biases = load_channel_parameter(bias_ptr, 0, channels, FULL, BLOCK_C, CHUNKS)
         shifts = load_channel_parameter(shift_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
+    gates = load_channel_parameter(gate_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
     dweights = ()
     dbiases = ()
+    dgates = ()
     for _ in tl.static_range(CHUNKS):
         if dweight_partial_ptr is not None:
             dweights = dweights + (tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32),)
         if dbias_partial_ptr is not None:
             dbiases = dbiases + (tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32),)
+        if dgate_partial_ptr is not None:
+            dgates = dgates + (tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32),)
 
     for tile in tl.range(first_tile, last_tile, step, num_stages=STAGES):
         sample, first = locate_tile(tile, positions, BLOCK_P)
@@ -194,7 +202,7 @@ def layer_norm_backward_channels_first_tile_kernel(
             if not IS_RMS:
                 mean = tl.load(mean_ptr + row, mask=position_mask, other=0.0)
         else:
-            mean, shift, variance = compute_position_moments(chunks, residuals, channels, FULL, IS_RMS)
+            mean, shift, variance = compute_position_moments(chunks, residuals, gates, channels, FULL, IS_RMS)
             # Positions that do not exist have dy = 0, whose product with an infinite rstd would be NaN.
             rstd = tl.where(position_mask, 1.0 / tl.sqrt(variance + eps), 0.0)
 
@@ -205,7 +213,7 @@ def layer_norm_backward_channels_first_tile_kernel(
         new_dbiases = ()
         for i in tl.static_range(CHUNKS):
             x_hat = _compute_x_hat(
-                chunks, residuals, i, mean, shift, rstd, channels, FULL, rstd_ptr is None, IS_RMS
+                chunks, residuals, gates, i, mean, shift, rstd, channels, FULL, rstd_ptr is None, IS_RMS
             )
             factor = compute_factor(weights, scales, i, BLOCK_C, WEIGHT_OFFSET)
             addend = compute_addend(biases, scales, shifts, i, BLOCK_C)
@@ -226,11 +234,12 @@ def layer_norm_backward_channels_first_tile_kernel(
         c1, c2 = sum_pair(products, total, 0)
         c1 = c1 * inverse_n
         c2 = c2 * inverse_n
+        new_dgates = ()
         for i in tl.static_range(CHUNKS):
             mask = make_chunk_mask(position_mask, i, channels, FULL, BLOCK_C)
             at = tl.cast(i * BLOCK_C, tl.int64) * positions + offsets
             x_hat = _compute_x_hat(
-                chunks, residuals, i, mean, shift, rstd, channels, FULL, rstd_ptr is None, IS_RMS
+                chunks, residuals, gates, i, mean, shift, rstd, channels, FULL, rstd_ptr is None, IS_RMS
             )
             factor = compute_factor(weights, scales, i, BLOCK_C, WEIGHT_OFFSET)
             addend = compute_addend(biases, scales, shifts, i, BLOCK_C)
@@ -238,13 +247,16 @@ def layer_norm_backward_channels_first_tile_kernel(
                 widen(dys[i]), x_hat, factor, addend, row, i * BLOCK_C,
                 seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT,
             )  # fmt: skip
-            dx = dz * factor - x_hat * c1
+            dh = dz * factor - x_hat * c1
             if not IS_RMS:
-                dx -= c2
-            dx *= rstd
+                dh -= c2
+            dh *= rstd
             if dresidual_out_ptr is not None:
-                dx += widen(tl.load(dresidual_out_ptr + start + at, mask=mask, other=0.0))
-            store_input_gradients(dx, (), dx_ptr, dresidual_ptr, start, at, mask, "")
+                dh += widen(tl.load(dresidual_out_ptr + start + at, mask=mask, other=0.0))
+            if dgate_partial_ptr is not None:
+                new_dgates = new_dgates + (dgates[i] + sum_adjacent_positions(dh * widen(chunks[i]), GROUP),)
+            store_input_gradients(dh, select_gate(gates, i), dx_ptr, dresidual_ptr, start, at, mask, "")
+        dgates = new_dgates
 
     for i in tl.static_range(CHUNKS):
         channel = i * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
@@ -254,3 +266,5 @@ def layer_norm_backward_channels_first_tile_kernel(
             tl.store(dweight_partial_ptr + at, tl.sum(dweights[i], 1, keep_dims=True), mask=mask)
         if dbias_partial_ptr is not None:
             tl.store(dbias_partial_ptr + at, tl.sum(dbiases[i], 1, keep_dims=True), mask=mask)
+        if dgate_partial_ptr is not None:
+            tl.store(dgate_partial_ptr + at, tl.sum(dgates[i], 1, keep_dims=True), mask=mask)

@@ -60,6 +60,7 @@ def layer_norm_forward_channels_first_sweep_kernel(
     rstd_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     modulation_stride: tl.int64,
     channels,
     position_units,
@@ -86,17 +87,19 @@ def layer_norm_forward_channels_first_sweep_kernel(
     row = sample * positions + position
     modulation = sample * modulation_stride
     rough, shift, variance = compute_swept_mean_and_variance(
-        x_ptr, residual_ptr, start, position, position_mask, channels, positions, BLOCK_C, IS_RMS
-    )
+        x_ptr, residual_ptr, gate_ptr, start, modulation, position, position_mask, channels, positions,
+        BLOCK_C, IS_RMS,
+    )  # fmt: skip
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, position_mask)
     if y_ptr is not None:
         blocks = tl.cdiv(channels, BLOCK_C)
         for step in range(0, blocks):
             first_channel = (blocks - 1 - step) * BLOCK_C
-            at, mask, h = load_channel_block(
-                x_ptr, residual_ptr, start, first_channel, position, position_mask, channels, positions, BLOCK_C
-            )
+            at, mask, _, h, _ = load_channel_block(
+                x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+                channels, positions, BLOCK_C,
+            )  # fmt: skip
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
             if IS_RMS:

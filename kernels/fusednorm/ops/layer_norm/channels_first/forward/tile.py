@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.jit.loads import add_residual_chunk, make_column_mask
+from fusednorm.jit.loads import make_column_mask
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.launch.launches import Launch, compute_max_registers
 from fusednorm.ops.layer_norm.call import LayerNormForwardCall
@@ -14,6 +14,7 @@ from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     apply_channel_affine,
     apply_channel_epilogue,
     compute_position_moments,
+    compute_sum_chunk,
     list_modulation_arguments,
     load_channel_chunks,
     load_channel_parameter,
@@ -66,6 +67,7 @@ def layer_norm_forward_channels_first_tile_kernel(
     rstd_ptr,
     scale_ptr,
     shift_ptr,
+    gate_ptr,
     modulation_stride: tl.int64,
     channels,
     position_units,
@@ -102,14 +104,15 @@ def layer_norm_forward_channels_first_tile_kernel(
     biases = load_channel_parameter(bias_ptr, 0, channels, FULL, BLOCK_C, CHUNKS)
     scales = load_channel_parameter(scale_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
     shifts = load_channel_parameter(shift_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
+    gates = load_channel_parameter(gate_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
 
-    pivot, shift, variance = compute_position_moments(chunks, residuals, channels, FULL, IS_RMS)
+    pivot, shift, variance = compute_position_moments(chunks, residuals, gates, channels, FULL, IS_RMS)
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, position_mask)
     for i in tl.static_range(CHUNKS):
         mask = make_chunk_mask(position_mask, i, channels, FULL, BLOCK_C)
         at = start + tl.cast(i * BLOCK_C, tl.int64) * positions + offsets
-        h = add_residual_chunk(chunks, residuals, i)
+        h = compute_sum_chunk(chunks, residuals, gates, i)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         if IS_RMS:
