@@ -31,6 +31,8 @@ _TITLES = {
     "layer_norm.forward": "LayerNorm and RMSNorm, forward: columns",
     "layer_norm.backward": "LayerNorm and RMSNorm, backward: columns",
     "layer_norm.chain": "Chains of LayerNorm and RMSNorm: columns",
+    "layer_norm.channels_first.forward": "LayerNorm and RMSNorm over channels, contiguous, forward: channels",
+    "layer_norm.channels_first.backward": "LayerNorm and RMSNorm over channels, contiguous, backward: channels",
     "group_norm.contiguous.forward": "GroupNorm, contiguous, forward: elements of a group, to within 8",
     "group_norm.contiguous.backward": "GroupNorm, contiguous, backward: elements of a group, to within 8; "
     "“some” where it depends on how many channels these are",

@@ -22,6 +22,7 @@ from benchmarks.algorithms.kernel_algorithms import PassAlgorithm, find_chosen_a
 from benchmarks.algorithms.limit_search import (
     Sizes,
     Walk,
+    count_from_two,
     list_octave_sizes,
     make_multiples,
     make_non_multiples,
@@ -117,7 +118,7 @@ def _search_channels(pass_: str, purpose: str, call: Call, dtype: torch.dtype, c
     # A sample of one position is in both layouts.
     positions: Sizes = make_non_multiples(vector) if RAGGED in call else make_multiples(vector)
     if last:
-        positions = _count_from_two
+        positions = count_from_two
 
     def compute_size(number: int) -> int:
         return positions(number) * (1 if last else of_group)
@@ -140,7 +141,3 @@ def _iterate_grid(last: bool, channels: int) -> Iterable[int]:
     if channels:
         return list_octave_sizes(8, 1 << 13)
     return (size + above for size in range(4096, 1 << 16, 1024) for above in (0, 32))
-
-
-def _count_from_two(number: int) -> int:
-    return number + 1

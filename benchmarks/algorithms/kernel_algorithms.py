@@ -15,6 +15,8 @@ PASSES = (
     "layer_norm.forward",
     "layer_norm.backward",
     "layer_norm.chain",
+    "layer_norm.channels_first.forward",
+    "layer_norm.channels_first.backward",
     "group_norm.contiguous.forward",
     "group_norm.contiguous.backward",
     "group_norm.channels_last.forward",

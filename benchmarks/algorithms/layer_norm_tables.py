@@ -16,10 +16,17 @@ from benchmarks.algorithms.algorithm_rules import (
     make_rules,
 )
 from benchmarks.algorithms.kernel_algorithms import find_chosen_algorithm
-from benchmarks.algorithms.limit_search import Walk, make_multiples, make_non_multiples, search_limits
+from benchmarks.algorithms.limit_search import (
+    Walk,
+    count_from_two,
+    make_multiples,
+    make_non_multiples,
+    search_limits,
+)
 from benchmarks.fingerprints.cases import FingerprintCase
 from benchmarks.fingerprints.layer_norm_cases import (
     ROWS,
+    VECTORS,
     LayerNormVariant,
     Pass,
     iterate_table_lengths,
@@ -40,6 +47,9 @@ _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("layer_norm.backward", ""): (("", ALONE), ("", HEADS), ("", FUSED), ("", RAGGED)),
     ("layer_norm.forward", FLOAT8): (("", ALONE), ("", HEADS), ("", RAGGED)),
     ("layer_norm.chain", ""): (("", RAGGED),),
+    ("layer_norm.channels_first.forward", ""): (("", RESIDUAL),),
+    ("layer_norm.channels_first.forward", STATISTICS): (("", RESIDUAL),),
+    ("layer_norm.channels_first.backward", ""): (("", RESIDUAL),),
 }
 """Traits of the calls of each pass, and of passes with a purpose."""
 
@@ -59,7 +69,7 @@ def make_call_case(
     if pass_ == "layer_norm.chain":
         return make_chain_case(dtype, cols, 2)
     kind: Pass = "float8" if purpose == FLOAT8 else "forward"
-    if pass_ == "layer_norm.backward" or purpose == STATISTICS:
+    if pass_.endswith(".backward") or purpose == STATISTICS:
         kind = "backward"
     has: dict[str, Any] = {
         "stats": purpose != STATISTICS,
@@ -67,6 +77,7 @@ def make_call_case(
         "bias": False,
         "residual": "own" if {RESIDUAL, FUSED} & {*call} else "",
         "heads": "shared" if HEADS in call else "",
+        "positions": VECTORS if "channels_first" in pass_ else 0,
         "rows": 1 if ONE_ROW in call else ROWS,
     }
     return make_case(kind, dtype, cols, LayerNormVariant("walk", **has | others), ALONE not in call)
@@ -78,7 +89,10 @@ def _search_call(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk],
 
 
 def _search_lengths(pass_: str, purpose: str, call: Call, dtype: torch.dtype) -> Walk:
-    sizes = (make_non_multiples if RAGGED in call else make_multiples)(16 // dtype.itemsize)
+    vector = 16 // dtype.itemsize
+    sizes = make_non_multiples(vector) if RAGGED in call else make_multiples(vector)
+    if "channels_first" in pass_:
+        sizes = count_from_two
 
     def choose(number: int) -> str:
         return find_chosen_algorithm(make_call_case(pass_, purpose, call, dtype, sizes(number)), pass_)

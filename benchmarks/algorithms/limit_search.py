@@ -14,6 +14,11 @@ Walk = list[tuple[int, str]]
 """Limits, ascending, and the choice up to each; the last limit is LONGEST."""
 
 
+def count_from_two(number: int) -> int:
+    """Each number from 2 on: channels or positions that are one are in either layout."""
+    return number + 1
+
+
 def make_multiples(step: int) -> Sizes:
     """Multiples of `step`."""
     return lambda number: number * step

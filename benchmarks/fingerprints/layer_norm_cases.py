@@ -1,7 +1,10 @@
-"""Cases of LayerNorm and RMSNorm: rows at the limits of every table's entries, in every variant of a call."""
+"""Cases of LayerNorm and RMSNorm: rows at the limits of every table's entries, in every variant of a call.
+
+As are the channels of contiguous samples.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.chain import ChainCall
+from fusednorm.ops.layer_norm.channels_first import config_tables as channel_tables
 from fusednorm.ops.layer_norm.choices import plan_backward, plan_chain, plan_forward
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import FLOAT8
@@ -23,11 +27,16 @@ from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, 
 
 ROWS, TOKENS, HEADS, SAMPLES = 4096, 512, 4, 8
 EPS = 1e-5
+VECTORS = 49
+"""Number of a sample's positions over whose channels is normalised, in vectors of one access."""
+
 LONGEST = 1 << 23
 """Number of columns of a row, too many for all programs of a device to hold together."""
 
 Pass = Literal["forward", "backward", "float8"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "float8")
+CHANNEL_PASSES: tuple[Pass, ...] = ("forward", "backward")
+"""The passes of rows, and those over the channels of contiguous samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,8 @@ class LayerNormVariant:
         heads: x is [tokens, heads, cols]: "shared" parameters for the heads of a wider tensor, "own" parameters for
             each of packed heads, or "uniform": own parameters for padded rows.
         modulations: x is [samples, tokens, cols] with these tensors of each sample, which are parts of a wider one.
-        rows: number of rows of x, without heads and samples.
+        positions: x is contiguous samples [samples, cols, positions], and its rows go along the columns.
+        rows: number of rows of x, without heads, samples and positions.
         tokens: number of tokens of x with heads, or of each sample.
     """
 
@@ -59,6 +69,7 @@ class LayerNormVariant:
     unaligned: bool = False
     heads: Literal["", "shared", "own", "uniform"] = ""
     modulations: tuple[Literal["scale", "shift", "gate"], ...] = ()
+    positions: int = 0
     rows: int = ROWS
     tokens: int = TOKENS
 
@@ -121,12 +132,20 @@ RARE = (
 )
 """Variants for one row length of every algorithm."""
 
+USUAL_OF_CHANNELS, CHANNEL_VARIANTS = (
+    tuple(each for each in variants if not each.heads and (each.rows, each.tokens) == (ROWS, TOKENS))
+    for variants in (USUAL, (*USUAL, *RARE))
+)
+"""Variants that positions may have: for every entry of a table, and for one of every algorithm."""
+
 
 def iterate_cases() -> Iterator[FingerprintCase]:
     """All cases, under each policy."""
     for dtype in DTYPES:
         for kind in PASSES:
             yield from _iterate_pass_cases(kind, dtype)
+        for kind in CHANNEL_PASSES:
+            yield from _iterate_channel_cases(kind, dtype)
         yield from _iterate_chain_cases(dtype)
 
 
@@ -146,6 +165,33 @@ def _iterate_pass_cases(kind: Pass, dtype: torch.dtype) -> Iterator[FingerprintC
             if length > 0 and (length, variant, waits) not in done:
                 done.add((length, variant, waits))
                 yield make_case(kind, dtype, length, variant, waits)
+
+
+def _iterate_channel_cases(kind: Pass, dtype: torch.dtype) -> Iterator[FingerprintCase]:
+    algorithms: set[type] = set()
+    for channels, vector, config in iterate_table_channels(kind, dtype.itemsize):
+        positions = VECTORS * vector
+        rare = CHANNEL_VARIANTS if type(config) not in algorithms else ()
+        algorithms.add(type(config))
+        wanted = [(channels, positions, variant) for variant in dict.fromkeys((*USUAL_OF_CHANNELS, *rare))]
+        wanted += [(channels - 1, positions, variant) for variant in (PLAIN, FUSED)]
+        # Whole tiles of positions.
+        wanted += [(channels, 128 * vector, variant) for variant in (PLAIN, FUSED)]
+        for count, size, variant in wanted:
+            yield make_case(kind, dtype, count, replace(variant, positions=size))
+
+
+def iterate_table_channels(kind: Pass, itemsize: int) -> Iterator[tuple[int, int, object]]:
+    """The most channels, the elements of an access and the configuration of each entry of the tables over channels.
+
+    After the last entry of each table, it is more channels than a program holds.
+    """
+    table = channel_tables.FORWARD if kind == "forward" else channel_tables.BACKWARD
+    for (of_element, access), entries in table.items():
+        if of_element == itemsize:
+            vector = access // itemsize
+            yield from ((limit, vector, config) for limit, config in entries)
+            yield 2 * entries[-1][0], vector, None
 
 
 def iterate_table_lengths(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
@@ -174,10 +220,11 @@ def iterate_table_lengths(kind: Pass, itemsize: int) -> Iterator[tuple[int, obje
 def make_case(
     kind: Pass, dtype: torch.dtype, cols: int, variant: LayerNormVariant, waits: bool = True
 ) -> FingerprintCase:
-    """A call over rows of `cols` columns of `dtype`; `waits`: whether programs may wait for one another."""
+    """A call over `cols` columns or channels of `dtype`; `waits`: whether programs may wait for one another."""
     policy = "" if waits else ", nothing waits"
     plan = {"forward": _plan_forward, "backward": _plan_backward, "float8": _plan_float8}[kind]
-    name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {variant.rows}x{cols} {variant.name}{policy}"
+    shape = f"{SAMPLES}x{cols}x{variant.positions}" if variant.positions else f"{variant.rows}x{cols}"
+    name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {shape} {variant.name}{policy}"
     return FingerprintCase(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, may_wait=waits)
 
 
@@ -198,7 +245,12 @@ class _LayerNormTensors:
 
 
 def _make_rows(tensors: MetaTensors, role: str, cols: int, dtype: torch.dtype, variant: LayerNormVariant) -> Tensor:
-    """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads, or samples in their place."""
+    """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads, or samples in their place.
+
+    If it has positions, it is [positions, samples, cols].
+    """
+    if variant.positions:
+        return tensors.make_tensor(role, (SAMPLES, cols, variant.positions), dtype).permute(2, 0, 1)
     if variant.modulations:
         return tensors.make_tensor(role, (SAMPLES, variant.tokens, cols), dtype).transpose(0, 1)
     if variant.heads == "shared":

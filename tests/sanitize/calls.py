@@ -91,6 +91,9 @@ def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[FingerprintCase]:
             )
             for cols in (*lengths, SINGLE_ROW_COLS + 1):
                 yield from _rows(kind, dtype, cols, chosen)
+        for kind in layer_norm_cases.CHANNEL_PASSES:
+            for channels, vector, _ in layer_norm_cases.iterate_table_channels(kind, dtype.itemsize):
+                yield from _channels(kind, dtype, channels, 3 * vector, chosen)
         for cols, norms, unaligned in product((16, 1000, 1024, 16384, 20000), (1, 3), (False, True)):
             yield _named(layer_norm_cases.make_chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
         for last in (False, True):
@@ -109,6 +112,15 @@ def _rows(
         ):
             small = replace(variant, rows=min(variant.rows, 3), tokens=2, unaligned=unaligned)
             yield _named(layer_norm_cases.make_case(kind, dtype, length, small, waits), unaligned)
+
+
+def _channels(
+    kind: layer_norm_cases.Pass, dtype: torch.dtype, channels: int, positions: int, chosen: random.Random
+) -> Iterator[FingerprintCase]:
+    """Calls of samples of so many channels and positions."""
+    for variant, unaligned, waits in _options(layer_norm_cases.PLAIN, layer_norm_cases.CHANNEL_VARIANTS, chosen):
+        small = replace(variant, positions=positions, unaligned=unaligned)
+        yield _named(layer_norm_cases.make_case(kind, dtype, channels, small, waits), unaligned)
 
 
 def _groups(

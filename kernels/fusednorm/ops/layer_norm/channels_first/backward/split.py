@@ -67,9 +67,9 @@ def plan_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwa
     }
     grids = (tiles.samples * tiles.tiles_per_sample,), (blocks * programs * shares,)
     return [
-        Launch(layer_norm_backward_channels_first_sums_kernel, grids[0], (*inputs, *scalars), options),
+        Launch(layer_norm_backward_channels_first_split_sums_kernel, grids[0], (*inputs, *scalars), options),
         Launch(
-            layer_norm_backward_channels_first_apply_kernel,
+            layer_norm_backward_channels_first_split_apply_kernel,
             grids[1],
             (*inputs, *gradients, *scalars),
             apply_options,
@@ -108,7 +108,7 @@ def _load_statistics(mean_ptr, rstd_ptr, row, mask, IS_RMS: tl.constexpr):
 @triton.jit(
     do_not_specialize=["modulation_stride", "samples", "channels", "position_units", "seed", "dropout_threshold"]
 )
-def layer_norm_backward_channels_first_sums_kernel(
+def layer_norm_backward_channels_first_split_sums_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -181,7 +181,7 @@ def layer_norm_backward_channels_first_sums_kernel(
 @triton.jit(
     do_not_specialize=["modulation_stride", "samples", "channels", "position_units", "seed", "dropout_threshold"]
 )
-def layer_norm_backward_channels_first_apply_kernel(
+def layer_norm_backward_channels_first_split_apply_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
@@ -221,8 +221,8 @@ def layer_norm_backward_channels_first_apply_kernel(
 ):
     """Write dx, and partial sums for the parameters, of BLOCK_C channels per program over tiles of positions.
 
-    `layer_norm_backward_channels_first_sums_kernel` wrote `sums_ptr`.  A program of a MODULATED call processes
-    tiles of one sample.
+    `layer_norm_backward_channels_first_split_sums_kernel` wrote `sums_ptr`.  A program of a MODULATED call
+    processes tiles of one sample.
     """
     allow_next_launch(EARLY_REDUCE)
     positions = position_units * VEC
