@@ -51,7 +51,7 @@ def iterate_candidates(
 def _iterate_tiles(channels: int, positions: int, itemsize: int, tensors: int) -> Iterator[tuple[int, int, int]]:
     """(block_p, warps, programs_per_sm) of tiles of all channels of that many tensors.
 
-    The most programs that registers allow, and fewer.
+    The most programs that registers allow, and fewer, down to a third.
     """
     group = compute_vector_width(16 // itemsize, positions)
     for block_p, warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8, 16)):
@@ -63,5 +63,5 @@ def _iterate_tiles(channels: int, positions: int, itemsize: int, tensors: int) -
         held = tensors * elements * max(itemsize, 4 if group == 1 else 0) // 4 + tensors * _REGISTERS_BESIDE
         most = min(REGISTERS_PER_SM // (32 * warps * held), _MOST_THREADS // (32 * warps))
         if elements >= 8 and most:
-            for programs in sorted({most, max(1, most * 2 // 3), max(1, most // 2)}):
+            for programs in sorted({max(1, most * sixths // 6) for sixths in range(2, 7)}):
                 yield block_p, warps, programs

@@ -68,13 +68,13 @@ def of_torch(name, x, given):
     return getattr(nn.functional, name.rpartition(".")[2])(x, **given)
 
 
-def ours(name, x, given):
+def ours(name, x, given, layout=None):
     """The same by this library: groups by the function, rows by the module, which knows their axes."""
     if "group" in name:
         return fusednorm.group_norm(x, **given)
     eps = {"eps": given["eps"]} if "eps" in given else {}
     kind = fusednorm.RMSNorm if "rms" in name else fusednorm.LayerNorm
-    module = kind(given["normalized_shape"], **eps, elementwise_affine=False)
+    module = kind(given["normalized_shape"], **eps, elementwise_affine=False, layout=layout)
     # As they are: a parameter of a module would be a leaf of its own.
     for parameter in ("weight", "bias"):
         if given.get(parameter) is not None:
@@ -95,9 +95,14 @@ def left_out(x, given):
     return reasons
 
 
-def result_or_refusal(name, x, given):
+def over_channels(name, x, given):
+    """The same over the channels of contiguous [N, C, *spatial], in place of the last axis."""
+    return ours(name, x.movedim(-1, 1).contiguous(), given, layout="nchw").movedim(1, -1)
+
+
+def result_or_refusal(name, x, given, compute):
     try:
-        return ours(name, x, given), ""
+        return compute(name, x, given), ""
     except KernelInputError as error:
         return None, str(error)
 
@@ -114,14 +119,18 @@ def tensors_of(x, given):
     return [t for t in (x, *given.values()) if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_torch_computes(name, samples, device):
+@pytest.mark.parametrize(
+    ("name", "compute"), [*((name, ours) for name in NAMES), *((name, over_channels) for name in NAMES[1:3])]
+)
+def test_what_torch_computes(name, compute, samples, device):
     computed = 0
     for sample in samples[name]:
         if sample["refused"]:
             continue
         x, given = arguments(sample, device)
-        y, refusal = result_or_refusal(name, x, given)
+        if compute is over_channels and (x.dim() < 2 or len(given["normalized_shape"]) > 1):
+            continue
+        y, refusal = result_or_refusal(name, x, given, compute)
         if y is None:
             assert any(re.search(reason, refusal) for reason in left_out(x, given)), (refusal, x.shape, given)
             continue

@@ -2,6 +2,7 @@ from itertools import product
 
 import pytest
 from fusednorm.launch.launches import REGISTERS_PER_SM
+from fusednorm.ops.layer_norm.channels_first import config_tables as tables
 from fusednorm.ops.layer_norm.channels_first.backward.tile import ChannelsFirstBackwardTile
 from fusednorm.ops.layer_norm.channels_first.forward.sweep import ChannelsFirstForwardSweep
 from fusednorm.ops.layer_norm.channels_first.forward.tile import ChannelsFirstForwardTile
@@ -24,6 +25,15 @@ def test_there_are_some_once_with_room_for_their_programs(pass_, channels, posit
         if isinstance(config, ChannelsFirstForwardTile | ChannelsFirstBackwardTile):
             held = channels * config.block_p * itemsize * (1 + (pass_ == "backward")) // 4
             assert held * programs < REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize(("pass_", "itemsize"), list(product(("forward", "backward"), (2, 4))))
+def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
+    table = tables.FORWARD if pass_ == "forward" else tables.BACKWARD
+    for (of_element, access), entries in table.items():
+        for channels, config in entries if of_element == itemsize else ():
+            positions = 49 if access == tables.NARROWEST else 49 * access // itemsize
+            assert config in set(iterate_candidates(pass_, channels, positions, itemsize)), (access, channels)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ FORWARD: dict[tuple[int, int], tuple[tuple[int, ChannelsFirstForwardTile], ...]]
         (2048, ChannelsFirstForwardTile(8, num_warps=16, programs_per_sm=1)),
     ),
     (2, NARROWEST): (
-        (128, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=5)),
+        (128, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=6)),
         (256, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=4)),
         (512, ChannelsFirstForwardTile(16, num_warps=8, programs_per_sm=2)),
         (1024, ChannelsFirstForwardTile(16, num_warps=16, programs_per_sm=1)),  # 0.66: 1024x7x7
@@ -65,7 +65,7 @@ FORWARD: dict[tuple[int, int], tuple[tuple[int, ChannelsFirstForwardTile], ...]]
         (2048, ChannelsFirstForwardTile(8, num_warps=16, programs_per_sm=1)),
     ),
     (4, NARROWEST): (
-        (128, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=5)),
+        (128, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=6)),
         (256, ChannelsFirstForwardTile(16, num_warps=4, programs_per_sm=4)),
         (512, ChannelsFirstForwardTile(16, num_warps=8, programs_per_sm=2)),
         (1024, ChannelsFirstForwardTile(16, num_warps=16, programs_per_sm=1)),
