@@ -132,6 +132,13 @@ def test_all_options_of_channels_that_do_not_fit():
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_leaky_relu_has_the_slope_of_the_call(fits, request):
+    if not fits:
+        request.getfixturevalue("few_channels_fit")
+    check("layer_norm", make_samples((2, 40, 3, 4)), activation="leaky_relu", negative_slope=0.3)
+
+
 @pytest.mark.parametrize("channels", [48, 67])
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_mean_far_from_zero(channels, fits, request):
