@@ -1,8 +1,8 @@
 """The operations on CPU tensors in bounded memory, with bits that do not depend on the other rows of a batch.
 
 The functions have the arguments of `fusednorm.reference`, except `parameter_gradients` and `precision`, and support
-every option: dropout, float8, parameters for each head; scale, shift and gate.  The functions for rows write a
-large y to memory that the caller gives.  Arguments are not checked.
+every option: dropout, float8, parameters for each head; scale, shift and gate; layouts.  The functions for rows
+write a large y to memory that the caller gives.  Arguments are not checked.
 
 16-bit tensors are converted in pieces, so that intermediates stay in the cache.  Statistics are torch's for
 contiguous memory, and gradients do not cancel for a mean far from zero.  `fusednorm.cpu` takes less time for small

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.batch_invariant.channel_rows import view_planes
 from fusednorm.cpu.chunks import split_groups, split_range
 from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
 from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
@@ -159,7 +160,7 @@ class _ChunkedSamples:
         self.x = x
         self.num_groups = num_groups
         self.dropout = dropout
-        self.channel_planes = _view_planes(x)
+        self.channel_planes = view_planes(x)
         self.channels_last = is_channels_last(x)
         samples, channels, positions = self.channel_planes.shape
         elements = channels // num_groups * positions
@@ -232,7 +233,7 @@ class _GroupChunk:
         if not x.is_contiguous():
             # Widened and put in order in one pass.
             x = torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
-        of_residual = None if residual is None else self.slice_tensor(_view_planes(residual))
+        of_residual = None if residual is None else self.slice_tensor(view_planes(residual))
         return add_residual(x, of_residual).contiguous()
 
     def slice_planes(self, t: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ class _GroupChunk:
         A channels-last part is copied, since torch's channels-last kernel takes the variance as E[h²] - mean²,
         which is noise when the mean is large.
         """
-        return self.slice_tensor(_view_planes(t)).contiguous()
+        return self.slice_tensor(view_planes(t)).contiguous()
 
     def normalise(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -310,17 +311,12 @@ class _ChunkedResult:
             return
         if self._tensor is None:
             self._tensor = torch.empty_like(x, dtype=self._dtype)
-        piece.slice_tensor(_view_planes(self._tensor)).copy_(values)
+        piece.slice_tensor(view_planes(self._tensor)).copy_(values)
 
     def get_tensor(self) -> Tensor:
         """Return the tensor, after every chunk has been written."""
         assert self._tensor is not None
         return self._tensor
-
-
-def _view_planes(t: Tensor) -> Tensor:
-    """View a tensor [B, C, *spatial] as [B, C, positions]."""
-    return t.flatten(2) if t.dim() > 2 else t.unsqueeze(-1)
 
 
 def _modulate_(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:

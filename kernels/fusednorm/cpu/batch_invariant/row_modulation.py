@@ -4,9 +4,12 @@ z is the norm of h = residual + gate * x, and followed by z * (1 + scale) + shif
 `split_rows`: complete samples, or some tokens of one sample.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.batch_invariant.channel_rows import ChannelRows
 from fusednorm.cpu.supported_arguments import add_residual
 from fusednorm.results import Backward
 
@@ -17,16 +20,27 @@ class RowModulation:
     Attributes:
         scale, shift, gate: [samples, cols], of any type, or None.
         is_affine: whether there is a scale or a shift.
-        tokens: the rows of each sample; 0 if all three are absent.
+        tokens: the rows of each sample, with a layout its positions; 0 if rows belong to no sample.
     """
 
     def __init__(
-        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, gate: Tensor | None = None
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        gate: Tensor | None = None,
+        layout: str | None = None,
     ) -> None:
-        """Args: x: [samples, tokens, cols] if one of the others is given."""
+        """Args:
+        x: [samples, tokens, cols] if scale, shift or gate is given.
+        layout: "nchw" for x [samples, cols, *spatial].
+        """
         self.scale, self.shift, self.gate = scale, shift, gate
         self.is_affine = not (scale is shift is None)
-        self.tokens = x.shape[1] if self.is_affine or gate is not None else 0
+        if layout is not None:
+            self.tokens = prod(x.shape[2:])
+        else:
+            self.tokens = x.shape[1] if self.is_affine or gate is not None else 0
 
     def add_residual(self, piece: slice, x: Tensor, residual: Tensor | None) -> Tensor:
         """Compute residual + gate * x in float32 for some rows [rows, cols] of both.
@@ -96,10 +110,13 @@ class ModulationGradients:
             self._dshift.add_terms(piece, dz.clone())
         return self.modulation.scale_gradient(dz, piece)
 
-    def add_gate_chunk_(self, piece: slice, dh: Tensor, x: Tensor) -> Tensor:
-        """Add the terms of the gate for some rows, dh and x [rows, cols]; return dx = gate * dh in dh's memory."""
+    def add_gate_chunk_(self, piece: slice, dh: Tensor, x: Tensor | ChannelRows) -> Tensor:
+        """Add the terms of the gate for some rows, dh [rows, cols]; return dx = gate * dh in dh's memory.
+
+        Args: x: all rows.
+        """
         if self._dgate is not None:
-            self._dgate.add_terms(piece, dh * x)
+            self._dgate.add_terms(piece, dh * x[piece])
         return self.modulation.multiply_by_gate_(piece, dh)
 
     def add_to(self, gradients: Backward) -> Backward:

@@ -3,6 +3,8 @@
 Rows are computed one after another; with parameters [heads, N], row r has those of head r modulo heads.  With
 scale, shift or gate [samples, N] for each sample, rows are [samples, tokens, N].  Rows of a result in float8_e4m3fn
 each have a scale.
+
+With the layout "nchw", x is [B, C, *spatial] and a row is the channels of a position: chunks of rows are copied.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.cpu.batch_invariant.channel_rows import ChannelRows
 from fusednorm.cpu.batch_invariant.row_modulation import ModulationGradients, RowModulation
 from fusednorm.cpu.chunks import split_rows
 from fusednorm.cpu.dropout_mask import DropoutMask, make_dropout_mask
@@ -45,6 +48,7 @@ def layer_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
@@ -58,16 +62,18 @@ def layer_norm_forward(
     """
     drop = make_dropout_mask(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.ndim == 2 and not weight_offset and _is_small_result(x):
+    if is_float32 and x.ndim == 2 and layout is None and not weight_offset and _is_small_result(x):
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], to_float32(weight), to_float32(bias), eps)
         if drop is not None or activation != "none":
             y = apply_epilogue_(
-                y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, slice(0, len(x)))
+                y, activation, negative_slope, drop, _compute_dropout_mask(drop, x.shape[1], slice(0, len(x)))
             )
         return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
-    modulation, heads = RowModulation(x, scale, shift, gate), _count_own_heads(x, weight, bias)
-    out = RowResults(x, residual, modulation, out_dtype, stats=stats, centred=True, memory_like=memory_like)
+    modulation, heads = RowModulation(x, scale, shift, gate, layout), _count_own_heads(x, weight, bias)
+    out = RowResults(
+        x, residual, modulation, out_dtype, layout=layout, stats=stats, centred=True, memory_like=memory_like
+    )
     for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
@@ -77,7 +83,7 @@ def layer_norm_forward(
         modulation.apply_(y, piece)
         out.write_chunk(
             piece,
-            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, piece)),
+            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, out.cols, piece)),
             mean,
             rstd,
         )
@@ -99,6 +105,7 @@ def rms_norm_forward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
     out_dtype: torch.dtype | None = None,
     stats: bool = False,
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
@@ -109,8 +116,10 @@ def rms_norm_forward(
     """
     w = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
-    modulation, heads = RowModulation(x, scale, shift, gate), _count_own_heads(x, weight)
-    out = RowResults(x, residual, modulation, out_dtype, stats=stats, centred=False, memory_like=memory_like)
+    modulation, heads = RowModulation(x, scale, shift, gate, layout), _count_own_heads(x, weight)
+    out = RowResults(
+        x, residual, modulation, out_dtype, layout=layout, stats=stats, centred=False, memory_like=memory_like
+    )
     for piece in split_rows(out.rows, out.cols, heads or modulation.tokens):
         h = out.add_residual(piece)
         rstd = _compute_rms_rstd(h, eps)
@@ -120,7 +129,7 @@ def rms_norm_forward(
         modulation.apply_(y, piece)
         out.write_chunk(
             piece,
-            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, x, piece)),
+            apply_epilogue_(y, activation, negative_slope, drop, _compute_dropout_mask(drop, out.cols, piece)),
             None,
             rstd,
         )
@@ -147,25 +156,27 @@ def layer_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
 ) -> Backward:
     """Compute LayerNorm's backward pass with the arguments and results of `fusednorm.reference`."""
     w, b = _RowParameter(weight, weight_offset), _RowParameter(bias)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
     heads = _count_own_heads(x, weight, bias)
-    modulation = RowModulation(x, scale, shift, gate)
+    modulation = RowModulation(x, scale, shift, gate, layout)
     of_samples = ModulationGradients(modulation)
-    gradients = _RowGradients(x, weight, bias, residual, of_samples)
-    x, dy, residual, dresidual_out, mean, rstd = _flatten_tensors(x, dy, residual, dresidual_out, mean, rstd)
-    for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
+    gradients = _RowGradients(x, weight, bias, residual, of_samples, layout)
+    x, dy, residual, dresidual_out = _flatten_tensors(layout, x, dy, residual, dresidual_out)
+    rows, cols = x.shape
+    for piece in split_rows(rows, cols, heads or modulation.tokens):
         h = modulation.add_residual(piece, x[piece], None if residual is None else residual[piece])
         z, centre, inverse = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.slice_heads(piece)
         if heads:
             _apply_affine_(z, weight_of_heads, b.slice_heads(piece))
         if mean is not None and rstd is not None:
-            centre, inverse = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
-        dropout_mask = _compute_dropout_mask(drop, x, piece)
+            centre, inverse = mean.reshape(-1, 1)[piece], rstd.reshape(-1, 1)[piece]
+        dropout_mask = _compute_dropout_mask(drop, cols, piece)
         # The norm itself is needed again only if it is modulated.
         modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
         dz = backpropagate_epilogue(
@@ -192,7 +203,7 @@ def layer_norm_backward(
         elif is_lone:
             dw = None if weight is None else h.mul_(inverse).mul_(dz)[0]
             db = None if bias is None else dz[0]
-        gradients.add_chunk(piece, dx, x[piece], dresidual_out, dw, db)
+        gradients.add_chunk(piece, dx, x, dresidual_out, dw, db)
         del h, dz, dx, dw, db
     return gradients.get_result()
 
@@ -214,24 +225,26 @@ def rms_norm_backward(
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
+    layout: str | None = None,
 ) -> Backward:
     """Compute RMSNorm's backward pass with the arguments and results of `fusednorm.reference`."""
     parameter = _RowParameter(weight, weight_offset)
     drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
     heads = _count_own_heads(x, weight)
-    modulation = RowModulation(x, scale, shift, gate)
+    modulation = RowModulation(x, scale, shift, gate, layout)
     of_samples = ModulationGradients(modulation)
-    gradients = _RowGradients(x, weight, None, residual, of_samples)
-    x, dy, residual, dresidual_out, rstd = _flatten_tensors(x, dy, residual, dresidual_out, rstd)
-    for piece in split_rows(len(x), x.shape[-1], heads or modulation.tokens):
+    gradients = _RowGradients(x, weight, None, residual, of_samples, layout)
+    x, dy, residual, dresidual_out = _flatten_tensors(layout, x, dy, residual, dresidual_out)
+    rows, cols = x.shape
+    for piece in split_rows(rows, cols, heads or modulation.tokens):
         h = modulation.add_residual(piece, x[piece], None if residual is None else residual[piece])
-        inverse = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
+        inverse = _compute_rms_rstd(h, eps) if rstd is None else rstd.reshape(-1, 1)[piece]
         xhat = h.mul_(inverse) if is_own else h * inverse
         del h
         w = parameter.get_for_rows(piece)
         z = xhat if w is None else _multiply_by_weight(xhat, w)
-        dropout_mask = _compute_dropout_mask(drop, x, piece)
+        dropout_mask = _compute_dropout_mask(drop, cols, piece)
         modulated = modulation.apply_(z.clone(), piece) if modulation.is_affine else z
         is_new = modulated is not xhat
         dz = backpropagate_epilogue(
@@ -246,7 +259,7 @@ def rms_norm_backward(
         torch.sub(g, dx, out=dx).mul_(inverse)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
-        gradients.add_chunk(piece, dx, x[piece], dresidual_out, dw, None)
+        gradients.add_chunk(piece, dx, x, dresidual_out, dw, None)
         del xhat, dz, dx, dw
     return gradients.get_result()
 
@@ -256,9 +269,9 @@ def _count_own_heads(x: Tensor, *parameters: Tensor | None) -> int:
     return x.shape[1] if any(each is not None and each.ndim == 2 for each in parameters) else 0
 
 
-def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
+def _compute_dropout_mask(dropout: DropoutMask | None, cols: int, piece: slice) -> Tensor | None:
     """Compute the dropout mask of some rows, or None without dropout."""
-    return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(x.shape[-1]))
+    return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(cols))
 
 
 def _compute_row_mean(t: Tensor) -> Tensor:
@@ -294,25 +307,28 @@ class RowResults:
         modulation: RowModulation,
         out_dtype: torch.dtype | None,
         *,
+        layout: str | None = None,
         stats: bool,
         centred: bool,
         memory_like: Callable[[Tensor], Tensor],
     ) -> None:
         """Args:
+        layout: "nchw" if x and residual are [B, C, *spatial].
         stats: whether to store mean and rstd; the mean only with `centred`.
         memory_like: see `layer_norm_forward`.
         """
-        self._x, self._residual = _flatten_tensors(x, residual)
+        self._x, self._residual = _flatten_tensors(layout, x, residual)
         self._modulation = modulation
         self.rows, self.cols = self._x.shape
         is_given = out_dtype in (None, x.dtype) and not _is_small_result(x)
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
         self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._y_rows, self._sum_rows = _flatten_tensors(self._y, self._residual_out)
+        self._y_rows, self._sum_rows = _flatten_tensors(layout, self._y, self._residual_out)
         is_float8 = out_dtype == torch.float8_e4m3fn
-        self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
-        self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
-        self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
+        of_rows = x.shape[:-1] if layout is None else (x.shape[0], *x.shape[2:])
+        self._scale = x.new_empty(of_rows, dtype=torch.float32) if is_float8 else None
+        self._rstd = x.new_empty(of_rows, dtype=torch.float32) if stats else None
+        self._mean = x.new_empty(of_rows, dtype=torch.float32) if stats and centred else None
 
     def add_residual(self, piece: slice) -> Tensor:
         """Compute residual + gate * x of a range of rows in float32, and store it as residual_out.
@@ -368,12 +384,13 @@ class _RowGradients:
         bias: Tensor | None,
         residual: Tensor | None,
         of_samples: ModulationGradients,
+        layout: str | None,
     ) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
         if residual is not None and (of_samples.modulation.gate is not None or residual.dtype != x.dtype):
             self._dresidual = torch.empty_like(residual)
-        self._dx_rows, self._dresidual_rows = _flatten_tensors(self._dx, self._dresidual)
+        self._dx_rows, self._dresidual_rows = _flatten_tensors(layout, self._dx, self._dresidual)
         self._of_samples = of_samples
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
@@ -383,8 +400,8 @@ class _RowGradients:
         self,
         piece: slice,
         dh: Tensor,
-        x: Tensor,
-        dresidual_out: Tensor | None,
+        x: Tensor | ChannelRows,
+        dresidual_out: Tensor | ChannelRows | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
@@ -392,7 +409,7 @@ class _RowGradients:
 
         Args:
             dh: the gradient of residual + gate * x, without dresidual_out; overwritten.
-            x: the rows.
+            x, dresidual_out: all rows.
         """
         if dresidual_out is not None:
             dh.add_(dresidual_out[piece])
@@ -425,8 +442,10 @@ def _accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice
     total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
 
 
-def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
-    """Reshape tensors of x's shape to [rows, cols], and statistics to [rows]."""
+def _flatten_tensors(layout: str | None, x: Tensor, *others: Tensor | None) -> Any:
+    """View tensors of x's shape as rows [rows, cols]: a `Tensor` of each, with a layout `ChannelRows`."""
+    if layout is not None:
+        return tuple([None if each is None else ChannelRows(each) for each in (x, *others)])
     if x.ndim == 2:
         return (x, *others)
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
