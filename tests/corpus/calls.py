@@ -86,6 +86,15 @@ def successes() -> Iterator[NormCall]:
     yield NormCall("gate", "rms_norm", gated, {"y": (2, 3, 8), "residual_out": (2, 3, 8)})
     of_gate = {"dx": (2, 3, 8), "dresidual": (2, 3, 8), "dgate": (2, 8)}
     yield NormCall("gradient of a gate", "layer_norm", gated | {"dy": ramp(2, 3, 8)}, of_gate, "backward")
+    over_channels = {"x": IMAGES, "weight": WEIGHT[:4], "scale": ramp(2, 4, last=0.5).half()}
+    images, first = {"y": (2, 4, 3, 3)}, {"layout": "nchw"}
+    positions = {"mean": (2, 3, 3), "rstd": (2, 3, 3)}
+    yield NormCall(
+        "channels first", "layer_norm", over_channels, images | positions, parameters=first | {"stats": "true"}
+    )
+    of_channels = {"dx": (2, 4, 3, 3), "dweight": (4,), "dscale": (2, 4)}
+    gradient = over_channels | {"dy": ramp(2, 4, 3, 3, first=0.0)}
+    yield NormCall("gradient of channels first", "rms_norm", gradient, of_channels, "backward", first)
     several = {"x.0": X, "x.1": ramp(2, 8), "weight": WEIGHT}
     yield NormCall("several", "layer_norm", several, {"y.0": (3, 8), "y.1": (2, 8)})
     chain = {"x": X, "weight.0": WEIGHT, "bias.0": BIAS, "weight.1": WEIGHT.flip(0)}
@@ -109,6 +118,8 @@ def refusals() -> Iterator[NormCall]:
     }.items():
         yield replace(plain, name=name, parameters=parameters)
     yield replace(plain, name="weight of another length", tensors={"x": X, "weight": WEIGHT[:5]})
+    images = {"x": IMAGES, "weight": ramp(3)}
+    yield replace(plain, name="weight of the last axis", tensors=images, parameters={"layout": "nchw"})
     yield replace(plain, name="residual of another shape", tensors={"x": X, "residual": X[:2]})
     yield replace(plain, name="scale of other samples", tensors={"x": ramp(2, 3, 8), "scale": ramp(3, 8)})
     yield replace(plain, name="gate without a residual", tensors={"x": X, "gate": X})

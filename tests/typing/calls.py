@@ -52,11 +52,13 @@ def call_client(client: Client) -> None:
     of_numpy: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = client.rms_norm(array, array[0]).y
     several: list[Tensor] = client.group_norm([x, x], 8, weight, bias, layout="nhwc").y
     dx: Tensor = client.layer_norm_backward(y, x, weight, bias).dx
+    dx = client.rms_norm_backward(y, x, weight, layout="nchw").dx
     client.put_layer("name", "layer_norm", weight, bias)
     client.layer_norm([1.0, 2.0], weight)  # E: type-var
     client.layer_norm(x, [1.0, 2.0])  # E: arg-type
     client.layer_norm(x, activation="mish")  # E: arg-type
     client.layer_norm(x, epsilon=1e-5)  # E: call-arg
+    client.rms_norm(x, layout="channels_last")  # E: arg-type
     client.group_norm(x, 8, layout="channels_last")  # E: arg-type
     client.put_layer("name", "batch_norm", weight)  # E: arg-type
     of_numpy = client.layer_norm(x).y  # E: assignment
@@ -72,7 +74,9 @@ async def await_client(client: AsyncClient) -> Tensor:
 
 def build_remote_modules(client: Client) -> Tensor:
     y: Tensor = LayerNorm(64, client=client, activation="relu")(x)
+    y = LayerNorm(64, client=client, layout="nchw")(y, scale=x)
     y = GroupNorm(8, 64, client=client)(y, scale=x)
     LayerNorm(64)  # E: call-arg
+    LayerNorm(64, client=client, layout="nhwc")  # E: arg-type
     LayerNorm(64, client=client, activation="mish")  # E: arg-type
     return y

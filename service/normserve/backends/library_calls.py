@@ -13,7 +13,8 @@ from torch import Tensor
 from normserve.backends.tensor_conversion import TORCH_DTYPES, move_channels_first
 from normserve.codec.api_names import OF_SAMPLES, PARAMETERS, count_norms
 from normserve.jobs.chain_layers import ChainParameters
-from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
+from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection, list_options
+from normserve.jobs.result_specs import compute_statistics_shape
 from normserve.memory.tensors import DType
 
 _API_NAMES = {"y_scale": "scale"}
@@ -57,7 +58,7 @@ def run_operation(
 
     Args:
         library: has the functions of `fusednorm`, on the tensors' device.
-        tensors: by their names in the API; GroupNorm's as [B, C, *spatial].
+        tensors: by their names in the API; samples as [B, C, *spatial].
         library_arguments: further arguments of this library's function.
 
     Returns:
@@ -119,9 +120,12 @@ def _find_function(
     with its options.
     """
     options = {option.name: getattr(spec, option.name) for option in list_options(spec.op, spec.direction)}
-    # GroupNorm's first argument beside tensors, and the order of their axes.
-    for name in ("num_groups", "layout"):
-        options.pop(name, None)
+    # GroupNorm's first argument beside tensors.
+    options.pop("num_groups", None)
+    # Samples are [B, C, *spatial] in either layout, which only functions that also take rows must know.
+    options.pop("layout", None)
+    if spec.is_over_channels:
+        options["layout"] = ChannelLayout.NCHW.value
     if options.get("out_dtype") is not None:
         options["out_dtype"] = TORCH_DTYPES[options["out_dtype"]]
     if spec.op is Op.LAYER_NORM_CHAIN:
@@ -144,7 +148,7 @@ def _make_zero_row_results(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dic
     if residual is not None:
         outputs["residual_out"] = torch.empty_like(x, dtype=summed.dtype)
     if spec.stats:
-        shape = (0, spec.num_groups) if spec.op is Op.GROUP_NORM else x.shape[:-1]
+        shape = compute_statistics_shape(spec, tuple(x.shape))
         for name in ("rstd",) if spec.op is Op.RMS_NORM else ("mean", "rstd"):
             outputs[name] = x.new_empty(shape, dtype=torch.float32)
     if spec.out_dtype is DType.FLOAT8_E4M3FN:

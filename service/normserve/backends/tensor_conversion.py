@@ -21,7 +21,7 @@ from normserve.codec.api_names import (
     is_parameter,
 )
 from normserve.jobs import result_specs
-from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, PassDirection
 from normserve.memory.tensors import DType, HostTensor
 
 TORCH_DTYPES = {
@@ -68,7 +68,7 @@ def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     shape = job.tensors[name].shape
     if is_parameter(name):
         return shape
-    if job.spec.op is Op.GROUP_NORM:
+    if job.spec.layout is not None:
         return (rows, *shape[1:])
     if name in OF_SAMPLES:
         # There may be samples without rows.
@@ -134,7 +134,7 @@ def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict
 
 def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """Return a single job's outputs in the shapes of its request: the launch has all rows on one axis."""
-    if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.unit_rows):
+    if job.spec.layout is not None or (len(job.x.shape) == 2 and not job.unit_rows):
         return dict(outputs)
     rows = job.rows
     return {name: _slice_result(job, name, output, 0, rows, rows) for name, output in outputs.items()}
@@ -150,7 +150,7 @@ def _slice_result(job: NormJob, name: str, output: HostTensor, start: int, stop:
         return output
     if name in _LAID_OUT_AS_X:
         shape = job.x.shape
-    elif job.spec.op is Op.GROUP_NORM:
+    elif job.spec.layout is not None:
         shape = (stop - start, *output.shape[1:])
     elif name in SAMPLE_GRADIENTS:
         shape = job.tensors[name.removeprefix("d")].shape

@@ -70,13 +70,15 @@ class PassDirection(Enum):
 
 
 class ChannelLayout(Enum):
-    """The position of GroupNorm's channel axis: [B, C, *spatial] or [B, *spatial, C]."""
+    """The position of the channel axis of samples: [B, C, *spatial] or [B, *spatial, C]."""
 
     NCHW = "nchw"
     NHWC = "nhwc"
 
     __hash__ = object.__hash__
 
+
+_LAYOUT_NAMES = [layout.value for layout in ChannelLayout]
 
 ROW_OPS = (Op.LAYER_NORM, Op.RMS_NORM)
 """The operations that normalise rows with a single norm."""
@@ -141,6 +143,8 @@ class NormSpec:
 
     Attributes:
         num_groups: of GroupNorm, 0 for other operations.
+        layout: of samples, which GroupNorm normalises by default as [B, C, *spatial], and LayerNorm and RMSNorm can
+            normalise over their channels; None for rows [..., N], as which the latter take channels that are last.
         seed: of the dropout mask; None without dropout.
         out_dtype: of y; None means x's.
         kernel_key: the parts of the spec that decide which kernels run.
@@ -171,14 +175,22 @@ class NormSpec:
             is_layer_option=True,
         ),
     )
-    layout: ChannelLayout = field(
-        default=ChannelLayout.NCHW,
+    layout: ChannelLayout | None = field(
+        default=None,
         metadata=_declare_option(
             {
                 Op.GROUP_NORM: make_choice_parameter(
-                    "Where the channels lie.", [layout.value for layout in ChannelLayout], ChannelLayout
+                    "Where the channels lie; nchw by default.", _LAYOUT_NAMES, ChannelLayout
                 )
             }
+            | dict.fromkeys(
+                ROW_OPS,
+                make_choice_parameter(
+                    "Where the channels lie that are normalised over; nhwc, the last axis, by default.",
+                    _LAYOUT_NAMES,
+                    {"nchw": ChannelLayout.NCHW, "nhwc": None}.get,
+                ),
+            )
         ),
     )
     weight_offset: float = field(
@@ -256,6 +268,8 @@ class NormSpec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.op is Op.GROUP_NORM and self.layout is None:
+            object.__setattr__(self, "layout", ChannelLayout.NCHW)
         # Every request looks things up by its spec.
         keys = [
             each.get_kernel_key(getattr(self, each.name)) for each in OPTIONS if each.get_kernel_key is not None
@@ -266,6 +280,11 @@ class NormSpec:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def is_over_channels(self) -> bool:
+        """Whether it is LayerNorm or RMSNorm over the channels of samples [B, C, *spatial], for each position."""
+        return self.layout is not None and self.op is not Op.GROUP_NORM
 
 
 OPTIONS = tuple([NormOption(each.name, **each.metadata) for each in fields(NormSpec) if each.metadata])
@@ -352,7 +371,7 @@ class NormJob:
             None if the backend chooses the memory.
         replay_slot: shared with the equal jobs before and after it; None if the job is not known to recur.
         nbytes: of all tensors of the request.
-        rows: the number of independent units of x along its outermost axis: rows, or samples of GroupNorm.
+        rows: the number of independent units of x along its outermost axis: rows, or with a layout samples.
         unit_rows: the rows that stay together in a launch: H if each head of x [..., H, N] has parameters of its
             own, T if each T consecutive rows, those of a sample, share a scale, shift or gate; else 0.
     """
@@ -371,7 +390,7 @@ class NormJob:
         # Not frozen, as `Batch` is not.
         shape = self.tensors["x"].shape
         self.nbytes = sum([len(tensor.data) for tensor in self.tensors.values()])
-        self.rows = shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
+        self.rows = prod(shape[:-1]) if self.spec.layout is None else shape[0]
         self.unit_rows = self._count_sample_rows() or self._count_heads()
 
     @property
@@ -389,7 +408,7 @@ class NormJob:
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so either
         would differ in a shared launch.  scale, shift and gate are batched with their samples, which for LayerNorm
-        and RMSNorm must have equally many rows.
+        and RMSNorm of rows must have equally many rows.
         """
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
@@ -442,16 +461,16 @@ class NormJob:
     def _unit_shape(self) -> tuple[int, ...]:
         """The shape of one unit of x, which is a row or a sample.  A launch may have any number of units.
 
-        A unit is a row, all heads of a row, the rows that share a scale, shift or gate, or a sample of GroupNorm.
+        A unit is a row, all heads of a row, the rows that share a scale, shift or gate, or with a layout a sample.
         """
-        if self.spec.op is Op.GROUP_NORM:
+        if self.spec.layout is not None:
             return self.x.shape[1:]
         cols = self.x.shape[-1:]
         return (self.unit_rows, *cols) if self.unit_rows else cols
 
     def _count_sample_rows(self) -> int:
         """Return T, at least 1, if each T consecutive rows of x share a scale, shift or gate; else 0."""
-        if self.spec.op is not Op.GROUP_NORM:
+        if self.spec.layout is None:
             for name in OF_SAMPLES:
                 given = self.tensors.get(name)
                 if given is not None:

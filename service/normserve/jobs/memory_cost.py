@@ -80,7 +80,9 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
     Most are counted only for rows that are longer than a piece: shorter ones fit into `SCRATCH_BYTES`.
     """
     dtype, shape = given["x"]
-    cols = shape[-1]
+    # Channels of a position are no row of memory before they are copied.
+    is_copied = spec.is_over_channels
+    cols = shape[1] if is_copied else shape[-1]
     of_heads = 0
     if spec.direction is PassDirection.BACKWARD and (heads := _count_heads(given, layer)):
         # Their gradients in float32, which grow with the heads.
@@ -95,7 +97,7 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
         narrow += 1
     if spec.direction is PassDirection.FORWARD:
         # The sum in float32, and its normalised values; later, instead of the sum, 1 + scale.
-        floats = 1 + (_has_float32_sum(dtype, given) or "scale" in given) + narrow
+        floats = 1 + (is_copied or _has_float32_sum(dtype, given) or "scale" in given) + narrow
     else:
         # The sum, dz and dx, and temporaries of RMSNorm's mean of a row; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given
@@ -103,6 +105,8 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
         if spec.op is Op.LAYER_NORM and any(name in given for name in OF_SAMPLES):
             # The norm before scale and shift, and a temporary, as RMSNorm has in any case.
             floats += 2
+        floats += is_copied
+    floats += is_copied and "residual" in given
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 

@@ -33,6 +33,13 @@ def has_own_residual_gradient(op: Op, given: Described) -> bool:
     return "gate" in given or given["residual"][0] is not given["x"][0]
 
 
+def compute_statistics_shape(spec: NormSpec, x_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Compute the shape of mean and rstd: a value for each group of a sample, each position of one, or each row."""
+    if spec.op is Op.GROUP_NORM:
+        return (x_shape[0], spec.num_groups)
+    return x_shape[:-1] if spec.layout is None else (x_shape[0], *x_shape[2:])
+
+
 def infer_result_specs(
     spec: NormSpec, given: Described, layer: LayerParameterSpec | None
 ) -> dict[str, tuple[DType, tuple[int, ...]]]:
@@ -41,7 +48,7 @@ def infer_result_specs(
     The axes of the results are in the order of x's axes.
 
     Args:
-        given: x as [..., N], or GroupNorm's in either layout, and the other input tensors.
+        given: x as [..., N], or samples in the spec's layout, and the other input tensors.
         layer: whose parameters are used, if any.
     """
     like_x = given["x"]
@@ -59,9 +66,8 @@ def infer_result_specs(
     if "residual" in given:
         results["residual_out"] = like_x if spec.op is Op.GROUP_NORM else given["residual"]
     if spec.stats:
-        of_units = (shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else shape[:-1]
         names = STATISTICS[1:] if spec.op is Op.RMS_NORM else STATISTICS
-        results |= dict.fromkeys(names, (DType.FLOAT32, of_units))
+        results |= dict.fromkeys(names, (DType.FLOAT32, compute_statistics_shape(spec, shape)))
     if spec.out_dtype is DType.FLOAT8_E4M3FN:
         results["scale"] = (DType.FLOAT32, shape[:-1])
     return results

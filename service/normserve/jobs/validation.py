@@ -22,7 +22,7 @@ from normserve.errors import (
 )
 from normserve.jobs.job import LAYER_OPTIONS, ChannelLayout, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost, estimate_memory_cost
-from normserve.jobs.result_specs import Described
+from normserve.jobs.result_specs import Described, compute_statistics_shape
 from normserve.memory.tensors import DType, HostTensor
 
 MAX_HEADS = 65535
@@ -63,20 +63,23 @@ def _merge_layer_options_and_validate(
     _, x_shape = tensors["x"]
     size = _check_x(spec, x_shape)
     if layer is not None and layer.size != size:
-        raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
+        hint = _suggest_layout(spec, layer.size, x_shape)
+        raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}{hint}")
     for name in COMPANIONS:
         _check_shape(name, tensors, x_shape)
     if "gate" in tensors and "residual" not in tensors:
         raise MissingTensorError("gate needs a residual, to which gate * x is added; none was sent")
+    if spec.is_over_channels:
+        _check_channels_first_call(spec, tensors)
     heads = layer.heads if layer is not None else _count_heads(spec.op, tensors)
     if heads:
         _check_heads(spec, heads, x_shape)
     for name in filter(is_parameter, tensors):
-        _check_parameter(name, tensors[name][1], x_shape, x_shape[-2:] if heads else (size,))
+        _check_parameter(spec, name, tensors[name][1], x_shape, x_shape[-2:] if heads else (size,))
     if spec.weight_offset and layer is None and "weight" not in tensors:
         raise MissingTensorError("weight_offset needs a weight, none was sent")
     modulations = {name: tensors[name][1] for name in OF_SAMPLES if name in tensors}
-    if spec.op is Op.GROUP_NORM:
+    if spec.layout is not None:
         for name in modulations:
             _check_shape(name, tensors, (x_shape[0], size))
     elif modulations:
@@ -163,20 +166,31 @@ def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], w
 
 
 def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
-    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or C for
-    GroupNorm.
-    """
-    if spec.op is not Op.GROUP_NORM:
+    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or samples' C."""
+    if spec.layout is None:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
         return shape[-1]
     last = spec.layout is ChannelLayout.NHWC
     form = "[B, *spatial, C]" if last else "[B, C, *spatial]"
     if len(shape) < 2 or 0 in shape[1:]:
-        raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(shape)}")
+        raise InvalidShapeError(
+            f"with layout={spec.layout.value} x must be {form} with no empty axis but B, got {list(shape)}"
+        )
     channels = shape[-1] if last else shape[1]
-    check_group_count(spec.num_groups, channels)
+    if spec.op is Op.GROUP_NORM:
+        check_group_count(spec.num_groups, channels)
     return channels
+
+
+def _check_channels_first_call(spec: NormSpec, tensors: Described) -> None:
+    """Refuse what LayerNorm and RMSNorm compute only over channels that are last."""
+    if "gate" in tensors:
+        raise InvalidParameterError("gate needs layout=nhwc, with channels last; got layout=nchw")
+    if spec.out_dtype is DType.FLOAT8_E4M3FN:
+        raise InvalidParameterError(
+            "out_dtype float8_e4m3fn needs layout=nhwc, with channels last; got layout=nchw"
+        )
 
 
 def _count_heads(op: Op, tensors: Described) -> int:
@@ -192,6 +206,8 @@ def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
     """Check that x has as many heads as the parameters, and that the operation supports parameters for
     each head.
     """
+    if spec.layout is not None:
+        raise InvalidShapeError("parameters of each head need layout=nhwc, with channels last; got layout=nchw")
     if len(x_shape) < 2 or x_shape[-2] != heads:
         raise InvalidShapeError(f"x must be [..., {heads}, N], as parameters of each head are, got {list(x_shape)}")
     _check_head_count(heads)
@@ -252,15 +268,27 @@ def _check_shape(name: str, tensors: Described, shape: tuple[int, ...]) -> None:
         raise InvalidShapeError(f"{name} must be {list(shape)}, got {list(tensors[name][1])}")
 
 
-def _check_parameter(name: str, got: tuple[int, ...], x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _check_parameter(
+    spec: NormSpec, name: str, got: tuple[int, ...], x_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     """Check a parameter's shape; the error names both tensors, as only the client knows which one is wrong."""
     if got != shape:
-        raise InvalidShapeError(f"x {list(x_shape)} needs {name} {list(shape)}, got {list(got)}")
+        hint = _suggest_layout(spec, got[0], x_shape) if len(got) == 1 else ""
+        raise InvalidShapeError(f"x {list(x_shape)} needs {name} {list(shape)}, got {list(got)}{hint}")
+
+
+def _suggest_layout(spec: NormSpec, size: int, x_shape: tuple[int, ...]) -> str:
+    """Return the end of an error about a parameter's size, which names the layout in which it is that of x's
+    channels; an empty text if there is none.
+    """
+    if spec.op is Op.LAYER_NORM_CHAIN or len(x_shape) < 3:
+        return ""
+    layout, channels = ("nhwc", x_shape[-1]) if spec.layout is ChannelLayout.NCHW else ("nchw", x_shape[1])
+    return f"; with layout={layout} x has {size} channels" if channels == size else ""
 
 
 def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:
-    """Check that mean or rstd, if it was sent, has one float32 for each row, or for each group of a sample."""
-    shape = (x_shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else x_shape[:-1]
-    _check_shape(name, tensors, shape)
+    """Check that mean or rstd, if it was sent, is float32, with a value for each row, position or group."""
+    _check_shape(name, tensors, compute_statistics_shape(spec, x_shape))
     if name in tensors and tensors[name][0] is not DType.FLOAT32:
         raise UnsupportedDtypeError(f"{name} must be float32, got {tensors[name][0].value}")

@@ -107,6 +107,19 @@ def test_channels_may_come_last(client):
     np.testing.assert_allclose(y.transpose(0, 3, 1, 2), first.as_numpy("y"), atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_norms_over_channels(client, op):
+    x = random(2, 6, 4, 5)
+    last = client.infer(op, [tensor("x", np.ascontiguousarray(np.moveaxis(x, 1, -1)))])
+    first = client.infer(op, [tensor("x", x)], parameters={"layout": "nchw", "stats": True})
+    np.testing.assert_array_equal(np.moveaxis(first.as_numpy("y"), 1, -1), last.as_numpy("y"))
+    assert first.as_numpy("rstd").shape == (2, 4, 5)
+    given = tensors({"x": x, "dy": x, "weight": np.ones(6, np.float32)})
+    gradients = client.infer(f"{op}_backward", given, parameters={"layout": "nchw"})
+    assert gradients.as_numpy("dx").shape == x.shape
+    assert gradients.as_numpy("dweight").shape == (6,)
+
+
 def test_a_registered_layer_is_a_model(client, registered):
     weight, bias = NORM
     wanted = F.relu(F.layer_norm(torch.from_numpy(X), (8,), weight, bias, 1e-3)).numpy()

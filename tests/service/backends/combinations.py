@@ -32,7 +32,7 @@ MOST_COMBINATIONS = 3 * 2**6
 KINDS = [
     (op, direction, dtype, layout)
     for op, direction, dtype in product(LAYER_OPS, PassDirection, DTYPES)
-    for layout in (ChannelLayout if op is Op.GROUP_NORM else (ChannelLayout.NCHW,))
+    for layout in (ChannelLayout if op is Op.GROUP_NORM else (None, ChannelLayout.NCHW))
 ]
 
 
@@ -50,7 +50,7 @@ class Combination(NamedTuple):
 
 
 def combinations(
-    op: Op, direction: PassDirection, dtype: torch.dtype, layout: ChannelLayout
+    op: Op, direction: PassDirection, dtype: torch.dtype, layout: ChannelLayout | None
 ) -> Iterator[Combination]:
     """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
     parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
@@ -62,21 +62,22 @@ def combinations(
     else:
         other = DType.BFLOAT16 if dtype is torch.float32 else DType.FLOAT32
         options = [{"stats": stats, "out_dtype": out} for stats, out in product((False, True), (None, other))]
-    # A gate needs a residual.
-    of_sum = ((), ("residual",)) if op is Op.GROUP_NORM else ((), ("residual",), ("residual", "gate"))
+    # A gate needs a residual, and rows.
+    of_sum = ((), ("residual",)) if layout is not None else ((), ("residual",), ("residual", "gate"))
     chosen = product(*[((), names) for names in optional], of_sum)
     for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
         # The number's own digits would pair each epilogue with the same tensors again and again.
         epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
         choices = random.Random(number)
         is_adaptive = not {*OF_SAMPLES}.isdisjoint(names)
-        heads = not (op is Op.GROUP_NORM or is_adaptive) and choices.random() < 0.4
+        heads = layout is None and not is_adaptive and choices.random() < 0.4
         if "weight" in names and op is not Op.GROUP_NORM:
             asked = asked | {"weight_offset": float(choices.random() < 0.4)}
-        if asked.get("out_dtype") and op is not Op.GROUP_NORM and not heads and choices.random() < 0.5:
+        if asked.get("out_dtype") and layout is None and not heads and choices.random() < 0.5:
             asked = asked | {"out_dtype": DType.FLOAT8_E4M3FN}
         of_residual = choices.choice((dtype, torch.float32, torch.bfloat16))
-        spec = NormSpec(op, direction, 1e-3, *_form(op, layout), **asked, **epilogue)
+        groups = GROUPS if op is Op.GROUP_NORM else 0
+        spec = NormSpec(op, direction, 1e-3, groups, layout, **asked, **epilogue)
         yield _combination(spec, names, dtype, heads, of_residual)
 
 
@@ -102,17 +103,14 @@ def answer(backend, combination: Combination) -> dict[str, torch.Tensor]:
     return {name: back(tensor) for name, tensor in execution.results[0].items()}
 
 
-def _form(op: Op, layout: ChannelLayout) -> tuple[int, ChannelLayout]:
-    return (GROUPS if op is Op.GROUP_NORM else 0), layout
-
-
 def _combination(
     spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype, heads: bool, of_residual: torch.dtype
 ) -> Combination:
     grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is ChannelLayout.NHWC
     is_adaptive = not {*OF_SAMPLES}.isdisjoint(names)
-    shape = (2, 4, 3, 2) if grouped else (3, 2, 6) if heads or is_adaptive else (3, 6)
-    size = shape[1:2] if grouped else shape[-2:] if heads else shape[-1:]
+    has_channels = spec.layout is not None
+    shape = (2, 4, 3, 2) if has_channels else (3, 2, 6) if heads or is_adaptive else (3, 6)
+    size = shape[1:2] if has_channels else shape[-2:] if heads else shape[-1:]
 
     def like_x() -> torch.Tensor:
         tensor = torch.randn(shape).to(dtype)
@@ -134,11 +132,15 @@ def _combination(
     options |= {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
     options["negative_slope"] = spec.negative_slope
     groups = [spec.num_groups] if grouped else []
+    layout = {"layout": "nchw"} if spec.is_over_channels else {}
+    options |= layout
     if not grouped:
         options["weight_offset"] = spec.weight_offset
     if "rstd" in names:
         saved = {name: tensors[name] for name in ("residual", "gate") if name in names}
-        said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
+        said = getattr(reference, function + "forward")(
+            tensors["x"], *groups, eps=spec.eps, stats=True, **saved, **layout
+        )
         tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
     if spec.direction is PassDirection.FORWARD:
         out = None if spec.out_dtype is None else getattr(torch, spec.out_dtype.value)

@@ -8,7 +8,7 @@ from fusednorm.cpu import batch_invariant
 from normserve.backends.library_calls import run_operation
 from normserve.backends.tensor_conversion import DTYPES, move_channels_first
 from normserve.codec.api_names import ACTIVATIONS
-from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
+from normserve.jobs.job import ROW_OPS, ChannelLayout, NormSpec, Op, PassDirection
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.tensors import DType
 
@@ -76,6 +76,16 @@ def test_scale_or_shift_alone(given, library, layout):
         tensors = {name: t.to(device) for name, t in arrived(spec).items() if name in ("x", "dy", *given)}
         outputs = run_operation(functions, spec, tensors)
         assert outputs.keys() == ({"y"} if direction is PassDirection.FORWARD else {"dx", f"d{given[0]}"})
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_samples_have_statistics_of_no_positions(library, op):
+    functions, device = LIBRARIES[library]
+    spec = NormSpec(op, PassDirection.FORWARD, eps=1e-5, layout=ChannelLayout.NCHW, stats=True)
+    outputs = run_operation(functions, spec, {"x": torch.empty(0, 8, 3, 5, device=device)})
+    assert outputs["y"].shape == (0, 8, 3, 5)
+    assert outputs["rstd"].shape == (0, 3, 5)
 
 
 @pytest.mark.parametrize("layout", ChannelLayout)

@@ -60,8 +60,12 @@ def main() -> None:
 def cases(noise: torch.Tensor) -> Iterator[Case]:
     """Each shape with all that there is in one direction, and with less in the other; then what rows alone take."""
     for op, direction in product(LAYER_OPS, PassDirection):
-        layouts = ChannelLayout if op is Op.GROUP_NORM else (ChannelLayout.NCHW,)
-        for index, (shape, layout) in enumerate(product(SAMPLES if op is Op.GROUP_NORM else ROWS, layouts)):
+        forms = [*product(SAMPLES, (ChannelLayout.NCHW,))]
+        if op is Op.GROUP_NORM:
+            forms += product(SAMPLES, (ChannelLayout.NHWC,))
+        else:
+            forms += [*product(ROWS, (None,)), ((1, MIB, 2), ChannelLayout.NCHW)]
+        for index, (shape, layout) in enumerate(forms):
             if (index + (direction is PassDirection.FORWARD)) % 2:
                 yield case(noise, op, direction, F16, layout, shape, True, True)
             else:
@@ -114,7 +118,7 @@ def case(
     op: Op,
     direction: PassDirection,
     dtype: DType,
-    layout: ChannelLayout,
+    layout: ChannelLayout | None,
     shape: tuple[int, ...],
     everything: bool,
     epilogue: bool,
@@ -130,7 +134,7 @@ def case(
         tensors["weight"] = tensor(noise, BF16, (size,))
         if op is not Op.RMS_NORM:
             tensors["bias"] = tensor(noise, F32, (size,))
-        if op is Op.GROUP_NORM:
+        if layout is not None:
             tensors["scale"] = tensor(noise, F16, (samples, size))
             tensors["shift"] = tensor(noise, F32, (samples, size))
     tensors |= {name: tensor(noise, dtype, shape) for name in like_x}
@@ -147,7 +151,7 @@ def case(
         stats=everything and forward,
     )
     asked = f"everything={everything} epilogue={epilogue}"
-    name = f"{op.value} {direction.value} {dtype.value} {list(shape)} {layout.value} {asked}"
+    name = f"{op.value} {direction.value} {dtype.value} {list(shape)} {layout and layout.value} {asked}"
     return name, spec, tensors, forward
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
-from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
+from normserve.jobs.job import LAYER_OPS, ROW_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.jobs.validation import check_layer_parameters, list_accepted_tensor_names, make_validated_job
 from normserve.memory.tensors import DType
 
@@ -190,6 +190,76 @@ def test_samples_may_have_no_rows(x, scale):
     assert (made.rows, made.unit_rows) == (0, 1)
     assert made.compute_batch_class() is None
     assert cost.result_bytes == made.tensors["scale"].nbytes
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_rows_over_channels_are_samples(op):
+    over_channels = spec(op, layout=ChannelLayout.NCHW)
+    tensors = {"x": tensor(2, 4, 3, 5), "weight": tensor(4), "scale": tensor(2, 4, dtype=DType.FLOAT16)}
+    made = make_job(over_channels, tensors)
+    assert (made.rows, made.unit_rows) == (2, 0)
+    more = make_job(over_channels, tensors | {"x": tensor(7, 4, 3, 5), "scale": tensor(7, 4, dtype=DType.FLOAT16)})
+    assert made.compute_batch_class() == more.compute_batch_class()
+    other = make_job(over_channels, tensors | {"x": tensor(2, 4, 5, 3)})
+    assert made.compute_batch_class() != other.compute_batch_class()
+    backward = spec(op, PassDirection.BACKWARD, layout=ChannelLayout.NCHW)
+    x, rstd = tensor(2, 4, 3, 5), tensor(2, 3, 5)
+    saved = {"rstd": rstd} if op is Op.RMS_NORM else {"mean": rstd, "rstd": rstd}
+    made = make_job(backward, {"x": x, "dy": x, **saved})
+    assert made.compute_batch_class() is not None
+    # Their gradients are sums over positions.
+    assert make_job(backward, {"x": x, "dy": x, "scale": tensor(2, 4)}).compute_batch_class() is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"x": tensor(4)}, r"with layout=nchw x must be \[B, C, \*spatial\] .* got \[4\]"),
+        ({"x": tensor(2, 0, 3)}, r"no empty axis but B, got \[2, 0, 3\]"),
+        ({"x": tensor(2, 4, 0)}, r"no empty axis but B, got \[2, 4, 0\]"),
+        ({"weight": tensor(4, 5)}, "parameters of each head need layout=nhwc"),
+        (
+            {"weight": tensor(5)},
+            r"x \[2, 4, 3, 5\] needs weight \[4\], got \[5\]; with layout=nhwc x has 5 channels$",
+        ),
+        ({"bias": tensor(3)}, r"needs bias \[4\], got \[3\]$"),
+        ({"scale": tensor(2, 5)}, r"scale must be \[2, 4\], got \[2, 5\]"),
+        ({"shift": tensor(4)}, r"shift must be \[2, 4\], got \[4\]"),
+        ({"mean": tensor(2, 4, 3), "rstd": tensor(2, 4, 3)}, r"mean must be \[2, 3, 5\], got \[2, 4, 3\]"),
+    ],
+)
+def test_tensors_over_channels_must_fit(tensors, said):
+    x = tensors.get("x", tensor(2, 4, 3, 5))
+    with pytest.raises(InvalidShapeError, match=said):
+        make_job(spec(direction=PassDirection.BACKWARD, layout=ChannelLayout.NCHW), {"x": x, "dy": x} | tensors)
+
+
+def test_a_size_of_another_axis_names_the_layout_of_it():
+    x = {"x": tensor(2, 4, 3, 5)}
+    over_channels = spec(layout=ChannelLayout.NCHW)
+    with pytest.raises(
+        InvalidShapeError, match=r"needs weight \[5\], got \[4\]; with layout=nchw x has 4 channels$"
+    ):
+        make_job(spec(), x | {"weight": tensor(4)})
+    with pytest.raises(InvalidShapeError, match=r"is for size 4, x has 5; with layout=nchw x has 4 channels$"):
+        make_job(spec(), x, layer(size=4))
+    with pytest.raises(InvalidShapeError, match=r"is for size 5, x has 4; with layout=nhwc x has 5 channels$"):
+        make_job(over_channels, x, layer(size=5))
+    with pytest.raises(InvalidShapeError, match=r"with layout=nhwc x has 5 channels$"):
+        make_job(spec(Op.GROUP_NORM, num_groups=2), x | {"weight": tensor(5)})
+    with pytest.raises(InvalidShapeError, match="parameters of each head need layout=nhwc"):
+        make_job(over_channels, x, layer(heads=3))
+    chain = spec(Op.LAYER_NORM_CHAIN)
+    with pytest.raises(InvalidShapeError, match=r"needs weight.0 \[5\], got \[4\]$"):
+        make_job(chain, x | {"weight.0": tensor(4)})
+
+
+def test_a_gate_and_float8_need_channels_that_are_last():
+    x = {"x": tensor(2, 4, 3), "residual": tensor(2, 4, 3)}
+    with pytest.raises(InvalidParameterError, match="gate needs layout=nhwc"):
+        make_job(spec(layout=ChannelLayout.NCHW), x | {"gate": tensor(2, 4)})
+    with pytest.raises(InvalidParameterError, match="float8_e4m3fn needs layout=nhwc"):
+        make_job(spec(layout=ChannelLayout.NCHW, out_dtype=DType.FLOAT8_E4M3FN), x)
 
 
 def test_long_tensor_names_are_cut():

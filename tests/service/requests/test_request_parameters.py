@@ -3,7 +3,7 @@
 import pytest
 from normserve.codec.api_names import ACTIVATIONS
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import ChannelLayout, Op, PassDirection
+from normserve.jobs.job import ROW_OPS, ChannelLayout, Op, PassDirection
 from normserve.memory.tensors import FLOATS, DType
 from normserve.requests.request_parameters import (
     LAYER_PARAMETERS,
@@ -104,10 +104,10 @@ def test_an_empty_query_says_nothing():
     assert parsed("") == {}
 
 
-BASE = {"eps", "activation", "negative_slope", "dropout", "seed", "layer", "timeout_ms"}
+BASE = {"eps", "layout", "activation", "negative_slope", "dropout", "seed", "layer", "timeout_ms"}
 ROWS = {"weight_offset"}
 FORWARD = {"out_dtype", "stats"}
-GROUPS = {"num_groups", "layout"}
+GROUPS = {"num_groups"}
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,19 @@ def test_defaults_are_those_of_the_contract(op, eps):
     assert spec.eps == eps
     assert (spec.op, spec.direction) == (op, PassDirection.FORWARD)
     assert spec.num_groups == values.get("num_groups", 0)
-    assert spec.layout is ChannelLayout.NCHW
+    assert spec.layout is (ChannelLayout.NCHW if op is Op.GROUP_NORM else None)
     assert (spec.activation, spec.dropout, spec.seed) == ("none", 0.0, None)
     assert (spec.out_dtype, spec.stats) == (None, False)
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_channels_of_rows_are_last_unless_the_layout_says_otherwise(op):
+    parameters = list_operation_parameters(op, PassDirection.FORWARD)
+    for query, layout in (("", None), ("layout=nhwc", None), ("layout=nchw", ChannelLayout.NCHW)):
+        spec = make_spec(op, PassDirection.FORWARD, parsed(query, parameters))
+        assert spec.layout is layout
+    with pytest.raises(InvalidParameterError, match="layout must be one of nchw, nhwc, got 'nlc'"):
+        parsed("layout=nlc", parameters)
 
 
 def test_what_is_said_is_what_is_asked():

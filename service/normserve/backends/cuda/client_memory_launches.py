@@ -8,6 +8,7 @@ directly.  Large jobs in registered host memory are copied in, computed and copi
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from normserve.backends.tensor_conversion import (
 )
 from normserve.codec.api_names import OF_SAMPLES, is_parameter
 from normserve.jobs.job import NormJob
+from normserve.jobs.result_specs import compute_statistics_shape
 from normserve.memory.tensors import DType, HostTensor
 
 log = logging.getLogger(__name__)
@@ -195,13 +197,15 @@ def is_computed_in_place(job: NormJob) -> bool:
     ):
         return False
     nbytes = sum(map(len, memory))
-    # Each program reads the parameters for itself, and for rows a row of scale, shift and gate.
+    # Each program reads the parameters for itself, and for rows and positions a sample's scale, shift and gate.
     read_bytes = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
-    if job.unit_rows:
-        read_bytes += [
-            tensor.nbytes * job.unit_rows // job.rows for name, tensor in job.tensors.items() if name in OF_SAMPLES
-        ]
-    nbytes += min(job.rows, _PROGRAMS) * sum(read_bytes)
+    spec, most_programs = job.spec, job.rows
+    if spec.is_over_channels:
+        most_programs = prod(compute_statistics_shape(spec, job.x.shape))
+    if spec.is_over_channels or job.unit_rows:
+        samples = job.rows // max(1, job.unit_rows)
+        read_bytes += [tensor.nbytes // samples for name, tensor in job.tensors.items() if name in OF_SAMPLES]
+    nbytes += min(most_programs, _PROGRAMS) * sum(read_bytes)
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 

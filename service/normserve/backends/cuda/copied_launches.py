@@ -198,8 +198,8 @@ def _launch_chunk(
 
 
 def try_divide_rows(job: NormJob, limits: ChunkLimits) -> Sequence[range]:
-    """Divide a job's rows, or GroupNorm's samples, into ranges that are copied and computed separately.  Return ()
-    if the job is not divided.
+    """Divide a job's rows, or with a layout its samples, into ranges that are copied and computed separately.
+    Return () if the job is not divided.
 
     Only large forward jobs without dropout are divided: a gradient of parameters is a sum over all
     rows, and dropout's mask depends on a row's number.

@@ -20,6 +20,7 @@ def layer_norm(
     weight: TensorLike | None = None,
     bias: TensorLike | None = None,
     *,
+    layout: Literal["nchw", "nhwc"] | None = None,
     residual: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
@@ -35,35 +36,40 @@ def layer_norm(
     layer: str | None = None,
     timeout_ms: float | None = None,
 ) -> ApiCall[ForwardResult[T]]:
-    """Compute LayerNorm over the last axis on the server.
+    """Compute LayerNorm over the last axis, or over channels, on the server.
 
     y = dropout(act(z * (1 + scale) + shift)), z = w * (h - mean(h)) / sqrt(var(h) + eps) + bias, h = residual +
     gate * x, w = weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be
     awaited.
 
     Args:
-        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
-            Or a list of such tensors that share parameters, differ only in the size of the first axis and have at
-            least two axes: then every argument with a value per row is a list, too, and so are such results.
+        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: a numpy array, torch
+            tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters, differ
+            only in the size of the first axis and have at least two axes: then every argument with a value per row
+            is a list, too, and so are such results.
         weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
-            [..., H, N].
-        bias: [N] or [H, N], any of these dtypes; None (default) for zeros.
+            [..., H, N].  [C] with layout="nchw".
+        bias: [N] or [H, N], or [C] with layout="nchw", any of these dtypes; None (default) for zeros.
+        layout: "nhwc" (default) for a norm over the last axis of x; "nchw" for one over the channels of x [B, C,
+            *spatial], at each position.
         residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
             `residual_out`, in the residual's dtype.
         scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
-            [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
+            [B, N] for x [B, tokens, N], with axes of one element between or without, or [B, C]
+            with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
-            needs a residual.
+            needs a residual, and channels that are last.
         eps: added to the variance; at least 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
-            float8.
-        stats: whether to return `mean` and `rstd`, float32 [...] too; False by default.
+        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only with
+            channels that are last and without parameters per head, adds a `scale` per row to the result.  numpy x:
+            needs ml_dtypes for bfloat16 and float8.
+        stats: whether to return `mean` and `rstd`, float32 [...], or [B, *spatial] with layout="nchw", too; False
+            by default.
         layer: name of a registered layer, in place of weight, bias, eps, weight_offset, activation and
             negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -98,6 +104,7 @@ def rms_norm(
     x: T,
     weight: TensorLike | None = None,
     *,
+    layout: Literal["nchw", "nhwc"] | None = None,
     residual: Tensors | None = None,
     scale: Tensors | None = None,
     shift: Tensors | None = None,
@@ -119,27 +126,31 @@ def rms_norm(
     weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
-        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
-            Or a list of such tensors that share parameters, differ only in the size of the first axis and have at
-            least two axes: then every argument with a value per row is a list, too, and so are such results.
+        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: a numpy array, torch
+            tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters, differ
+            only in the size of the first axis and have at least two axes: then every argument with a value per row
+            is a list, too, and so are such results.
         weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
-            [..., H, N].
+            [..., H, N].  [C] with layout="nchw".
+        layout: "nhwc" (default) for a norm over the last axis of x; "nchw" for one over the channels of x [B, C,
+            *spatial], at each position.
         residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
             `residual_out`, in the residual's dtype.
         scale, shift: a row for each sample, any of these dtypes: the shape of leading axes of x and of its last,
-            [B, N] for x [B, tokens, N], with axes of one element between or without; None (default) for zeros.
+            [B, N] for x [B, tokens, N], with axes of one element between or without, or [B, C]
+            with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
-            needs a residual.
+            needs a residual, and channels that are last.
         eps: added to the mean of squares; at least 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only without
-            parameters per head, adds a `scale` per row to the result.  numpy x: needs ml_dtypes for bfloat16 and
-            float8.
-        stats: whether to return `rstd`, float32 [...], too; False by default.
+        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only with
+            channels that are last and without parameters per head, adds a `scale` per row to the result.  numpy x:
+            needs ml_dtypes for bfloat16 and float8.
+        stats: whether to return `rstd`, float32 [...], or [B, *spatial] with layout="nchw", too; False by default.
         layer: name of a registered layer, in place of weight, eps, weight_offset, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
@@ -306,6 +317,7 @@ def layer_norm_backward(
     weight: TensorLike | None = None,
     bias: TensorLike | None = None,
     *,
+    layout: Literal["nchw", "nhwc"] | None = None,
     mean: Tensors | None = None,
     rstd: Tensors | None = None,
     residual: Tensors | None = None,
@@ -332,12 +344,13 @@ def layer_norm_backward(
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
-        x: the forward call's: [..., N], float32, float16 or bfloat16, a numpy array, torch tensor (of a CPU or a
-            GPU) or `HostTensor`.  A list if forward had one; then each argument with a value per row is a list,
-            too.
-        weight, bias: the forward call's: [N] or [H, N], or None (default).
-        mean, rstd: the forward call's results with `stats`, float32 [...], both or neither; None (default)
-            computes them again.
+        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, a
+            numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each
+            argument with a value per row is a list, too.
+        weight, bias: the forward call's: [N] or [H, N], or [C] with layout="nchw"; None (default) for none.
+        layout: the forward call's: "nhwc" (default) or "nchw", the position of the channel axis in x.
+        mean, rstd: the forward call's results with `stats`, float32 [...], or [B, *spatial] with layout="nchw",
+            both or neither; None (default) computes them again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
         scale, shift, gate: the forward call's, or None (default).
@@ -382,6 +395,7 @@ def rms_norm_backward(
     x: T,
     weight: TensorLike | None = None,
     *,
+    layout: Literal["nchw", "nhwc"] | None = None,
     rstd: Tensors | None = None,
     residual: Tensors | None = None,
     dresidual_out: Tensors | None = None,
@@ -406,11 +420,13 @@ def rms_norm_backward(
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
-        x: the forward call's: [..., N], float32, float16 or bfloat16, a numpy array, torch tensor (of a CPU or a
-            GPU) or `HostTensor`.  A list if forward had one; then each argument with a value per row is a list,
-            too.
-        weight: the forward call's: [N] or [H, N], or None (default).
-        rstd: the forward call's result with `stats`, float32 [...]; None (default) computes it again.
+        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, a
+            numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each
+            argument with a value per row is a list, too.
+        weight: the forward call's: [N] or [H, N], or [C] with layout="nchw"; None (default) for none.
+        layout: the forward call's: "nhwc" (default) or "nchw", the position of the channel axis in x.
+        rstd: the forward call's result with `stats`, float32 [...], or [B, *spatial] with layout="nchw"; None
+            (default) computes it again.
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
         scale, shift, gate: the forward call's, or None (default).

@@ -208,7 +208,7 @@ def _expect_backward(op: str, described: "_Described", query: "_Query") -> Expec
     if "layer" in params:
         shape = (_find_parameter_size(op, x.shape, params),)
         # The layer's parameters may be of each head of x [..., H, N].
-        heads = x.shape[-2] if op != "group_norm" and len(x.shape) > 1 else 0
+        heads = x.shape[-2] if not _has_samples(op, params) and len(x.shape) > 1 else 0
         outputs["dweight"] = ExpectedResult(shape, None, possible_head_count=heads)
         if op != "rms_norm":
             outputs["dbias"] = ExpectedResult(shape, None, is_optional=True, possible_head_count=heads)
@@ -267,17 +267,23 @@ def _find_dtype(name: str | None, of_x: DType) -> DType | None:
 
 def _find_parameter_size(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> int:
     """Return the length of a parameter vector; 0 where x lacks the axis, which the server refuses."""
-    axis = 1 if op == "group_norm" and params.get("layout") != "nhwc" else len(shape) - 1
+    axis = 1 if params.get("layout", "nchw" if op == "group_norm" else "nhwc") == "nchw" else len(shape) - 1
     return shape[axis] if 0 <= axis < len(shape) else 0
 
 
+def _has_samples(op: str, params: Mapping[str, str]) -> bool:
+    """Return whether the request is for samples; else its x is rows."""
+    return op == "group_norm" or params.get("layout") == "nchw"
+
+
 def _expect_statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> ExpectedResult:
-    """Return the expected shape of mean and rstd: a value for each row, or for each group of each sample.
+    """Return the expected shape of mean and rstd: a value for each row, or for each position or group of a sample.
 
     Args: shape: x's.
     """
     if op != "group_norm":
-        return ExpectedResult(shape[:-1], DType.FLOAT32)
+        of_rows = (*shape[:1], *shape[2:]) if _has_samples(op, params) else shape[:-1]
+        return ExpectedResult(of_rows, DType.FLOAT32)
     if (groups := params.get("num_groups", "")).isdecimal():
         return ExpectedResult((*shape[:1], int(groups)), DType.FLOAT32)
     return ExpectedResult(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ class _ServiceNormModule(nn.Module):
 
     #: Added to the weight; used only by modules that normalise over the last axes.
     weight_offset: float = 0.0
+
+    #: None for the last axes, or "nchw" for the channels of [N, C, *spatial]; used only by modules of rows.
+    layout: str | None = None
 
     #: leaky_relu's factor of negative values; here for modules that an earlier version pickled.
     negative_slope: float = DEFAULT_SLOPE
@@ -82,6 +85,8 @@ class _ServiceNormModule(nn.Module):
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
+        if self.layout is not None:
+            text += f", layout={self.layout!r}"
         if self.activation != "none":
             text += f", activation={self.activation!r}"
         return text if self.activation != "leaky_relu" else f"{text}, negative_slope={self.negative_slope}"
@@ -92,15 +97,21 @@ class _ServiceNormModule(nn.Module):
 
 
 class _ServiceRowModule(_ServiceNormModule):
-    """The base class of `LayerNorm` and `RMSNorm`, which normalise over the last axes."""
+    """The base class of `LayerNorm` and `RMSNorm`, which normalise over the last axes, or over channels."""
 
     normalized_shape: tuple[int, ...]
 
-    def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, weight_offset: float, layout: str | None, **kwargs: Any) -> None:
+        if layout not in (None, "nchw"):
+            raise ValueError(f"layout must be None or 'nchw', got {layout!r}")
         # Before torch's constructor, which resets the parameters.
         self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
+        self.layout = layout
         _check_weight_offset(weight_offset, self._parameters["weight"])
+        if layout is not None and len(self.normalized_shape) != 1:
+            shape = list(self.normalized_shape)
+            raise ValueError(f"layout {layout!r} needs a normalized_shape of one axis, C, got {shape}")
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 - weight_offset and the bias to 0, with the same effect as torch's initial values."""
@@ -116,16 +127,18 @@ class _ServiceRowModule(_ServiceNormModule):
         shift: Tensor | None,
         **parameters: Tensor | None,
     ) -> Tensor:
-        """Compute a norm over the last axes, which are flattened to one axis for the server.
+        """Compute a norm over the last axes, which are flattened to one axis for the server, or over channels.
 
         Args:
             operation: the name of the client's method.
-            scale, shift: of the samples, in axes of x that lead and its last axes.
+            scale, shift: of the samples, in axes of x that lead and its last axes, or with a layout [N, C].
             parameters: weight and, for LayerNorm, bias.
         """
         shape, options = self.normalized_shape, self._make_options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
+        if self.layout is not None:
+            return self._normalise_channels(operation, options, x, *parameters.values(), scale, shift)
         inputs = [
             _flatten_rows("x", x, shape),
             *[_flatten_parameter(name, each, shape) for name, each in parameters.items()],
@@ -134,6 +147,16 @@ class _ServiceRowModule(_ServiceNormModule):
         ]
         y = normalise(self.client, operation, options, *inputs)
         return y if len(shape) == 1 else y.view(x.shape)
+
+    def _normalise_channels(
+        self, operation: str, options: dict[str, object], x: Tensor, *inputs: Tensor | None
+    ) -> Tensor:
+        """Compute a norm over the channels of x [N, C, *spatial]; if they are last in memory, as rows."""
+        if x.dim() < 2 or x.shape[1:2] != self.normalized_shape:
+            raise ValueError(f"x must be [N, {self.normalized_shape[0]}, *spatial], got {list(x.shape)}")
+        if _is_channels_last(x):
+            return normalise(self.client, operation, options, x.movedim(1, -1), *inputs).movedim(-1, 1)
+        return normalise(self.client, operation, options | {"layout": self.layout}, x, *inputs)
 
 
 class LayerNorm(_ServiceRowModule, nn.LayerNorm):
@@ -159,10 +182,12 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
+        layout: None (default) for a norm over the last axes; "nchw" for one over the channels of an input [N, C,
+            *spatial], as models' LayerNorm2d, with normalized_shape C.
 
     Raises:
-        ValueError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
-            negative_slope is invalid.
+        ValueError: activation, weight_offset or layout is none of these, weight_offset is 1 without a weight,
+            negative_slope is invalid, or normalized_shape has several axes with a layout.
         TypeError: client is not a `Client`.
 
     Examples:
@@ -189,6 +214,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         activation: ActivationName = "none",
         negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
+        layout: Literal["nchw"] | None = None,
     ) -> None:
         super().__init__(
             normalized_shape,
@@ -201,6 +227,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
             activation=activation,
             negative_slope=negative_slope,
             weight_offset=weight_offset,
+            layout=layout,
         )
 
     if TYPE_CHECKING:
@@ -208,18 +235,20 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise the input over its last axes.
+        """Normalise the input over its last axes, or with a layout over its channels.
 
         Args:
-            input: [..., *normalized_shape], float32, float16 or bfloat16.
+            input: [..., *normalized_shape], or [N, C, *spatial] with a layout, float32, float16 or bfloat16.
             scale, shift: the affine step per sample, y = act(z * (1 + scale) + shift): the shape of leading axes of
-                input and normalized_shape, as [N, *normalized_shape]; None (default) for zeros.
+                input and normalized_shape, as [N, *normalized_shape]; [N, C] with a layout; None (default) for
+                zeros.
 
         Returns:
-            Tensor: in the input's shape and dtype; float32 under CUDA's autocast.
+            Tensor: in the input's shape and dtype, with a layout channels-last if the input is; float32 under
+                CUDA's autocast.
 
         Raises:
-            ValueError: input, scale, shift or a parameter has other last axes.
+            ValueError: input, scale, shift or a parameter has other last axes, or with a layout another C.
             TypeError: input, scale, shift or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
@@ -251,10 +280,12 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
+        layout: None (default) for a norm over the last axes; "nchw" for one over the channels of an input [N, C,
+            *spatial], as models' LayerNorm2d, with normalized_shape C.
 
     Raises:
-        ValueError: activation or weight_offset is none of these, weight_offset is 1 without a weight, or
-            negative_slope is invalid.
+        ValueError: activation, weight_offset or layout is none of these, weight_offset is 1 without a weight,
+            negative_slope is invalid, or normalized_shape has several axes with a layout.
         TypeError: client is not a `Client`.
 
     Examples:
@@ -280,6 +311,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         activation: ActivationName = "none",
         negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
+        layout: Literal["nchw"] | None = None,
     ) -> None:
         super().__init__(
             normalized_shape,
@@ -291,6 +323,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
             activation=activation,
             negative_slope=negative_slope,
             weight_offset=weight_offset,
+            layout=layout,
         )
 
     if TYPE_CHECKING:
@@ -298,18 +331,19 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         def __call__(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """Normalise x over its last axes.
+        """Normalise x over its last axes, or with a layout over its channels.
 
         Args:
-            x: [..., *normalized_shape], float32, float16 or bfloat16.
+            x: [..., *normalized_shape], or [N, C, *spatial] with a layout, float32, float16 or bfloat16.
             scale, shift: the affine step per sample, y = act(z * (1 + scale) + shift): the shape of leading axes of
-                x and normalized_shape, as [N, *normalized_shape]; None (default) for zeros.
+                x and normalized_shape, as [N, *normalized_shape]; [N, C] with a layout; None (default) for zeros.
 
         Returns:
-            Tensor: in x's shape and dtype; under CUDA's autocast in the dtype of torch's module.
+            Tensor: in x's shape and dtype, with a layout channels-last if x is; under CUDA's autocast in the dtype
+                of torch's module.
 
         Raises:
-            ValueError: x, scale, shift or a parameter has other last axes.
+            ValueError: x, scale, shift or a parameter has other last axes, or with a layout another C.
             TypeError: x, scale, shift or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
@@ -408,13 +442,18 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
                 call.
         """
         x = input
-        is_channels_last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+        is_channels_last = _is_channels_last(x)
         options = self._make_options(self.eps)
         options |= {"num_groups": self.num_groups, "layout": "nhwc" if is_channels_last else "nchw"}
         if is_channels_last:
             x = x.movedim(1, -1)
         y = normalise(self.client, "group_norm", options, x, self.weight, self.bias, scale, shift)
         return y.movedim(-1, 1) if is_channels_last else y
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Return whether x [N, C, *spatial] is stored as [N, *spatial, C], and is not contiguous."""
+    return x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 def _flatten_rows(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:

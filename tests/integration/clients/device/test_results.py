@@ -21,6 +21,8 @@ OPTIONS = {
     "layer_norm": {},
     "rms_norm": {},
     "group_norm": {"num_groups": 4},
+    "layer_norm nchw": {"layout": "nchw"},
+    "rms_norm nchw": {"layout": "nchw"},
     "group_norm nhwc": {"num_groups": 4, "layout": "nhwc"},
 }
 
@@ -29,14 +31,14 @@ REST = [(name, torch.bfloat16) for name in OPTIONS if name != "layer_norm"]
 
 
 def tensors_for(name, dtype, *, backward=False):
-    group = name.startswith("group")
-    shape = (3, 5, 6, 16) if name.endswith("nhwc") else (3, 16, 5, 6) if group else (37, 1024)
-    size = 16 if group else 1024
+    samples = name.startswith("group") or name.endswith("nchw")
+    shape = (3, 5, 6, 16) if name.endswith("nhwc") else (3, 16, 5, 6) if samples else (37, 1024)
+    size = 16 if samples else 1024
     tensors = {"x": random(*shape, dtype=dtype), "residual": random(*shape, seed=1, dtype=dtype)}
     tensors["weight"] = random(size, seed=2)
-    if name != "rms_norm":
+    if not name.startswith("rms_norm"):
         tensors["bias"] = random(size, seed=3, dtype=dtype)
-    if group:
+    if samples:
         tensors |= {"scale": random(3, size, seed=4), "shift": random(3, size, seed=5, dtype=dtype)}
     if backward:
         tensors |= {"dy": random(*shape, seed=6, dtype=dtype), "dresidual_out": random(*shape, seed=7, dtype=dtype)}

@@ -92,6 +92,33 @@ def test_group_norm_in_channels_last_with_scale_and_shift(http, local):
     assert_same(*[each.group_norm_backward(x, x, **affine, **more) for each in (local, http)])
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_norms_over_channels(http, local, op, kind):
+    shape = SHAPES["group_norm"]
+    x, dy, residual = (kind(random(*shape, seed=seed)) for seed in (1, 2, 3))
+    more = {name: kind(random(3, 12, seed=9)) for name in ("scale", "shift")}
+    more |= {"weight": kind(random(12, seed=4)), "residual": residual, "layout": "nchw"}
+    # The memory of the first call is used by the next ones, which the server prepares.
+    for _ in range(3):
+        assert_same(*[getattr(each, op)(x, **more, stats=True) for each in (local, http)])
+        assert_same(*[getattr(each, f"{op}_backward")(dy, x, **more) for each in (local, http)])
+    assert_same(*[getattr(each, op)(x[:0], layout="nchw", stats=True) for each in (local, http)])
+    several = [x[:1], x[1:]]
+    together = [getattr(each, op)(several, layout="nchw", stats=True) for each in (local, http)]
+    for name in ("y", "rstd"):
+        for one, other in zip(*[getattr(each, name) for each in together], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_norms_over_channels_read_what_lies_in_shared_memory_then(http, local):
+    x, weight = local.empty((2, 12, 700)), local.empty((12,))
+    for seed in range(4):
+        x[:], weight[:] = random(2, 12, 700, seed=seed).numpy(), random(12, seed=seed).numpy()
+        assert_same(*[each.layer_norm(x, weight, layout="nchw") for each in (local, http)])
+        assert_same(*[each.rms_norm_backward(x, x, weight, layout="nchw") for each in (local, http)])
+
+
 @pytest.mark.parametrize("rows", [0, 1, 7, 300, 5000])
 def test_any_number_of_rows(http, local, rows):
     x = np.asarray(random(rows, 256))
@@ -194,6 +221,8 @@ def test_what_the_server_is(http, local, path):
         (lambda client, x: client.layer_norm(x, eps=-1.0), "invalid_parameter"),
         (lambda client, x: client.layer_norm(x, activation="swish"), "invalid_parameter"),
         (lambda client, x: client.layer_norm(x, np.ones(3, np.float32)), "invalid_shape"),
+        (lambda client, x: client.layer_norm(x[0], layout="nchw"), "invalid_shape"),
+        (lambda client, x: client.layer_norm(x, layout="chwn"), "invalid_parameter"),
         (lambda client, x: client.layer_norm(np.float32(1.0)[None].reshape(())), "invalid_shape"),
         (lambda client, x: client.group_norm(x), "invalid_parameter"),
         (lambda client, x: client.group_norm(x, 5), "invalid_parameter"),

@@ -11,6 +11,8 @@ KINDS = {
     "layer norm of two axes": ("LayerNorm", ((4, 8),), {}, (3, 2, 4, 8)),
     "layer norm without bias": ("LayerNorm", (16,), {"bias": False, "eps": 1e-2}, (6, 16)),
     "layer norm without parameters": ("LayerNorm", (16,), {"elementwise_affine": False}, (6, 16)),
+    "layer norm over channels": ("LayerNorm", (12,), {"layout": "nchw"}, (2, 12, 4, 5)),
+    "RMS norm over channels": ("RMSNorm", (12,), {"layout": "nchw"}, (2, 12, 7)),
     "RMS norm": ("RMSNorm", (16,), {}, (2, 6, 16)),
     "RMS norm of two axes": ("RMSNorm", ((4, 8),), {"eps": 1e-2}, (3, 4, 8)),
     "RMS norm without parameters": ("RMSNorm", (16,), {"elementwise_affine": False}, (16,)),

@@ -126,6 +126,37 @@ def test_channels_last_is_neither_copied_nor_lost(one, shape):
     assert one.calls[0].params["layout"] == ("nchw" if whole else "nhwc")
 
 
+@pytest.mark.parametrize("shape", [(2, 12), (2, 12, 5), (2, 12, 4, 5), (2, 12, 1, 1), (0, 12, 4, 5)])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("kind", ["layer norm over channels", "RMS norm over channels"])
+def test_norms_over_channels(one, kind, shape, is_last):
+    reference, module, _ = pair(one, kind)
+    assert repr(module) == repr(reference)
+    x = random(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    x = x if is_last else x.contiguous()
+    results = passes(module, x)
+    assert_same(results, passes(reference, x))
+    sent_as_rows = not x.is_contiguous()
+    assert one.calls[0].params.get("layout") == (None if sent_as_rows else "nchw")
+    for tensor in results[:2]:
+        assert (tensor.movedim(1, -1) if sent_as_rows else tensor).is_contiguous()
+    scale, shift = random(*shape[:2], seed=1), random(*shape[:2], seed=2)
+    assert_same((module(x, scale, shift),), (reference(x, scale, shift),))
+
+
+@pytest.mark.parametrize("kind", ["layer norm over channels", "RMS norm over channels"])
+def test_a_layout_needs_channels(one, kind):
+    _, module, _ = pair(one, kind)
+    for x in (random(12), random(2, 5, 12)):
+        with pytest.raises(ValueError, match=r"x must be \[N, 12, \*spatial\], got"):
+            module(x)
+    made = type(module)
+    with pytest.raises(ValueError, match="layout 'nchw' needs a normalized_shape of one axis"):
+        made((3, 4), client=one, layout="nchw")
+    with pytest.raises(ValueError, match="layout must be None or 'nchw', got 'nhwc'"):
+        made(12, client=one, layout="nhwc")
+
+
 @pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "group norm"])
 def test_strides_do_not_matter(one, kind):
     reference, module, shape = pair(one, kind)

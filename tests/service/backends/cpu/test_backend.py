@@ -11,7 +11,7 @@ from normserve.backends.cpu import backend as cpu_backend
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.codec.api_names import ACTIVATIONS
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
+from normserve.jobs.job import ROW_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.slabs import SlabPool
 from normserve.memory.tensors import DType, HostTensor
 
@@ -51,10 +51,11 @@ def sample_jobs(
     shape: tuple[int, ...],
     activation: str,
     groups: int,
+    op: Op = Op.GROUP_NORM,
 ) -> list[NormJob]:
     """One, two and three samples of [C, *spatial], each with a scale and a shift."""
     spec = NormSpec(
-        Op.GROUP_NORM,
+        op,
         direction,
         1e-5,
         groups,
@@ -131,6 +132,17 @@ class TestCompany:
     def test_samples_have_the_same_bits_alone_and_together(self, backend, shape, direction, dtype, layout):
         groups = min(4, shape[0])
         assert_same_bits_alone(backend, sample_jobs(direction, layout, dtype, shape, "silu", groups))
+
+    @pytest.mark.parametrize(
+        ("op", "shape", "direction", "dtype"),
+        mark_rest_slow(
+            product(ROW_OPS, [(8, 40, 3), (8, 5), (4, 30_011), (70_001, 2), (1, 1)], PassDirection, DTYPES)
+        ),
+    )
+    def test_channels_have_the_same_bits_alone_and_together(self, backend, op, shape, direction, dtype):
+        jobs = sample_jobs(direction, ChannelLayout.NCHW, dtype, shape, "silu", 0, op)
+        assert [job.rows for job in jobs] == [1, 2, 3]
+        assert_same_bits_alone(backend, jobs)
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("direction", PassDirection)

@@ -1,6 +1,7 @@
 """The CUDA backend against the oracle, and its rows alone and in company; needs a GPU."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import fusednorm
 import pytest
@@ -8,7 +9,17 @@ import torch
 from fusednorm import reference
 from fusednorm.errors import KernelInputError
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
+from normserve.jobs.job import (
+    LAYER_OPS,
+    ROW_OPS,
+    Batch,
+    ChannelLayout,
+    NormJob,
+    NormSpec,
+    Op,
+    PassDirection,
+    QueueLane,
+)
 from normserve.memory.tensors import DType, HostTensor
 from triton import knobs
 
@@ -30,19 +41,19 @@ def seeded():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize(
-    ("op", "layout"), [*((op, ChannelLayout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, ChannelLayout.NHWC)]
+    ("op", "layout"), [*product(ROW_OPS, (None, ChannelLayout.NCHW)), *product((Op.GROUP_NORM,), ChannelLayout)]
 )
 def test_every_operation(backend, op, direction, layout, dtype):
     moved = layout is ChannelLayout.NHWC
-    shape = (2, 12, 10, 64) if moved else (2, 64, 12, 10) if op is Op.GROUP_NORM else (37, 1536)
-    size = 64 if op is Op.GROUP_NORM else 1536
+    shape = (2, 12, 10, 64) if moved else (2, 64, 12, 10) if layout else (37, 1536)
+    size = 64 if layout else 1536
     groups = [8] if op is Op.GROUP_NORM else []
     names = ["x", "residual"] + (["dy", "dresidual_out"] if direction is PassDirection.BACKWARD else [])
     tensors = {name: torch.randn(shape).to(dtype) for name in names}
     tensors["weight"] = torch.randn(size)
     if op is not Op.RMS_NORM:
         tensors["bias"] = torch.randn(size)
-    if op is Op.GROUP_NORM:
+    if layout is not None:
         tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
     forward = direction is PassDirection.FORWARD
     spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, activation="silu", stats=forward)
@@ -56,6 +67,8 @@ def test_every_operation(backend, op, direction, layout, dtype):
     leading = [first(tensors[name]) for name in (("x",) if forward else ("dy", "x"))]
     if forward:
         options["stats"] = True
+    if spec.is_over_channels:
+        options["layout"] = "nchw"
     want = getattr(reference, f"{op.value}_{direction.value}")(*leading, *groups, **options)
     assert_right(got, want, moved)
 
@@ -86,18 +99,23 @@ def test_samples_of_rows_have_the_same_bits_alone_and_together(backend, cols, to
         assert all(torch.equal(tensor, alone[name]) for name, tensor in together.items())
 
 
-@pytest.mark.parametrize("layout", ChannelLayout)
+@pytest.mark.parametrize(
+    ("op", "layout"), [*product((Op.GROUP_NORM,), ChannelLayout), *product(ROW_OPS, (ChannelLayout.NCHW,))]
+)
 @pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])
-def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, layout):
+def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, op, layout):
     forward = direction is PassDirection.FORWARD
-    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu", stats=forward)
+    groups = 2 if op is Op.GROUP_NORM else 0
+    spec = NormSpec(op, direction, 1e-5, groups, layout, activation="silu", stats=forward)
     sample = (*shape[1:], shape[0]) if layout is ChannelLayout.NHWC else shape
     jobs = []
     for samples in (1, 2, 5):
         names = ("x", "residual") if forward else ("x", "dy")
         tensors = {name: host(torch.randn(samples, *sample).bfloat16()) for name in names}
-        tensors |= {name: host(torch.randn(samples, shape[0])) for name in ("scale", "shift")}
+        if forward or op is Op.GROUP_NORM:
+            # In backward over channels they are summed over positions, and run alone.
+            tensors |= {name: host(torch.randn(samples, shape[0])) for name in ("scale", "shift")}
         jobs.append(NormJob(spec, tensors))
     together = run(backend, *jobs)
     for job, outputs in zip(jobs, together, strict=True):

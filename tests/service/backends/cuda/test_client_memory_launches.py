@@ -3,11 +3,12 @@
 import gc
 import weakref
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 from normserve.backends.cuda import client_memory_launches, graph_cache
-from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, QueueLane, ReplaySlot
 from normserve.memory.tensors import DeviceTensor, DType, HostTensor
 
 from tests.service.backends.cuda.no_device import Instant
@@ -217,4 +218,21 @@ def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long
     weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
     places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
     job = NormJob(SPEC, {"x": x, "weight": weight}, result_buffers=places, replay_slot=ReplaySlot())
+    assert client_memory_launches.is_computed_in_place(job) == is_read
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_read"),
+    [((1, 1024, 64), True), ((1, 1024, 200), False), ((4, 1024, 50), False), ((3, 64, 1300), True)],
+)
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_each_position_may_have_a_program_that_reads_the_parameters_of_its_channels(memory, slabs, shape, is_read):
+    nbytes, of_channels = 4 * prod(shape), 4 * shape[1]
+    tensors = {
+        "x": HostTensor(DType.FLOAT32, shape, memory[:nbytes]),
+        "scale": HostTensor(DType.FLOAT32, shape[:2], memory[2**21 :][: shape[0] * of_channels]),
+    }
+    spec = replace(SPEC, layout=ChannelLayout.NCHW)
+    places = {"y": memory[2**21 + 2**16 :][:nbytes]}
+    job = NormJob(spec, tensors, result_buffers=places, replay_slot=ReplaySlot())
     assert client_memory_launches.is_computed_in_place(job) == is_read

@@ -10,7 +10,7 @@ from normserve.backends.cuda import batch_buffers
 from normserve.backends.cuda.copied_launches import ChunkLimits, try_divide_rows
 from normserve.backends.library_calls import ResidentParameters
 from normserve.backends.tensor_conversion import move_channels_first, restore_payload_order
-from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
+from normserve.jobs.job import ROW_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
 from normserve.memory.tensors import DType, HostTensor
 
 from tests.service.backends.cuda.test_host import backend, graphs, library, slabs
@@ -189,6 +189,19 @@ def test_results_may_be_written_over_what_came(run):
     spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5)
     results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, result_buffers={"y": memory}))
     assert torch.equal(back(results["y"]), batch_invariant.rms_norm_forward(x, eps=1e-5).y)
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_channels_of_samples_in_chunks(run, op):
+    spec = NormSpec(op, PassDirection.FORWARD, 1e-5, layout=ChannelLayout.NCHW, stats=True)
+    x, scale, weight = torch.randn(25, 8, 5, 3), torch.randn(25, 8), torch.randn(8)
+    job = job_of(spec, x=x, scale=scale, weight=weight)
+    assert try_divide_rows(job, SIZES)
+    function = getattr(batch_invariant, f"{op.value}_forward")
+    right = function(x, weight, scale=scale, eps=1e-5, layout="nchw", stats=True)
+    got = run(job)
+    assert torch.equal(back(got["y"]), right.y)
+    assert torch.equal(back(got["rstd"]), right.rstd)
 
 
 @pytest.mark.parametrize("layout", ChannelLayout)

@@ -11,7 +11,7 @@ from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda.pinned import attach_device_view
 from normserve.backends.tensor_conversion import move_channels_first, restore_payload_order
 from normserve.errors import DeviceOutOfMemoryError
-from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
+from normserve.jobs.job import ROW_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.memory.tensors import DType, HostTensor
 
@@ -219,8 +219,12 @@ def test_failed_launch_leaves_no_slab(backend, slabs, library, monkeypatch):
     assert slabs.used_bytes == 0
 
 
-@pytest.mark.parametrize(("op", "direction"), [(op, direction) for op in Op for direction in op.passes])
-def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direction, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "direction", "layout"),
+    [(op, direction, None) for op in Op for direction in op.passes]
+    + [(op, direction, ChannelLayout.NCHW) for op in ROW_OPS for direction in op.passes],
+)
+def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direction, layout, monkeypatch):
     launched = []
     real = triton.run_operation
 
@@ -229,7 +233,7 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
         return real(library, spec, tensors)
 
     monkeypatch.setattr(triton, "run_operation", noting)
-    shape = (9, 8, 6) if op is Op.GROUP_NORM else (9, 8)
+    shape = (9, 8, 6) if layout or op is Op.GROUP_NORM else (9, 8)
     is_chain = op is Op.LAYER_NORM_CHAIN
     names = (
         ("x",)
@@ -240,7 +244,7 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
     )
     tensors = {name: host(torch.randn(shape), slabs) for name in names}
     tensors["weight.1" if is_chain else "weight"] = host(torch.randn(8), slabs)
-    spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0)
+    spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0, layout)
     monkeypatch.setattr(torch.cuda, "current_stream", Instant)
     monkeypatch.setattr(triton, "_read_gpu", lambda device: H200)
     planned = []

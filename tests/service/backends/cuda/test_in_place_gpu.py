@@ -1,13 +1,14 @@
 """Small batches that the CUDA backend computes in pinned memory: the bits are those of copies; needs a GPU."""
 
 import os
+from itertools import product
 
 import fusednorm
 import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import in_place
-from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
+from normserve.jobs.job import ROW_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
 from normserve.memory.host_segments import HostSegment, make_segment
 from normserve.memory.slabs import SlabPool
 from normserve.memory.tensors import HostTensor
@@ -27,22 +28,22 @@ def seeded():
     torch.manual_seed(11)
 
 
-def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout, dtype: torch.dtype) -> list[NormJob]:
+def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout | None, dtype: torch.dtype) -> list[NormJob]:
     """Jobs of one and of three rows or samples, small enough to be computed in place."""
     forward, grouped = direction is PassDirection.FORWARD, op is Op.GROUP_NORM
     jobs = []
-    parameters = {} if grouped or not forward else {"weight": torch.randn(640)}
+    parameters = {} if grouped or not forward else {"weight": torch.randn(64 if layout else 640)}
     for count in (1, 3):
         shape = (
             (count, 640)
-            if not grouped
+            if layout is None
             else (count, 7, 5, 64)
             if layout is ChannelLayout.NHWC
             else (count, 64, 7, 5)
         )
         names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
         tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
-        if grouped:
+        if grouped or (layout and forward):
             tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
         spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, activation="silu", stats=forward)
         jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
@@ -52,7 +53,7 @@ def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout, dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize(
-    ("op", "layout"), [*((op, ChannelLayout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, ChannelLayout.NHWC)]
+    ("op", "layout"), [*product(ROW_OPS, (None, ChannelLayout.NCHW)), *product((Op.GROUP_NORM,), ChannelLayout)]
 )
 def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
     jobs = in_and_out(op, direction, layout, dtype)
@@ -124,7 +125,7 @@ def test_gradients_of_parameters_in_place(backend):
 
 
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
-    (job, _) = in_and_out(Op.RMS_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.float32)
+    (job, _) = in_and_out(Op.RMS_NORM, PassDirection.FORWARD, None, torch.float32)
     (want,) = run(backend, job)
     monkeypatch.setattr(backend._buffer_allocator, "_slabs", SlabPool(max_idle_bytes=0))
     assert in_place.get_in_place_call(backend._buffer_allocator.prepare_buffers(Batch((job,))), fusednorm) is None
@@ -133,7 +134,7 @@ def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypa
 
 
 def test_a_batch_says_when_it_is_over(backend):
-    (job, _) = in_and_out(Op.LAYER_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.bfloat16)
+    (job, _) = in_and_out(Op.LAYER_NORM, PassDirection.FORWARD, None, torch.bfloat16)
     pending = backend.run(Batch((job,)))
     assert pending.poll(10)
     assert pending.wait().copy_out_s == 0

@@ -141,6 +141,8 @@ def right(spec: NormSpec, tensors: dict[str, torch.Tensor]):
     options = {name: first(tensor) for name, tensor in tensors.items() if name not in names}
     if spec.stats:
         options["stats"] = True
+    if spec.is_over_channels:
+        options["layout"] = "nchw"
     function = getattr(reference, f"{spec.op.value}_{spec.direction.value}")
     return function(*given, **options, eps=spec.eps, activation=spec.activation, precision=torch.float64)
 
@@ -153,6 +155,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def group_norm(direction: PassDirection, layout: ChannelLayout) -> NormSpec:
     return NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu")
+
+
+def over_channels(direction: PassDirection) -> NormSpec:
+    return NormSpec(Op.LAYER_NORM, direction, 1e-5, layout=ChannelLayout.NCHW, activation="silu")
 
 
 # The spec, x's shape and dtype, and whether a layer's parameters are registered.
@@ -176,6 +182,8 @@ CLASSES = {
         True,
     ),
     "gradients of a sample": (group_norm(PassDirection.BACKWARD, ChannelLayout.NCHW), (1, 32, 40, 40), BF16, True),
+    "channels of a sample": (over_channels(PassDirection.FORWARD), (1, 32, 8, 8), BF16, True),
+    "gradients of channels": (over_channels(PassDirection.BACKWARD), (1, 32, 40, 40), BF16, True),
     "gradients, channels last": (
         group_norm(PassDirection.BACKWARD, ChannelLayout.NHWC),
         (1, 40, 40, 32),
@@ -187,7 +195,7 @@ CLASSES = {
 
 @pytest.mark.parametrize(("spec", "shape", "dtype", "has_layer"), CLASSES.values(), ids=CLASSES)
 def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, memory, spec, shape, dtype, has_layer):
-    size = 32 if spec.op is Op.GROUP_NORM else shape[-1]
+    size = 32 if spec.layout else shape[-1]
     parameters, registered = {}, None
     if has_layer:
         parameters = {"weight": torch.randn(size), "bias": torch.randn(size)}

@@ -8,6 +8,7 @@ from tests.service.client.harness.fake_server import FakeServer, tensors_answer
 
 X = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
 ROWS = np.zeros((2, 4), np.float32)
+POSITIONS = np.zeros((2, 3), np.float32)
 W = np.ones(3, np.float16)
 H = np.ones((4, 3), np.float16)
 C = np.ones(4, np.float16)
@@ -36,6 +37,9 @@ CASES = [
     ("group_norm", {"layer": "a", "stats": True}, {"y": X, "mean": groups(4), "rstd": groups(4)}),
     ("group_norm", {"layer": "a", "stats": True}, {"y": X, "mean": groups(1), "rstd": groups(1)}),
     ("group_norm", {"layer": "a", "layout": "nhwc", "stats": True}, {"y": X, "mean": groups(3), "rstd": groups(3)}),
+    ("layer_norm", {"layout": "nchw", "stats": True}, {"y": X, "mean": POSITIONS, "rstd": POSITIONS}),
+    ("rms_norm", {"layout": "nchw", "stats": True}, {"y": X, "rstd": POSITIONS}),
+    ("rms_norm", {"layout": "nhwc", "stats": True}, {"y": X, "rstd": ROWS}),
     ("layer_norm_backward", {"dy": X}, {"dx": X}),
     ("layer_norm_backward", {"dy": X, "weight": W, "bias": W}, {"dx": X, "dweight": W, "dbias": W}),
     ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W.astype(np.float32)}),
@@ -44,6 +48,12 @@ CASES = [
     ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H}),
     ("layer_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H, "dbias": H}),
     ("layer_norm_backward", {"x": X[0], "dy": X[0], "layer": "a"}, {"dx": X[0], "dweight": H, "dbias": H}),
+    ("layer_norm_backward", {"dy": X, "layer": "a", "layout": "nchw"}, {"dx": X, "dweight": C, "dbias": C}),
+    (
+        "rms_norm_backward",
+        {"dy": X, "layer": "a", "layout": "nchw", "scale": SAMPLES},
+        {"dx": X, "dweight": C, "dscale": SAMPLES},
+    ),
     ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H}),
     ("rms_norm_backward", {"dy": X, "weight": W}, {"dx": X, "dweight": W}),
     ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W}),
@@ -111,6 +121,7 @@ def test_groups_of_a_registered_layer_come_out_even(connect, mean, rstd):
         ("layer_norm", {"x": X[0, 0], "dy": X[0, 0]}, {"dweight": W[None]}),
         ("group_norm", {}, {"dweight": H}),
         ("group_norm", {"layout": "nhwc"}, {"dweight": H}),
+        ("layer_norm", {"layout": "nchw"}, {"dweight": H}),
     ],
 )
 def test_parameters_of_each_head_are_of_rows_and_as_many_as_x_has(connect, operation, arguments, tensors):
@@ -149,6 +160,8 @@ def test_the_message_says_what_was_expected_and_what_came(connect):
     ("operation", "arguments"),
     [
         ("layer_norm", {"x": SCALAR, "stats": True}),
+        ("layer_norm", {"x": SCALAR, "stats": True, "layout": "nchw"}),
+        ("layer_norm_backward", {"x": X[0, 0], "dy": X, "layer": "a", "layout": "nchw"}),
         ("rms_norm_backward", {"x": SCALAR, "dy": X, "layer": "a"}),
         ("group_norm", {"x": SCALAR, "stats": True}),
         ("group_norm", {"x": X[0, 0], "stats": True, "layer": "a"}),
