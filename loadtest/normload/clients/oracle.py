@@ -219,13 +219,16 @@ def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor
         scaled = _normalise(replace(case, heads=False), h, None, None)
         scaled = scaled if weight is None else scaled * weight
         return scaled if bias is None else scaled + bias
-    if case.op == "layer_norm":
-        return functional.layer_norm(h, h.shape[-1:], weight, bias, eps)
-    if case.op == "rms_norm":
-        return functional.rms_norm(h, list(h.shape[-1:]), weight, eps)
-    if case.layout == "nchw":
-        return functional.group_norm(h, case.num_groups, weight, bias, eps)
-    return functional.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, eps).movedim(1, -1)
+    # Torch's functions of rows take channels last, and its GroupNorm takes them first.
+    place = 1 if case.op == "group_norm" else -1
+    h = h.movedim(case.channel_axis, place)
+    if case.op == "group_norm":
+        y = functional.group_norm(h, case.num_groups, weight, bias, eps)
+    elif case.op == "layer_norm":
+        y = functional.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    else:
+        y = functional.rms_norm(h, list(h.shape[-1:]), weight, eps)
+    return y.movedim(place, case.channel_axis)
 
 
 def _get_modulation(case: RequestCase, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -260,15 +263,14 @@ def _make_scalar(value: float) -> Tensor:
 def _group_elements(case: RequestCase, values: Tensor) -> Tensor:
     """Reshape values so that the last axis contains the elements that are normalised together."""
     if case.op != "group_norm":
-        return values
-    nchw = values if case.layout == "nchw" else values.movedim(-1, 1)
-    return nchw.reshape(len(values), case.num_groups, -1)
+        return values.movedim(case.channel_axis, -1)
+    return values.movedim(case.channel_axis, 1).reshape(len(values), case.num_groups, -1)
 
 
 def _ungroup_elements(case: RequestCase, grouped: Tensor, like: Tensor) -> Tensor:
-    if case.op == "group_norm" and case.layout == "nhwc":
-        return grouped.reshape(like.movedim(-1, 1).shape).movedim(1, -1)
-    return grouped.reshape(like.shape)
+    if case.op != "group_norm":
+        return grouped.movedim(-1, case.channel_axis)
+    return grouped.reshape(like.movedim(case.channel_axis, 1).shape).movedim(1, case.channel_axis)
 
 
 def _compute_gradients(

@@ -58,11 +58,12 @@ class RequestCase:
         operation: as in the API's path, such as "layer_norm/backward".
         shape, dtype: of x.
         num_groups: of GroupNorm, 0 elsewhere.
-        layout: of GroupNorm, "nchw" or "nhwc".
+        layout: where the channels are in x, "nchw" or "nhwc"; None for the default: nchw of GroupNorm, and nhwc of
+            LayerNorm and RMSNorm.
         residual: whether the request has one.
         affine: whether the request has weight and bias.
-        adaptive: whether the request has scale and shift for each sample, along x's first axis; with a residual of
-            rows also gate.
+        adaptive: whether the request has scale and shift for each sample, along x's first axis; with a residual
+            also gate, except for GroupNorm and for nchw.
         seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of
@@ -82,7 +83,7 @@ class RequestCase:
     residual: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     affine: bool = field(default=True, metadata=_declare_key(TomlTable.take_flag))
     num_groups: int = field(default=0, metadata=_declare_key(TomlTable.take_positive_count, is_option=True))
-    layout: str = field(default="nchw", metadata=_declare_key(_read_one_of(LAYOUTS), is_option=True))
+    layout: str | None = field(default=None, metadata=_declare_key(_read_one_of(LAYOUTS), is_option=True))
     seed: int = 0
     adaptive: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     weight_offset: int = field(
@@ -121,12 +122,13 @@ class RequestCase:
     @property
     def is_gated(self) -> bool:
         """Whether the request has a gate."""
-        return self.adaptive and self.residual and self.op != "group_norm"
+        return self.adaptive and self.residual and self.op != "group_norm" and self.channel_axis == -1
 
     @property
     def channel_axis(self) -> int:
-        """The axis of x whose size weight and bias have."""
-        return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
+        """The axis of x whose size weight and bias have: 1, or -1 for the last."""
+        layout = self.layout or ("nchw" if self.op == "group_norm" else "nhwc")
+        return 1 if layout == "nchw" else -1
 
     def make_nondefault_client_options(self) -> dict[str, str | int]:
         """Return the options that differ from their defaults, as keyword arguments of the client's methods."""

@@ -116,8 +116,8 @@ class Workload:
 def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> RequestCase:
     """Return the LayerNorm or RMSNorm request; some requests, chosen at random, get options that real models use.
 
-    These are a weight offset, a float32 residual, heads with own weights, float8 output, and scale and shift, with
-    a residual also gate, for each sample.
+    These are a weight offset, a float32 residual, heads with own weights, a norm over the channels of images,
+    float8 output, and scale and shift, with a residual also gate, for each sample.
     """
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
@@ -130,6 +130,10 @@ def _add_model_options_at_random(case: RequestCase, choices: random.Random) -> R
         case = replace(case, heads=True, shape=(rows // heads, heads, cols))
     if case.heads:
         return case
+    if choices.random() < 0.2:
+        side = choices.choice([side for side in _SIDES if side**2 <= rows] or [1])
+        is_adaptive = choices.random() < 0.2
+        return replace(case, layout="nchw", shape=(rows // side**2, cols, side, side), adaptive=is_adaptive)
     if not case.is_backward and choices.random() < 0.1:
         case = replace(case, out_dtype=DType.FLOAT8_E4M3FN)
     if choices.random() < 0.2:
@@ -222,8 +226,18 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
         raise ScenarioError(f"{table.location}: weight_offset and heads need affine")
     if case.out_dtype is not None and case.is_backward:
         raise ScenarioError(f"{table.location}: out_dtype belongs to forward passes")
-    if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.norms or case.heads):
-        raise ScenarioError(f"{table.location}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
+    if case.layout == "nchw" and len(case.shape) < 2:
+        raise ScenarioError(
+            f"{table.location}: layout nchw needs a shape of at least two sizes, got {list(case.shape)}"
+        )
+    if case.layout == "nchw" and case.heads:
+        raise ScenarioError(f"{table.location}: layout nchw does not belong to heads")
+    if case.out_dtype is DType.FLOAT8_E4M3FN and (
+        is_group_norm or case.norms or case.heads or case.layout == "nchw"
+    ):
+        raise ScenarioError(
+            f"{table.location}: float8_e4m3fn belongs to layer_norm and rms_norm without heads and layout nchw"
+        )
     if case.heads and len(case.shape) < 2:
         raise ScenarioError(f"{table.location}: heads need a shape of at least two sizes, got {list(case.shape)}")
     return case, share

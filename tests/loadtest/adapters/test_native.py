@@ -16,6 +16,7 @@ ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
     [
         ROWS,
         RequestCase("rms_norm/backward", (2, 4), DType.BFLOAT16, residual=True),
+        RequestCase("layer_norm", (2, 4, 3), layout="nchw", adaptive=True),
         RequestCase("group_norm", (1, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
     ],
 )
@@ -48,6 +49,7 @@ def test_native_reads_every_tensor():
     [
         RequestCase("layer_norm", (3, 2, 8), DType.FLOAT16, residual=True, heads=True),
         RequestCase("rms_norm/backward", (5, 4), DType.BFLOAT16, residual=True),
+        RequestCase("layer_norm/backward", (4, 8, 3), layout="nchw", adaptive=True),
         RequestCase("group_norm", (3, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
         RequestCase("layer_norm_chain", (3, 8), DType.FLOAT32, norms=2),
     ],

@@ -106,6 +106,19 @@ def test_another_duration_is_shared_out():
             "adaptive does not belong to heads",
         ),
         (
+            '[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nlayout = "nchw"' + STEADY,
+            "layout nchw needs a shape of at least two sizes",
+        ),
+        (
+            '[[workload.cases]]\noperation = "rms_norm"\nshape = [2, 4]\nheads = true\nlayout = "nchw"' + STEADY,
+            "layout nchw does not belong to heads",
+        ),
+        (
+            '[[workload.cases]]\noperation = "rms_norm"\nshape = [2, 4]\nlayout = "nchw"'
+            '\nout_dtype = "float8_e4m3fn"' + STEADY,
+            "without heads and layout nchw",
+        ),
+        (
             '[[workload.cases]]\noperation = "rms_norm"\nshape = [4]\nnegative_slope = 0.5' + STEADY,
             "negative_slope belongs",
         ),

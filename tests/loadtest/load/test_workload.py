@@ -35,7 +35,12 @@ def test_every_kind_of_request_is_drawn():
     cases = drawn(seed=4, pool=400)
     assert {case.operation for case in cases} == set(OPERATIONS)
     assert len({case.dtype for case in cases}) == 3
-    assert {case.layout for case in cases} == {"nchw", "nhwc"}
+    assert {case.layout for case in cases if case.op == "group_norm"} == {"nchw", "nhwc"}
+    over_channels = [case for case in cases if case.op != "group_norm" and case.layout == "nchw"]
+    assert {case.operation for case in over_channels} == {
+        f"{op}{direction}" for op in ("layer_norm", "rms_norm") for direction in ("", "/backward")
+    }
+    assert {case.adaptive for case in over_channels} == {False, True}
     assert {case.residual for case in cases} == {case.affine for case in cases} == {True, False}
     for op in ("layer_norm", "rms_norm", "group_norm"):
         assert {case.adaptive for case in cases if case.op == op} == {True, False}
