@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fusednorm import cpu
+from fusednorm.api.nested_norms import compute_nested_norm
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
@@ -24,7 +25,6 @@ from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.cpu import plain_norms
 from fusednorm.devices.device_properties import HAS_TRITON, INTERPRETED, make_missing_triton_error
-from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
 if HAS_TRITON:
@@ -445,7 +445,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
             _define_extension_call(extension, values)
     x, _, _, residual, *_ = tensors
     if x.is_nested:
-        return _compute_nested_norm(NormOptions._make(values), NormInputs._make(tensors))
+        return compute_nested_norm(_dispatch_norm, NormOptions._make(values), NormInputs._make(tensors))
     observed = is_observed(*tensors)
     differentiated = not observed and is_differentiated(*tensors)
     if x.is_cpu and not observed and residual is None and (values[3:6], values[7]) == _PLAIN and x.numel():
@@ -475,37 +475,6 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
         return y, residual_out
     result = run_forward(select_library(options.op, x), options, NormInputs._make(tensors))
     return result.y, result.residual_out
-
-
-def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
-    """Compute a norm of a nested x as a norm of the one tensor that holds all its values.
-
-    The results are nested again, with x's offsets.
-
-    Raises:
-        KernelInputError: x is not jagged with rows of one length, the operation is a group norm, or the
-            residual is not a nested tensor of x's shape.
-    """
-    x: Any = inputs.x
-    residual: Any = inputs.residual
-    over_rows = options.op != "group_norm" and options.layout is None
-    if not over_rows or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
-        raise KernelInputError(
-            "a nested x must have the layout torch.jagged, rows of one length, and layer_norm or rms_norm over "
-            f"them, got {options.op} of a nested tensor with layout {x.layout}: call the function with each tensor "
-            "of x.unbind()"
-        )
-    if residual is not None and not (residual.is_nested and residual.shape == x.shape):
-        raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
-
-    def wrap_values(values: Tensor | None) -> Any:
-        if values is None:
-            return None
-        return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
-
-    of_values = inputs._replace(x=x.values(), residual=None if residual is None else residual.values())
-    y, residual_out = _dispatch_norm(options, *of_values)
-    return wrap_values(y), wrap_values(residual_out)
 
 
 def select_library(op: str, x: Tensor) -> Any:

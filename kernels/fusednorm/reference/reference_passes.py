@@ -17,66 +17,22 @@ weight's, dbias bias's; mean and rstd have dtype `precision`.  Rows in float8_e4
 All six functions are in one file so that their two formulas, forward and backward, are written once.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import (
     ActivationName,
-    check_gate,
-    check_groups,
-    check_weight_offset,
-    count_samples,
-    has_heads,
-    select_modulations,
 )
 from fusednorm.arguments.options import NormOptions
-from fusednorm.errors import KernelInputError
-from fusednorm.reference.checks import check_float, check_optional_tensor, check_precision, check_result_dtype
+from fusednorm.reference.checks import check_optional_tensor, check_result_dtype
 from fusednorm.reference.dropout import compute_dropout_mask
 from fusednorm.reference.float8 import quantise_rows
+from fusednorm.reference.norm_views import NormView, check_and_view_groups, check_and_view_rows
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.activations import activation_of
 from fusednorm.tensors.arrays import FLOAT8
 from fusednorm.tensors.channel_rows import compute_backward_over_channels, compute_forward_over_channels
-from fusednorm.tensors.layouts import convert_to_layout, is_channels_last
-
-
-@dataclass(frozen=True)
-class _NormView:
-    """Shapes, axes and dtypes with which the same code computes LayerNorm, RMSNorm and GroupNorm.
-
-    x is viewed as an array of `shape` and normalised over `axes`.
-
-    Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
-    `rows` x `positions` is the grid on which dropout's mask is defined, and `convert_mask` converts a mask of that
-    grid to `shape`.  `work_dtype` is the dtype of every sum, `residual_dtype` that of residual_out and dresidual;
-    `weight_offset` is added to weight.  `scale` and `shift` of a sample are applied after the affine step, and
-    `gate` multiplies x; they broadcast as `sample_shape`, and their gradients are sums over `sample_axis`.  Results
-    of x's shape are channels-last in memory if `channels_last`, else contiguous.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    statistics_shape: tuple[int, ...]
-    parameter_shape: tuple[int, ...]
-    parameter_axes: tuple[int, ...]
-    rows: int
-    positions: int
-    convert_mask: Callable[[Tensor], Tensor]
-    work_dtype: torch.dtype
-    residual_dtype: torch.dtype
-    subtracts_mean: bool = True
-    weight_offset: float = 0.0
-    scale: Tensor | None = None
-    shift: Tensor | None = None
-    gate: Tensor | None = None
-    sample_shape: tuple[int, ...] = ()
-    sample_axis: int = -1
-    channels_last: bool = False
+from fusednorm.tensors.layouts import convert_to_layout
 
 
 def layer_norm_forward(
@@ -131,7 +87,7 @@ def layer_norm_forward(
     if layout is not None:
         return compute_forward_over_channels(layer_norm_forward, locals())
     check_result_dtype(out_dtype, float8=True)
-    view = _check_and_view_rows(
+    view = check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
@@ -166,7 +122,7 @@ def rms_norm_forward(
     if layout is not None:
         return compute_forward_over_channels(rms_norm_forward, locals())
     check_result_dtype(out_dtype, float8=True)
-    view = _check_and_view_rows(
+    view = check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
@@ -211,7 +167,7 @@ def group_norm_forward(
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
     check_result_dtype(out_dtype, float8=False)
-    view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    view = check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope).validate()
     return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
@@ -257,7 +213,7 @@ def layer_norm_backward(
     """
     if layout is not None:
         return compute_backward_over_channels(layer_norm_backward, locals())
-    view = _check_and_view_rows(
+    view = check_and_view_rows(
         x, weight, bias, weight_offset, residual, scale, shift, gate, centre=True, precision=precision
     )
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
@@ -292,7 +248,7 @@ def rms_norm_backward(
     """
     if layout is not None:
         return compute_backward_over_channels(rms_norm_backward, locals())
-    view = _check_and_view_rows(
+    view = check_and_view_rows(
         x, weight, None, weight_offset, residual, scale, shift, gate, centre=False, precision=precision
     )
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope).validate()
@@ -329,116 +285,14 @@ def group_norm_backward(
     positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
-    view = _check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    view = check_and_view_groups(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope).validate()
     result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
-def _check_and_view_rows(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    gate: Tensor | None,
-    *,
-    centre: bool,
-    precision: torch.dtype | None,
-) -> _NormView:
-    """Check the arguments of LayerNorm or RMSNorm, and make the view with which they are computed."""
-    check_float("x", x)
-    check_weight_offset(weight_offset, weight)
-    if x.dim() < 1 or x.shape[-1] == 0:
-        raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
-    own = has_heads(weight, bias)
-    check_gate(gate, residual)
-    modulations = select_modulations(scale, shift, gate)
-    for name, each in modulations.items():
-        check_optional_tensor(name, each, x, tuple(each.shape))
-    if modulations and own:
-        raise KernelInputError(f"{' and '.join(modulations)} need parameters [cols], got parameters of each head")
-    samples = count_samples(tuple(x.shape), modulations) if modulations else 1
-    of_parameters = x.shape[-2:] if own else x.shape[-1:]
-    check_optional_tensor("weight", weight, x, of_parameters)
-    check_optional_tensor("bias", bias, x, of_parameters)
-    check_optional_tensor("residual", residual, x)
-    cols, heads = x.shape[-1], x.shape[-2] if own else 1
-    tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
-    shape = (samples, tokens // max(samples, 1), cols) if modulations else (tokens, heads, cols)
-    return _NormView(
-        shape=shape,
-        axes=(2,),
-        statistics_shape=tuple(x.shape[:-1]),
-        parameter_shape=(1, heads, cols),
-        parameter_axes=(0, 1) if modulations else (0,),
-        rows=tokens * heads,
-        positions=cols,
-        convert_mask=lambda mask: mask.view(shape),
-        work_dtype=_select_work_dtype(x, precision),
-        residual_dtype=x.dtype if residual is None else residual.dtype,
-        subtracts_mean=centre,
-        weight_offset=weight_offset,
-        scale=scale,
-        shift=shift,
-        gate=gate,
-        sample_shape=(samples, 1, cols),
-        sample_axis=1,
-    )
-
-
-def _check_and_view_groups(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    *,
-    precision: torch.dtype | None,
-) -> _NormView:
-    """Check the arguments of GroupNorm, and make the view with which they are computed."""
-    check_float("x", x)
-    check_groups(x, num_groups)
-    for name, parameter, of_parameter in (
-        ("weight", weight, x.shape[1:2]),
-        ("bias", bias, x.shape[1:2]),
-        ("scale", scale, x.shape[:2]),
-        ("shift", shift, x.shape[:2]),
-    ):
-        check_optional_tensor(name, parameter, x, of_parameter)
-    check_optional_tensor("residual", residual, x)
-    n, c = x.shape[:2]
-    hw = math.prod(x.shape[2:])
-    shape = (n, num_groups, c // num_groups, hw)
-    channels_last = is_channels_last(x)
-
-    def convert_mask(mask: Tensor) -> Tensor:
-        return (mask.view(n, hw, c).transpose(1, 2) if channels_last else mask).reshape(shape)
-
-    return _NormView(
-        shape=shape,
-        axes=(2, 3),
-        statistics_shape=(n, num_groups),
-        parameter_shape=(1, num_groups, c // num_groups, 1),
-        parameter_axes=(0, 3),
-        rows=n,
-        positions=c * hw,
-        convert_mask=convert_mask,
-        work_dtype=_select_work_dtype(x, precision),
-        residual_dtype=x.dtype,
-        scale=scale,
-        shift=shift,
-        sample_shape=(n, num_groups, c // num_groups, 1),
-        channels_last=channels_last,
-    )
-
-
 def _compute_forward(
-    view: _NormView,
+    view: NormView,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -467,7 +321,7 @@ def _compute_forward(
 
 
 def _compute_backward(
-    view: _NormView,
+    view: NormView,
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -528,26 +382,18 @@ def _compute_backward(
     )
 
 
-def _sum_sample_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:
+def _sum_sample_gradient(view: NormView, terms: Tensor, parameter: Tensor) -> Tensor:
     return terms.sum(view.sample_axis).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
-def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
-    """Select the dtype of all arithmetic: `precision` if given, else float64 for a float64 x, else float32."""
-    check_precision(precision)
-    if precision is not None:
-        return precision
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor:
+def _add_residual(view: NormView, x: Tensor, residual: Tensor | None) -> Tensor:
     h = x.to(view.work_dtype).reshape(view.shape)
     if view.gate is not None:
         h = h * _broadcast_sample_parameter(view, view.gate)
     return h if residual is None else h + residual.to(view.work_dtype).reshape(view.shape)
 
 
-def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
+def _compute_statistics(view: NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute h - mean, the mean and the reciprocal standard deviation; both statistics broadcast against h.
 
     For RMSNorm the first result is h itself, and the mean is None.
@@ -563,7 +409,7 @@ def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor,
     return centred, mean, torch.rsqrt(variance + eps)
 
 
-def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _apply_affine(view: NormView, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute xhat * (weight + weight_offset) + bias; a weight or bias of None is left out."""
     z = xhat
     if weight is not None:
@@ -573,7 +419,7 @@ def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Te
     return z
 
 
-def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
+def _apply_modulation(view: NormView, z: Tensor) -> Tensor:
     """Compute z * (1 + scale) + shift with the view's scale and shift of each sample, if there are any."""
     if view.scale is not None:
         z = z * _compute_scale_factors(view, view.scale)
@@ -582,32 +428,32 @@ def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
     return z
 
 
-def _compute_scale_factors(view: _NormView, scale: Tensor) -> Tensor:
+def _compute_scale_factors(view: NormView, scale: Tensor) -> Tensor:
     """Compute the factors of a sample's channels, in a broadcastable shape."""
     return 1.0 + _broadcast_sample_parameter(view, scale)
 
 
-def _broadcast_sample_parameter(view: _NormView, parameter: Tensor) -> Tensor:
+def _broadcast_sample_parameter(view: NormView, parameter: Tensor) -> Tensor:
     """Make the parameter of each sample broadcastable."""
     return parameter.to(view.work_dtype).reshape(view.sample_shape)
 
 
-def _compute_weight_factors(view: _NormView, weight: Tensor) -> Tensor:
+def _compute_weight_factors(view: NormView, weight: Tensor) -> Tensor:
     """Compute the factors of x_hat, in a broadcastable shape."""
     return weight.to(view.work_dtype).reshape(view.parameter_shape) + view.weight_offset
 
 
-def _compute_dropout_factors(view: _NormView, options: NormOptions, device: torch.device) -> Tensor:
+def _compute_dropout_factors(view: NormView, options: NormOptions, device: torch.device) -> Tensor:
     """Compute dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
     keep = compute_dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
     return view.convert_mask(keep).to(view.work_dtype) / (1.0 - options.dropout)
 
 
-def _sum_parameter_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:
+def _sum_parameter_gradient(view: NormView, terms: Tensor, parameter: Tensor) -> Tensor:
     return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
-def _convert_result(view: _NormView, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_result(view: NormView, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a result to x's shape and `dtype`, in the memory layout of the view."""
     # Not a view, which torch would not change in place as the result of an autograd function; and not written into
     # an empty tensor, since under vmap x may be one tensor and its results several.
