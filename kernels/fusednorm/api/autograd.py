@@ -62,7 +62,7 @@ def layer_norm(
     seed: int | None = None,
     layout: LayoutName | None = None,
 ) -> Tensor:
-    """Apply LayerNorm over the last axis of x, or over its channels, differentiable in x, weight and bias.
+    """Apply LayerNorm over the last axis of x, or over its channels, differentiable in all tensors.
 
     y = dropout(act(z * (1 + scale) + shift)), z = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias,
     with the mean and the biased variance of each row.
@@ -125,7 +125,7 @@ def rms_norm(
     seed: int | None = None,
     layout: LayoutName | None = None,
 ) -> Tensor:
-    """Apply RMSNorm over the last axis of x, or over its channels, differentiable in x and weight.
+    """Apply RMSNorm over the last axis of x, or over its channels, differentiable in all tensors.
 
     y = dropout(act(z * (1 + scale) + shift)), z = x / sqrt(mean(x^2) + eps) * (weight + weight_offset).  scale and
     shift are the affine step of each sample in adaptive norms.

@@ -82,8 +82,8 @@ def layer_norm_forward(
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
             is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
         stats: whether to return mean and rstd too; default False.
-        out: tensors for the results, contiguous, each with its result's shape and dtype, in memory of its own;
-            results for fields that are None are allocated, as all are by default.
+        out: tensors for the results, contiguous (with a layout, laid out as x), each with its result's shape and
+            dtype, in memory of its own; results for fields that are None are allocated, as all are by default.
 
     Returns:
         Forward: y [..., cols] contiguous, or with a layout in x's memory format; mean and rstd, float32 [...], with
@@ -167,8 +167,8 @@ def rms_norm_forward(
         out_dtype: y's dtype: float32, float16, bfloat16 or float8_e4m3fn; None (default) for x's.  Each float8 row
             is divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
         stats: whether to return rstd too; default False.
-        out: tensors for the results, contiguous, each with its result's shape and dtype, in memory of its own;
-            results for fields that are None are allocated, as all are by default.
+        out: tensors for the results, contiguous (with a layout, laid out as x), each with its result's shape and
+            dtype, in memory of its own; results for fields that are None are allocated, as all are by default.
 
     Returns:
         Forward: y [..., cols] contiguous, or with a layout in x's memory format; rstd, float32 [...], with `stats`;
@@ -224,7 +224,7 @@ def layer_norm_backward(
     """Compute the gradients of LayerNorm's inputs by one backward pass.
 
     dh = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, g = dz * (weight + weight_offset), where dz
-    is the gradient of the affine step's output; dresidual = dh and dx = gate * dh.  dweight = sum(dz * x_hat) and
+    is the gradient of the affine step's output z; dresidual = dh and dx = gate * dh.  dweight = sum(dz * x_hat) and
     dbias = sum(dz) over the rows.  With ds the gradient before the activation, dz = ds * (1 + scale), and over the
     rows of a sample dscale = sum(ds * z), dshift = sum(ds), dgate = sum(dh * x).
     Sums are float32 in fixed order, without atomics: every run on a device gives the same bits.
@@ -250,8 +250,8 @@ def layer_norm_backward(
         dropout, seed: the forward pass's; defaults 0.0 and None.
         layout: the forward pass's; default None.
         parameter_gradients: whether to compute dweight and dbias; default True.
-        out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
-            that are None are allocated.
+        out: tensors for the gradients, contiguous (with a layout, laid out as x), with their shapes and dtypes, in
+            memory of their own; fields that are None are allocated.
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype, or with a layout in x's memory format; dresidual in the
@@ -329,8 +329,8 @@ def rms_norm_backward(
         dropout, seed: the forward pass's; defaults 0.0 and None.
         layout: the forward pass's; default None.
         parameter_gradients: whether to compute dweight; default True.
-        out: tensors for the gradients, contiguous, with their shapes and dtypes, in memory of their own; fields
-            that are None are allocated.
+        out: tensors for the gradients, contiguous (with a layout, laid out as x), with their shapes and dtypes, in
+            memory of their own; fields that are None are allocated.
 
     Returns:
         Backward: dx [..., cols] contiguous in x's dtype, or with a layout in x's memory format; dresidual in the

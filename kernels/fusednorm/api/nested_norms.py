@@ -20,7 +20,7 @@ def compute_nested_norm(
 
     Raises:
         KernelInputError: x is not jagged with rows of one length, the operation is a group norm, or the
-            residual is not a nested tensor of x's shape.
+            residual is not a nested tensor of x's shape; or there is a scale, shift or gate.
     """
     x: Any = inputs.x
     residual: Any = inputs.residual
@@ -31,6 +31,8 @@ def compute_nested_norm(
             f"them, got {options.op} of a nested tensor with layout {x.layout}: call the function with each tensor "
             "of x.unbind()"
         )
+    if not inputs.scale is inputs.shift is inputs.gate is None:
+        raise KernelInputError("scale, shift and gate need an x that is not nested: its samples have other lengths")
     if residual is not None and not (residual.is_nested and residual.shape == x.shape):
         raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
 

@@ -181,6 +181,7 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
     options = options.validate()
     x, residual = inputs.x, inputs.residual
     check_float("x", x)
+    check_gate(inputs.gate, residual)
     if options.op == "group_norm":
         check_groups(x.new_empty((*x.shape[:2], 1)), options.num_groups)
         of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], options.num_groups))
@@ -191,7 +192,6 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
         of_statistics = x.shape[:-1]
-        check_gate(inputs.gate, residual)
         modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate)
         if modulations:
             count_samples(tuple(x.shape), modulations)

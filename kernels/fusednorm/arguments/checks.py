@@ -25,6 +25,9 @@ LayoutName = Literal["nchw"]
 MAX_COLS = 2**30
 """The longest row: column numbers in kernels are 32-bit, also those of a block that extends past the row's end."""
 
+_MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+"""The largest value of options that kernels take as float32."""
+
 MAX_HEADS = 65535
 """The limit of the second axis of a launch's grid, which counts heads."""
 
@@ -43,7 +46,8 @@ def validate_negative_slope(negative_slope: float, activation: str) -> float:
     Raises:
         KernelInputError: the slope is not a finite number, or not the default with another activation.
     """
-    if not ((type(negative_slope) is float or is_number(negative_slope)) and math.isfinite(negative_slope)):
+    is_float = type(negative_slope) is float or is_number(negative_slope)
+    if not (is_float and abs(negative_slope) <= _MAX_FLOAT32):
         raise KernelInputError(f"negative_slope must be a finite number, got {negative_slope!r}")
     if negative_slope != DEFAULT_SLOPE and activation != "leaky_relu":
         raise KernelInputError(f"negative_slope needs activation leaky_relu, got {activation!r}")
@@ -85,7 +89,7 @@ def validate_eps(eps: float) -> float:
     Raises:
         KernelInputError: eps is not a number, negative, or not finite.
     """
-    if not ((type(eps) is float or is_number(eps)) and eps >= 0.0 and math.isfinite(eps)):
+    if not ((type(eps) is float or is_number(eps)) and 0.0 <= eps <= _MAX_FLOAT32):
         raise KernelInputError(f"eps must be at least 0 and finite, got {eps!r}")
     return float(eps)
 

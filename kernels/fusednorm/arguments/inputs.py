@@ -41,9 +41,9 @@ OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
 
 _CENTRED = ("layer_norm", "group_norm")
 
-_OF_ROWS = ("layer_norm", "rms_norm")
+ROW_OPERATIONS = ("layer_norm", "rms_norm")
 
-OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "gate": _OF_ROWS}
+OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "gate": ROW_OPERATIONS}
 """The operations that have each tensor; a tensor that is not listed belongs to all operations."""
 
 

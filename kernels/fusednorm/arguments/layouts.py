@@ -1,5 +1,7 @@
 """The two memory layouts of samples: contiguous, [N, C, *spatial], and channels-last, [N, *spatial, C]."""
 
+import math
+
 from fusednorm.arguments.arrays import Array, has_dense_strides, merge_axes
 from fusednorm.errors import UnsupportedShapeError
 
@@ -41,12 +43,15 @@ def move_channels_last(array: Array) -> Array:
 def has_channel_rows(array: Array) -> bool:
     """Return whether the channels of each position of [N, C, *spatial] are adjacent, as in rows.
 
-    Positions are one constant stride apart.
+    Positions are one constant stride apart, at least their channels' size.
     """
     shape, strides = _move_channels(array.shape), _move_channels(array.strides)
     if has_dense_strides(shape, strides):
         return True
-    return (shape[-1] == 1 or strides[-1] == 1) and merge_axes(shape[:-1], strides[:-1]) is not None
+    stride = merge_axes(shape[:-1], strides[:-1])
+    # Closer positions overlap, as of an expanded tensor, whose memory format says nothing about results.
+    are_apart = stride is not None and (stride >= shape[-1] or math.prod(shape[:-1]) < 2)
+    return are_apart and (shape[-1] == 1 or strides[-1] == 1)
 
 
 def _move_channels(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,12 +14,11 @@ from fusednorm.arguments.checks import (
     validate_negative_slope,
 )
 from fusednorm.arguments.dropout import compute_dropout_threshold
-from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
+from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, ROW_OPERATIONS, BackwardInputs, NormInputs
 from fusednorm.results import A
 
-_OF_ROWS = ("layer_norm", "rms_norm")
-
-_OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": _OF_ROWS, "layout": _OF_ROWS, **OPERATIONS_WITH}
+_OF_ROWS = dict.fromkeys(("weight_offset", "layout"), ROW_OPERATIONS)
+_OPERATIONS_WITH = {"num_groups": ("group_norm",), **_OF_ROWS, **OPERATIONS_WITH}
 """The operations that have each option or tensor; a name that is not listed belongs to all operations."""
 
 OptionValues = tuple[str, int, float, float, str, float, int | None, float, str | None]
@@ -89,7 +88,7 @@ class NormOptions(NamedTuple):
         return NormOptions(self.op, self.num_groups, self.eps)
 
     def validate(self) -> "NormOptions":
-        """Check the options and return them with an eps that is a float.
+        """Check the options and return them with eps and negative_slope as floats.
 
         Options that depend on a tensor, such as num_groups, are checked together with the tensor.
 

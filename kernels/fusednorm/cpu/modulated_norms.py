@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.arguments.checks import DEFAULT_SLOPE, count_samples
+from fusednorm.arguments.checks import DEFAULT_SLOPE, count_samples, has_heads
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
 from fusednorm.cpu.supported_arguments import has_float_tensors, is_valid_activation, is_zero_dropout
 from fusednorm.errors import KernelInputError
@@ -85,6 +85,8 @@ def _count_samples(x: Tensor, modulations: Modulations, arguments: dict[str, Any
     if not (is_zero_dropout(arguments["dropout"]) and has_float_tensors(x.shape, x) and x.numel()):
         return 0
     if not is_valid_activation(arguments["activation"], arguments["negative_slope"]):
+        return 0
+    if has_heads(arguments["weight"], arguments.get("bias")):
         return 0
     if "gate" in modulations and not _has_float_residual(x, arguments["residual"]):
         return 0

@@ -7,7 +7,7 @@ HEADS is the layout of x [tokens, heads, cols]; the number of a row is token * h
 - "own": the layout of "shared"; parameters are [heads, cols].
 - "own_uniform": a constant stride separates all rows, also those of different tokens; parameters are [heads, cols].
 - "samples": a head is a sample, x is [samples, tokens, cols] in memory, and the number of a row is sample * tokens
-  + token.  A constant stride separates all rows; weight and bias are [cols], scale and shift [samples, cols].
+  + token.  A constant stride separates all rows; weight and bias are [cols], scale, shift and gate [samples, cols].
 
 A program processes rows of one head only.  The grid's second axis is the head; for "samples", of which there may be
 more than an axis has, the grid has one axis.  Without heads these functions cost nothing: they return constants or
@@ -67,7 +67,10 @@ def compute_row_offset(token, row, head, stride, cols, HEADS: tl.constexpr):
 
 @triton.jit
 def compute_modulation_offset(head, units, VEC: tl.constexpr, HEADS: tl.constexpr):
-    """Compute the offset of this sample's scale and shift in elements; samples are `units` * VEC elements apart."""
+    """Compute the offset of this sample's scale, shift and gate in elements.
+
+    Samples are `units` * VEC elements apart.
+    """
     if HEADS == "samples":
         return head.to(tl.int64) * (units * VEC)
     else:

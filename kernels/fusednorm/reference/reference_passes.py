@@ -20,9 +20,7 @@ All six functions are in one file so that their two formulas, forward and backwa
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import (
-    ActivationName,
-)
+from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.options import NormOptions
 from fusednorm.reference.checks import check_optional_tensor, check_result_dtype
 from fusednorm.reference.dropout import compute_dropout_mask

@@ -1,5 +1,7 @@
 """The two memory layouts of samples of tensors, which tracers see; `arguments.layouts` has those of any array."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
@@ -38,13 +40,16 @@ def is_in_layout(tensor: Tensor, channels_last: bool) -> bool:
 def has_channel_rows(tensor: Tensor) -> bool:
     """Return whether the channels of each position of [N, C, *spatial] are adjacent, as in rows.
 
-    Positions are one constant stride apart.
+    Positions are one constant stride apart, at least their channels' size: closer ones overlap.
     """
     rows = tensor.movedim(1, -1)
     if rows.is_contiguous():
         return True
+    *sizes, channels = rows.shape
     *strides, last = rows.stride()
-    return (rows.shape[-1] == 1 or last == 1) and merge_axes(rows.shape[:-1], tuple(strides)) is not None
+    stride = merge_axes(tuple(sizes), tuple(strides))
+    are_apart = stride is not None and (stride >= channels or math.prod(sizes) < 2)
+    return are_apart and (channels == 1 or last == 1)
 
 
 def select_channels_last(x: Tensor) -> bool:
@@ -71,4 +76,4 @@ def convert_to_layout(tensor: Tensor, channels_last: bool) -> Tensor:
         by_position = convert_to_layout(tensor.permute(0, *range(2, tensor.dim()), 1), False)
         return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
     # Axes of one element may have any stride in a contiguous tensor, and torch chooses a layout by their strides.
-    return tensor.contiguous().view(tensor.shape)
+    return tensor.contiguous().view(-1).view(tensor.shape)

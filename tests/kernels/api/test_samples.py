@@ -193,3 +193,16 @@ def test_a_module_with_a_scale_follows_autocast_on_the_cpu():
     x, scale = torch.randn(2, 3, 8).to(torch.bfloat16), torch.randn(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(x, scale).dtype == torch.bfloat16
+
+
+def test_a_nested_x_has_no_scale():
+    x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    with pytest.raises(KernelInputError, match="not nested"):
+        fusednorm.layer_norm(x, scale=torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_parameters_of_each_head_are_refused(op):
+    x, weight = torch.randn(2, 3, 4, 8), torch.ones(4, 8)
+    with pytest.raises(KernelInputError, match="each head"):
+        getattr(fusednorm, op)(x, weight, scale=torch.zeros(2, 8))

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import (
+    MAX_COLS,
     check_channel_modulations,
     check_channels,
     check_float,
@@ -57,6 +58,10 @@ def check_layout_and_rows(
         moved = {name: move_channels_last(array) for name, array in like_x.items()}
         return check_rows(options, inputs._replace(**moved))
     _check_layouts(like_x, Array.is_contiguous, "contiguous")
+    if max(x.shape[1], math.prod(x.shape[2:])) > MAX_COLS:
+        raise UnsupportedShapeError(
+            f"a contiguous x must have at most {MAX_COLS} channels and positions, got shape {list(x.shape)}"
+        )
     for name in _PARAMETERS:
         check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
     check_weight_offset(options.weight_offset, inputs.weight)

@@ -12,7 +12,7 @@ def declare_forward_outputs(
 ) -> Outputs:
     """Declare shape and dtype of each output of a forward pass, in the order of the fields of `Forward`.
 
-    y has the given dtype; if that is float8, the scale of each row is an output too.  Mean and rstd are
+    y has the given dtype; if that is float8, y_scale of each row is an output too.  Mean and rstd are
     outputs if `stats`.  An output that does not exist is None.
     For a norm over channels, `positions_shape` is x's shape without them; outputs of x's shape have x's layout.
     """

@@ -7,6 +7,7 @@ The first kernel is launched while the previous kernel still runs (programmatic 
 9.0), so that only its own work adds to the time of the pass.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import triton
@@ -63,7 +64,8 @@ class PartialGradients:
 def _allocate_sums(x: Array, wanted: tuple[bool, ...], count: int, *shape: int) -> list[Array | None]:
     """Allocate `count` float32 sums of each wanted gradient; None for another one."""
     # Each has a multiple of 16 bytes, so that all are aligned for any number of programs.
-    sums = iter(new_workspace(x, sum(wanted), cdiv(count, 4) * 4, *shape).unbind() if any(wanted) else ())
+    step = 4 // math.gcd(4, math.prod(shape))
+    sums = iter(new_workspace(x, sum(wanted), cdiv(count, step) * step, *shape).unbind() if any(wanted) else ())
     return [next(sums) if each else None for each in wanted]
 
 
@@ -167,7 +169,7 @@ def _sum_sample_partials(
     return of_weight, of_bias, tl.sum(dgates, 0, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["partials", "samples", "cols", "scale_row_stride"])
+@triton.jit(do_not_specialize=["partials", "samples", "cols", "modulation_stride"])
 def layer_norm_backward_reduce_samples_kernel(
     dweight_partial_ptr,
     dbias_partial_ptr,
@@ -183,7 +185,7 @@ def layer_norm_backward_reduce_samples_kernel(
     partials,
     samples,
     cols,
-    scale_row_stride: tl.int64,
+    modulation_stride: tl.int64,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,7 +205,7 @@ def layer_norm_backward_reduce_samples_kernel(
     at = sample * cols + col
     factor = tl.full((1, BLOCK_N), 1.0, tl.float32)
     if scale_ptr is not None:
-        factor += load_parameter(scale_ptr, sample * scale_row_stride + col, mask, 0.0)
+        factor += load_parameter(scale_ptr, sample * modulation_stride + col, mask, 0.0)
     of_weight, of_bias, dgate = _sum_sample_partials(
         dweight_partial_ptr, dbias_partial_ptr, dgate_partial_ptr, partials, sample, samples, cols, col, BLOCK_P
     )

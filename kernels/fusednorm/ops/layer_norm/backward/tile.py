@@ -1,9 +1,11 @@
 """Backward pass of LayerNorm and RMSNorm over tiles of rows, read once.
 
-With dz the gradient that reaches the affine step and g = dz * (weight + WEIGHT_OFFSET), dx = rstd * (g - c2 -
-x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row (c2 = 0 for RMSNorm).  Sums over rows for
-dweight and dbias stay in float32 registers, one partial row a program, and `backward.partial_reduction` adds up the
-partials in fixed order: no atomics and no locks, so every run gives the same bits.
+With dz the gradient before the activation and g = dz * (1 + scale) * (weight + WEIGHT_OFFSET), the gradient of
+the norm's input is dh = rstd * (g - c2 - x_hat * c1), where c1 = mean(g * x_hat) and c2 = mean(g) over the row
+(c2 = 0 for RMSNorm).  dresidual is dh, and dx gate * dh; scale is 0 and gate 1 where they are not given.  Sums
+over rows for the gradients of parameters stay in float32 registers, one partial row a program, and
+`backward.partial_reduction` adds up the partials in fixed order: no atomics and no locks, so every run gives the
+same bits.
 """
 
 from dataclasses import dataclass

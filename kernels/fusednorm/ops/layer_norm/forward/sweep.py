@@ -27,8 +27,8 @@ from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 class LayerNormForwardSweep:
     """A configuration in which each program reads one row twice, or three times for a float8 y.
 
-    A row is read in chunks of `block_n` columns.  It is the only algorithm for heads whose rows do not fit
-    one program: over 65536 columns in 16 bits and 32768 in float32, with a residual over 32768 and 24576.
+    A row is read in chunks of `block_n` columns.  It is the only algorithm for heads and samples whose rows do not
+    fit one program: over 65536 columns in 16 bits and 32768 in float32, with a residual over 32768 and 24576.
     It has two other uses, for which `LayerNormForwardSplit` would be slower: such rows without heads up to
     524288 columns if programs may not wait for one another, and passes that compute only the statistics of
     shorter rows for a cooperative backward.
@@ -130,8 +130,8 @@ def layer_norm_forward_sweep_kernel(
 ):
     """Write y of one row per program in two sweeps: a sweep for the moments, then a sweep that writes y.
 
-    The second sweep reads backwards, because the end of the row is still in L1 or L2.  With a scale, y is
-    float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane of these is
+    The second sweep reads backwards, because the end of the row is still in L1 or L2.  With a y_scale, y
+    is float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane of these is
     the GROUP columns that one thread loads at once, as in `compute_row_mean_and_variance`.
 
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.

@@ -4,6 +4,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, UnsupportedShapeError, reference
+from fusednorm.devices.device_properties import H200
+from fusednorm.launch.recorded_launches import recording_launches
 from fusednorm.ops.layer_norm.channels_first import config_tables as tables
 from fusednorm.ops.layer_norm.channels_first.backward.split import ChannelsFirstBackwardSplit
 from fusednorm.ops.layer_norm.channels_first.backward.tile import ChannelsFirstBackwardTile
@@ -224,3 +226,15 @@ def test_float8_needs_adjacent_channels():
 def test_wrong_arguments(library, shape, options, match):
     with pytest.raises(KernelInputError, match=match):
         library.layer_norm_forward(torch.randn(shape), **{"layout": "nchw"} | options)
+
+
+def test_overlapping_positions_are_no_rows():
+    x = torch.randn(8).view(1, 8, 1, 1).expand(2, 8, 3, 4)
+    with pytest.raises(UnsupportedShapeError, match="contiguous"):
+        fusednorm.layer_norm_forward(x, layout="nchw")
+
+
+def test_more_positions_than_kernels_count_are_refused():
+    x = torch.empty(1, 2, 2**31, dtype=torch.bfloat16, device="meta")
+    with recording_launches(H200), pytest.raises(UnsupportedShapeError, match="channels and positions"):
+        fusednorm.layer_norm_forward(x, layout="nchw")
