@@ -271,6 +271,10 @@ def check_channels(x: Any, weight: Any, bias: Any) -> None:
         raise KernelInputError(f'layout "nchw" needs x [N, C, *spatial] with C >= 1, got {list(x.shape)}')
     if has_heads(weight, bias):
         raise KernelInputError('layout "nchw" needs parameters [C], got parameters of each head')
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and tuple(parameter.shape) != tuple(x.shape[1:2]):
+            wanted, got = list(x.shape[1:2]), list(parameter.shape)
+            raise KernelInputError(f'with layout "nchw" x {list(x.shape)} needs {name} {wanted}, got {got}')
 
 
 def check_channel_modulations(modulations: Mapping[str, Array], x: Array) -> None:

@@ -11,6 +11,10 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", r
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 
 
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+"""The largest float32."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestParameter:
     """One parameter of requests: its description for the API's documentation, and its parser.
@@ -64,7 +68,7 @@ def parse_eps(text: str) -> float:
     value = parse_number(text)
     if not 0 < _round_to_float32(value) < math.inf:
         raise ValueError("a float32 above 0 and finite")
-    return value
+    return min(value, MAX_FLOAT32)
 
 
 def parse_slope(text: str) -> float:
@@ -72,7 +76,8 @@ def parse_slope(text: str) -> float:
     value = parse_number(text)
     if math.isinf(_round_to_float32(value)):
         raise ValueError("a finite float32")
-    return value
+    # As it is written, the largest float32 is a little more than its value; -0 would equal 0 in a batch's key.
+    return max(-MAX_FLOAT32, min(value, MAX_FLOAT32)) + 0.0
 
 
 def _round_to_float32(value: float) -> float:

@@ -235,7 +235,8 @@ def _check_row_modulations(
     """
     names = " and ".join(modulations)
     if heads:
-        raise InvalidShapeError(f"{names} need weight and bias [N], got those of each head")
+        verb = "needs" if len(modulations) == 1 else "need"
+        raise InvalidShapeError(f"{names} {verb} weight and bias [N], or none, got those of each head")
     counts = {_count_samples(name, shape, x_shape) for name, shape in modulations.items()}
     if len(counts) > 1:
         shapes = " and ".join(str(list(shape)) for shape in modulations.values())

@@ -102,12 +102,13 @@ def cases_of_samples_of_rows(noise: torch.Tensor) -> Iterator[Case]:
             ((2048, 1024), (2048, 1024)),
             ((1, 2 * MIB), (2 * MIB,)),
             ((2, MIB), (2, MIB)),
+            ((1, 3, MIB // 2), (1, MIB // 2)),
         ],
     ):
         forward = direction is PassDirection.FORWARD
         tensors = {name: tensor(noise, F32, shape) for name in (["x"] if forward else ["x", "dy"])}
         tensors |= {"scale": tensor(noise, F16, of), "shift": tensor(noise, BF16, of)}
-        if shape[0] > 1:
+        if len(of) > 1:
             tensors |= {"residual": tensor(noise, F16, shape), "gate": tensor(noise, BF16, of)}
         spec = NormSpec(op, direction, 1e-5, activation="silu")
         yield f"{op.value} {direction.value} {list(shape)}, scale {list(of)}", spec, tensors, forward

@@ -164,9 +164,9 @@ def test_scale_and_shift_of_rows_must_fit(tensors, said):
 
 def test_scale_of_rows_goes_not_with_heads():
     tensors = {"x": tensor(2, 3, 4), "shift": tensor(2, 4)}
-    with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
+    with pytest.raises(InvalidShapeError, match="shift needs weight and bias"):
         make_job(spec(), tensors | {"weight": tensor(3, 4)})
-    with pytest.raises(InvalidShapeError, match="shift need weight and bias"):
+    with pytest.raises(InvalidShapeError, match="shift needs weight and bias"):
         make_job(spec(), tensors, layer(heads=3))
 
 

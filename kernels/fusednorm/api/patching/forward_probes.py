@@ -44,14 +44,16 @@ class ForwardProbe:
         module: a norm whose submodules, if any, have no parameters.
         shape: the shape of x, the samples first.
         eps: the number that the formula adds; x has samples with squares of about that size.
+        training: whether the forward runs in training mode; default False.
 
     Attributes:
         error: the name of the exception that the forward raised; empty if it returned results.
         changed: the name of an attribute of the module that the forward changed; empty if it changed none.
     """
 
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float) -> None:
+    def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float, training: bool = False) -> None:
         self._module = module
+        self._training = training
         self._eps = eps
         self._generator = torch.Generator("cpu").manual_seed(_SEED)
         scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], dtype=torch.float32, device="cpu")
@@ -83,6 +85,7 @@ class ForwardProbe:
         children = {name: child and copy_without_hooks(child) for name, child in self._module._modules.items()}
         own = {name: copy(value) for name, value in _get_own_attributes(self._module).items()}
         copied.__dict__.update(self._module.__dict__, **own, _parameters=parameters, _modules=children)
+        copied.training = self._training
         # torch warns about mixed dtypes, which only this check uses.
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             result = type(copied).forward(copied, self._x.to(x_dtype))
@@ -151,12 +154,15 @@ class ProbeSet:
     """Probes of a norm with x of several ranks, since a forward may do something else for each.
 
     Args:
-        module, eps: as in `ForwardProbe`.
+        module, eps, training: as in `ForwardProbe`.
         sizes: the shapes over which the norm has parameters, all of which are tried.
     """
 
-    def __init__(self, module: nn.Module, sizes: Sequence[tuple[int, ...]], eps: float) -> None:
+    def __init__(
+        self, module: nn.Module, sizes: Sequence[tuple[int, ...]], eps: float, training: bool = False
+    ) -> None:
         self._module = module
+        self._training = training
         self._sizes = sizes
         self._eps = eps
         self._probes: dict[tuple[int, ...], ForwardProbe] = {}
@@ -182,7 +188,7 @@ class ProbeSet:
 
     def _get_probe(self, shape: tuple[int, ...]) -> ForwardProbe:
         if shape not in self._probes:
-            self._probes[shape] = ForwardProbe(self._module, shape, self._eps)
+            self._probes[shape] = ForwardProbe(self._module, shape, self._eps, self._training)
         return self._probes[shape]
 
 

@@ -257,13 +257,17 @@ def _probe_norm(
     eps_name = next((each for each in _EPS_NAMES if _is_number(module.__dict__.get(each))), None)
     for eps in _EPS_CONSTANTS if eps_name is None else (getattr(module, eps_name),):
         _check_eps(eps)
-        probes = ProbeSet(module, sizes, eps)
+        probes = ProbeSet(module, sizes, eps, module.training)
         found = {formula: probes.find_matching_probes(formula) for formula in formulas}
         if changed := probes.find_change():
             raise UnpatchableModuleError(f"{name} changes its {changed} when it is called")
         # With two axes the last one is dim 1, so the other ranks decide.
         formula = max(found, key=lambda each: len(found[each]))
         if ranks := found[formula]:
+            # A forward with dropout of its own, for example, computes the formula in one mode alone.
+            other_mode = ProbeSet(module, sizes, eps, not module.training)
+            if other_mode.find_matching_probes(formula).keys() != ranks.keys():
+                raise UnpatchableModuleError(f"{name} computes something else in training than in evaluation")
             probe = next(iter(ranks.values()))
             dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
             moves = formula.layout is not None and probe.returns_channels_last()

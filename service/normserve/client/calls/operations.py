@@ -59,7 +59,7 @@ def layer_norm(
             with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual, and channels that are last.
-        eps: added to the variance; at least 0; None (default) for 1e-5.
+        eps: added to the variance; above 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
@@ -141,7 +141,7 @@ def rms_norm(
             with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual, and channels that are last.
-        eps: added to the mean of squares; at least 0; None (default) for 1e-6.
+        eps: added to the mean of squares; above 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
@@ -216,7 +216,7 @@ def group_norm(
         residual: x's shape, any of these dtypes; None (default) for none.  The sum h is returned as
             `residual_out`, in x's dtype.
         scale, shift: [B, C] in either layout, any of these dtypes; None (default) for zeros.
-        eps: added to the variance; at least 0; None (default) for 1e-5.
+        eps: added to the variance; above 0; None (default) for 1e-5.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
@@ -277,7 +277,7 @@ def layer_norm_chain(
             weight.  The last norm needs a weight or a bias.
         biases: of the same norms, each [N], any of these dtypes; None, or a shorter sequence, for norms without a
             bias.
-        eps: added to each variance; at least 0; None (default) for 1e-5.
+        eps: added to each variance; above 0; None (default) for 1e-5.
         out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
             for a numpy x needs ml_dtypes.
         layers: names of registered layers of layer_norm, of one size and eps, in place of weights, biases and eps.
@@ -354,7 +354,7 @@ def layer_norm_backward(
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
         scale, shift, gate: the forward call's, or None (default).
-        eps: added to the variance; at least 0; None (default) for 1e-5.
+        eps: added to the variance; above 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
@@ -430,7 +430,7 @@ def rms_norm_backward(
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dh: x's shape; None (default) for zeros.
         scale, shift, gate: the forward call's, or None (default).
-        eps: added to the mean of squares; at least 0; None (default) for 1e-6.
+        eps: added to the mean of squares; above 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
@@ -507,7 +507,7 @@ def group_norm_backward(
         residual: the forward call's: x's shape, any of these dtypes, or None (default).
         dresidual_out: gradient of `residual_out`, added to dx: x's shape; None (default) for zeros.
         scale, shift: the forward call's: [B, C], or None (default).
-        eps: added to the variance; at least 0; None (default) for 1e-5.
+        eps: added to the variance; above 0; None (default) for 1e-5.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout, seed: the forward call's; 0 and None by default.

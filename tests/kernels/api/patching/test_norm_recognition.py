@@ -567,3 +567,17 @@ class TalkativeNorm(LlamaRMSNorm):
 
 def test_what_is_tried_warns_nobody(device):
     assert fusednorm.patch(TalkativeNorm(64).to(device)).patched
+
+
+class DroppingRMSNorm(LlamaRMSNorm):
+    """With a dropout of its own."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_depends_on_the_mode_is_left_alone(training):
+    report = fusednorm.patch(nn.Sequential(DroppingRMSNorm(8)).train(training))
+    assert not report.patched
+    assert training or "something else in training" in report.skipped["0"]
