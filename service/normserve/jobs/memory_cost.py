@@ -105,8 +105,9 @@ def _estimate_cpu_row_temporary_bytes(spec: NormSpec, given: Described, layer: L
         if spec.op is Op.LAYER_NORM and any(name in given for name in OF_SAMPLES):
             # The norm before scale and shift, and a temporary, as RMSNorm has in any case.
             floats += 2
-        # Sums over the rows of a sample that is longer than a piece, and dh * x.
-        floats += sum(name in given for name in OF_SAMPLES) + ("gate" in given)
+        # Sums over the rows of samples that have several, and dh * x.
+        of_samples = [given[name][1] for name in OF_SAMPLES if name in given]
+        floats += sum(prod(each) < prod(shape) for each in of_samples) + ("gate" in given)
         floats += is_copied
     floats += is_copied and "residual" in given
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
