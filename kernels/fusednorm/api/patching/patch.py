@@ -70,7 +70,8 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
                 if only is not None and not only(path, module):
                     raise UnpatchableModuleError("left out by `only`")
             except UnpatchableModuleError as reason:
-                skipped[path] = str(reason)
+                if path not in patched:
+                    skipped[path] = str(reason)
                 continue
             setattr(module, get_forward_attribute(module), found.forward)
             patched[path] = found.description

@@ -285,7 +285,13 @@ def _compute_row_mean(t: Tensor) -> Tensor:
 def _compute_rms_rstd(h: Tensor, eps: float) -> Tensor:
     """Compute 1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
     _, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], None, None, 0.0)
-    return torch.rsqrt(rstd.square().reciprocal() + mean.square() + eps)
+    squares = rstd.square().reciprocal() + mean.square()
+    # The moments of a row whose squares overflow, or which has an infinity, are NaN; its squares are infinite.
+    unknown = squares.isnan().squeeze(-1)
+    if unknown.any():
+        rows = h if unknown.all() else h[unknown]
+        squares[unknown] = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square() / h.shape[-1]
+    return torch.rsqrt(squares + eps)
 
 
 def _flatten_statistics(*statistics: Tensor) -> list[Tensor]:

@@ -318,3 +318,10 @@ def test_left_alone_with_a_reason(name):
     report = fusednorm.patch(make())
     assert "" not in report.patched
     assert report.skipped[""] == reason
+
+
+def test_a_norm_named_like_an_adaptive_one_is_patched_once(device):
+    kind = type("AdaLayerNorm", (nn.LayerNorm,), {})
+    report = fusednorm.patch(nn.Sequential(kind(8)).to(device))
+    assert report.patched == {"0": "layer_norm"}
+    assert not report.skipped

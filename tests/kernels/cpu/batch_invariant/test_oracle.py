@@ -110,3 +110,13 @@ class TestKernels:
             for name in ("dx", "dweight"):
                 error = (getattr(got, name) - getattr(right, name)).abs().max()
                 assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
+
+
+@pytest.mark.parametrize("cols", [8, 300_000])
+def test_squares_beyond_float32_are_infinite(cols):
+    x = torch.randn(3, cols)
+    x[0, 0], x[1, 0] = 2e19, torch.inf
+    got, alone = (batch_invariant.rms_norm_forward(each, stats=True) for each in (x, x[:1]))
+    torch.testing.assert_close(got.y, torch.nn.functional.rms_norm(x, (cols,), eps=1e-6), equal_nan=True)
+    assert torch.equal(got.rstd[:2], torch.zeros(2))
+    assert torch.equal(alone.y, got.y[:1])
