@@ -426,7 +426,7 @@ def add_group_norm(
 
 
 _PLAIN = NormOptions("")[3:6], NormOptions("").negative_slope
-"""The values of weight_offset, activation and dropout, and of negative_slope, in a call that uses none of them."""
+"""The defaults of weight_offset, activation and dropout, and that of negative_slope: those of a plain norm."""
 
 
 def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:

@@ -31,7 +31,10 @@ from fusednorm.ops.layer_norm.gradient_steps import store_input_gradients
 
 @dataclass(frozen=True, slots=True)
 class ChannelsFirstBackwardSplit:
-    """A configuration whose programs have `block_p` positions at a time, and all channels or a block of them."""
+    """A configuration in which a program processes `block_p` positions at a time.
+
+    Programs of the first kernel process all channels of these, programs of the second one block of channels.
+    """
 
     block_p: int
     num_warps: int
