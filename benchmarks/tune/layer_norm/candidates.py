@@ -65,7 +65,7 @@ def iterate_forward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormForward
         for rows, warps, registers in _iterate_tilings(chunks * block, tensors=1):
             yield LayerNormForwardTile(rows, chunks, block, warps)
             tile_bytes = rows * chunks * block * itemsize
-            for stages, per_sm in product((3, 5), sorted({8 // warps, 12 // warps, 16 // warps})):
+            for stages, per_sm in product((3, 4, 5), sorted({8 // warps, 12 // warps, 16 // warps})):
                 fits = registers * per_sm <= _TILE_REGISTERS and tile_bytes * stages * per_sm <= _TILE_SHARED_BYTES
                 if per_sm and fits and cols * itemsize <= 6144:
                     yield LayerNormForwardTile(rows, chunks, block, warps, stages, per_sm)
@@ -80,7 +80,7 @@ def iterate_backward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormBackwa
         for rows, warps, registers in _iterate_tilings(chunks * block, tensors=2):
             tile_bytes = 2 * rows * chunks * block * itemsize
             for stages, per_sm in _iterate_stages(chunks * block, tile_bytes, registers):
-                for ahead in sorted({0, 3, stages, stages + 2}):
+                for ahead in sorted({0, 3, stages, 6}):
                     yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
                     if block >= 8192:
                         yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, False, chunks, ahead)
@@ -110,7 +110,7 @@ def _iterate_tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
 def _iterate_stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, int]]:
     """(stages, programs_per_sm) that keep enough bytes of tiles in flight and fit shared memory and registers."""
     least_shared = 16_000 if slab <= 128 else 30_000
-    for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
+    for stages, per_sm in product((3, 4, 5), (1, 2, 3, 4, 6, 8, 12, 16)):
         shared = tile_bytes * (stages - 1) * per_sm
         if registers * per_sm <= _TILE_REGISTERS and least_shared <= shared <= _TILE_SHARED_BYTES:
             yield stages, per_sm
