@@ -1,4 +1,7 @@
-"""Adaptive LayerNorm and RMSNorm: the differentiable functions with a scale, shift and gate for each sample."""
+"""Adaptive LayerNorm and RMSNorm: the differentiable functions with a scale, shift and gate for each sample.
+
+On a GPU they run on the kernels, for which there is no float64.
+"""
 
 import fusednorm
 import pytest
@@ -31,13 +34,14 @@ def tensors(dtype=torch.float32, tokens=3, **kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("op", OPS)
-def test_it_is_a_norm_before_an_affine_step(op, dtype):
-    x, _, weight, wide = tensors(dtype)
+def test_it_is_a_norm_before_an_affine_step(op, dtype, device):
+    x, _, weight, wide = tensors(dtype, device="cpu" if dtype == torch.float64 else device)
     shift, scale = wide.chunk(6, -1)[:2]
     y = getattr(fusednorm, op)(x, weight, scale=scale, shift=shift)
     dy = torch.randn_like(y)
     exact = [each.detach().double().requires_grad_() for each in (x, weight, wide)]
-    without = torch.zeros_like(exact[0]), exact[1], torch.cat([exact[2][:, :16], torch.ones(2, 32).double()], -1)
+    without_gate = torch.cat([exact[2][:, :16], torch.ones_like(exact[2][:, 16:])], -1)
+    without = torch.zeros_like(exact[0]), exact[1], without_gate
     right, _ = plain(op, exact[0], *without)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(y.double(), right, **tolerance)
@@ -48,8 +52,8 @@ def test_it_is_a_norm_before_an_affine_step(op, dtype):
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float16)])
 @pytest.mark.parametrize("op", OPS)
-def test_after_a_gated_addition(op, dtypes):
-    given = tensors()
+def test_after_a_gated_addition(op, dtypes, device):
+    given = tensors(device=device)
     given = [
         each.detach().to(dtype).requires_grad_()
         for each, dtype in zip(
@@ -95,11 +99,11 @@ def test_forward_mode_and_vmap(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_torch_compile_has_no_graph_break_and_takes_any_sizes(op):
+def test_torch_compile_has_no_graph_break_and_takes_any_sizes(op, device):
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (3, 5):
-        given = tensors(tokens=tokens)
+        given = tensors(tokens=tokens, device=device)
         outside = torch.randn_like(given[0]), torch.randn_like(given[0])
         results = [torch.autograd.grad(tuple(run(op, *given)), given, outside) for run in (ours, compiled)]
         torch.testing.assert_close(*results)
@@ -144,15 +148,16 @@ def test_other_strides_are_copied(arrange, device):
 
 @pytest.mark.parametrize("name", ["scale", "shift", "gate"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_shape_that_is_not_of_leading_axes(op, name):
-    x = torch.randn(2, 3, 8)
+def test_a_shape_that_is_not_of_leading_axes(op, name, device):
+    x = torch.randn(2, 3, 8, device=device)
     with pytest.raises(KernelInputError, match="leading axes"):
-        getattr(fusednorm, f"add_{op}")(x, x, **{name: torch.randn(3, 8)})
+        getattr(fusednorm, f"add_{op}")(x, x, **{name: torch.randn(3, 8, device=device)})
 
 
-def test_empty_rows():
-    x, scale, gate = torch.randn(2, 3, 0, requires_grad=True), *torch.randn(2, 2, 0, requires_grad=True)
-    y, _ = fusednorm.add_layer_norm(x, torch.randn(2, 3, 0), scale=scale, gate=gate)
+def test_empty_rows(device):
+    x, residual = torch.randn(2, 2, 3, 0, device=device, requires_grad=True)
+    scale, gate = torch.randn(2, 2, 0, device=device, requires_grad=True)
+    y, _ = fusednorm.add_layer_norm(x, residual, scale=scale, gate=gate)
     of_scale, of_gate = torch.autograd.grad(y.sum(), (scale, gate))
     assert of_scale.shape == of_gate.shape == scale.shape
 
@@ -168,10 +173,10 @@ MODULES = {
 
 @pytest.mark.parametrize("case", MODULES)
 @pytest.mark.filterwarnings("ignore:`torch.jit.\\w+` is deprecated:DeprecationWarning")
-def test_modules_take_scale_and_shift_at_the_call(case):
-    norm = MODULES[case]
+def test_modules_take_scale_and_shift_at_the_call(case, device):
+    norm = MODULES[case].to(device)
     shape = norm.normalized_shape
-    x, scale, shift = torch.randn(2, 3, *shape), torch.randn(2, *shape), torch.randn(2, 1, *shape)
+    x, scale, shift = (torch.randn(*size, *shape, device=device) for size in ((2, 3), (2,), (2, 1)))
     run = getattr(fusednorm, case[: case.index("_norm") + 5])
     activation = norm.activation if case == "layer_norm" else "none"
     weight = None if norm.weight is None else norm.weight.flatten()
@@ -185,7 +190,7 @@ def test_modules_take_scale_and_shift_at_the_call(case):
         torch.testing.assert_close(module(x, scale, shift), right.view(x.shape))
     torch.testing.assert_close(norm(x, shift=shift), norm(x, torch.zeros_like(scale), shift))
     with pytest.raises(KernelInputError):
-        norm(x, torch.randn(3, *shape))
+        norm(x, torch.randn(3, *shape, device=device))
 
 
 def test_a_module_with_a_scale_follows_autocast_on_the_cpu():
@@ -202,7 +207,7 @@ def test_a_nested_x_has_no_scale():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_parameters_of_each_head_are_refused(op):
-    x, weight = torch.randn(2, 3, 4, 8), torch.ones(4, 8)
+def test_parameters_of_each_head_are_refused(op, device):
+    x, weight = torch.randn(2, 3, 4, 8, device=device), torch.ones(4, 8, device=device)
     with pytest.raises(KernelInputError, match="each head"):
-        getattr(fusednorm, op)(x, weight, scale=torch.zeros(2, 8))
+        getattr(fusednorm, op)(x, weight, scale=torch.zeros(2, 8, device=device))

@@ -1,6 +1,7 @@
 """The host extension on a GPU: the bits of Python's way, on any stream, in a graph, in other threads."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import fusednorm
 import fusednorm.api.autograd as functions
@@ -27,8 +28,8 @@ def extension(host_extension):
 class Model:
     """A norm's module, its operands, and what a step of it gives."""
 
-    def __init__(self, kind, shape, dtype, device, activation="silu", last=False):
-        size = shape[1] if kind is fusednorm.GroupNorm else shape[-1]
+    def __init__(self, kind, shape, dtype, device, activation="silu", last=False, modulated=False):
+        size = shape[1] if len(shape) == 4 else shape[-1]
         groups = (32,) if kind is fusednorm.GroupNorm else ()
         self.module = kind(*groups, size, activation=activation, device=device, dtype=dtype)
         self.x, self.dy = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
@@ -38,15 +39,24 @@ class Model:
             for parameter in self.module.parameters():
                 parameter.normal_()
         self.x.requires_grad_()
+        modulations = torch.randn(2, shape[0], size, device=device) if modulated else ()
+        self.modulations = [each.to(dtype).requires_grad_() for each in modulations]
+
+    def __call__(self):
+        return self.module(self.x, *self.modulations)
+
+    @property
+    def leaves(self):
+        return self.x, *self.module.parameters(), *self.modulations
 
     def step(self):
-        """y and the gradients of x and of the parameters."""
-        y = self.module(self.x)
-        leaves = (self.x, *self.module.parameters())
-        return y.detach(), *torch.autograd.grad(y, leaves, self.dy)
+        """y and the gradients of x, of the parameters, and of each sample's scale and shift."""
+        y = self()
+        return y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)
 
 
-# One program a row, rows that programs share, both layouts of samples, groups that programs share.
+OVER_CHANNELS = partial(fusednorm.LayerNorm, layout="nchw")
+# One program a row, rows that programs share, both layouts of samples, groups that programs share, channels.
 MODELS = {
     "rows": (fusednorm.LayerNorm, (16, 4096)),
     "short rows": (fusednorm.RMSNorm, (2, 33, 64)),
@@ -54,14 +64,20 @@ MODELS = {
     "very long rows": (fusednorm.RMSNorm, (1, 600000)),
     "groups": (fusednorm.GroupNorm, (2, 1280, 16, 16)),
     "shared groups": (fusednorm.GroupNorm, (2, 320, 64, 64)),
-    "channels last": (fusednorm.GroupNorm, (2, 640, 32, 32), True),
-    "streamed": (fusednorm.GroupNorm, (4, 512, 14, 14), True),
+    "channels last": (fusednorm.GroupNorm, (2, 640, 32, 32), "last"),
+    "streamed": (fusednorm.GroupNorm, (4, 512, 14, 14), "last"),
+    "over channels": (OVER_CHANNELS, (4, 96, 28, 28)),
+    "over channels last": (OVER_CHANNELS, (4, 96, 28, 28), "last"),
+    "over channels of samples": (OVER_CHANNELS, (3, 768, 7, 7), "modulated"),
+    "over channels that are read twice": (OVER_CHANNELS, (2, 2500, 14, 14), "modulated"),
+    "rows of samples": (fusednorm.LayerNorm, (4, 77, 1152), "modulated"),
+    "groups of samples": (fusednorm.GroupNorm, (2, 1280, 16, 16), "modulated"),
 }
 
 
 def model(name, device, dtype=torch.bfloat16):
-    kind, shape, *last = MODELS[name]
-    return Model(kind, shape, dtype, device, last=bool(last))
+    kind, shape, *options = MODELS[name]
+    return Model(kind, shape, dtype, device, **dict.fromkeys(options, True))
 
 
 def assert_same(results, wanted):
@@ -75,7 +91,7 @@ def learnt(made):
     wanted = made.step()
     for _ in range(2):
         made.step()
-    assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
+    assert made().grad_fn.name() == "FusedNormBackward"
     return wanted
 
 
@@ -129,7 +145,7 @@ def test_hooks_see_forward_launches(extension, device):
     made = model("rows", device)
     learnt(made)
     with watched() as seen, torch.no_grad():
-        made.module(made.x)
+        made()
     assert len(seen) == 1
 
 
@@ -141,7 +157,7 @@ def test_rows_of_any_number_are_known_after_the_first(extension, device):
         made.dy = torch.randn_like(made.x)
         known = extension.count_replays()
         results = made.step()
-        assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
+        assert made().grad_fn.name() == "FusedNormBackward"
         assert extension.count_replays() == known
         replay_cache.clear_replays()
         assert_same(made.step(), results)
@@ -177,15 +193,14 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, devi
     wanted = made.step()
     for _ in range(5):
         assert_same(made.step(), wanted)
-    y = made.module(made.x)
+    y = made()
     assert y.grad_fn.name() != "FusedNormBackward"
     looks.append(load_extension(functions._compute_gradients, replay_cache.MAX_KINDS))
     assert looks[0] is not None
     for _ in range(10):
         assert_same(made.step(), wanted)
-    assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
-    leaves = (made.x, *made.module.parameters())
-    assert_same(torch.autograd.grad(y, leaves, made.dy), wanted[1:])
+    assert made().grad_fn.name() == "FusedNormBackward"
+    assert_same(torch.autograd.grad(y, made.leaves, made.dy), wanted[1:])
 
 
 def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device):

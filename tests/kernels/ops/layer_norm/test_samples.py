@@ -67,71 +67,71 @@ def assert_same(actual, exact, rtol, atol):
 @pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_each_sample_has_its_own(op, cols, names, poisoned):
-    x = torch.randn(3, 5, cols)
+def test_each_sample_has_its_own(op, cols, names, poisoned, device):
+    x = torch.randn(3, 5, cols, device=device)
     check(op, x, of_samples(x, 1, names))
 
 
 @pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_rows_too_long_for_a_tile(op, names, poisoned):
-    x = torch.randn(2, 2, LONG)
+def test_rows_too_long_for_a_tile(op, names, poisoned, device):
+    x = torch.randn(2, 2, LONG, device=device)
     check(op, x, of_samples(x, 1, names), activation="silu")
 
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("axes", [0, 1, 2, 3])
-def test_samples_are_any_leading_axes(axes, affine):
-    x = torch.randn(2, 3, 4, 40)
+def test_samples_are_any_leading_axes(axes, affine, device):
+    x = torch.randn(2, 3, 4, 40, device=device)
     check("layer_norm", x, of_samples(x, axes), affine=affine)
 
 
 @pytest.mark.parametrize("between", [True, False])
-def test_parts_of_a_wider_tensor_are_not_copied(between):
-    x = torch.randn(2, 3, 4, 40)
+def test_parts_of_a_wider_tensor_are_not_copied(between, device):
+    x = torch.randn(2, 3, 4, 40, device=device)
     check("layer_norm", x, of_samples(x, 2, between=between, padded=True))
 
 
 @pytest.mark.parametrize("cols", [40, 2050, LONG])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_of_them_alone(name, cols):
-    x = torch.randn(2, 3, cols)
+def test_one_of_them_alone(name, cols, device):
+    x = torch.randn(2, 3, cols, device=device)
     check("layer_norm", x, of_samples(x, 1, (name,)), affine=cols != 40)
 
 
-def test_before_activation_and_dropout_with_a_residual():
-    x = torch.randn(2, 5, 260)
-    options = {"activation": "silu", "dropout": 0.25, "seed": 7, "residual": torch.randn(2, 5, 260)}
+def test_before_activation_and_dropout_with_a_residual(device):
+    x, residual = torch.randn(2, 2, 5, 260, device=device)
+    options = {"activation": "silu", "dropout": 0.25, "seed": 7, "residual": residual}
     check("layer_norm", x, of_samples(x, 1), weight_offset=1.0, **options)
 
 
 @pytest.mark.parametrize("cols", [72, 1152, 2050, LONG])
-def test_types_are_mixed(cols):
-    x = torch.randn(2, 3, cols).to(torch.bfloat16)
+def test_types_are_mixed(cols, device):
+    x = torch.randn(2, 3, cols, device=device).to(torch.bfloat16)
     dtypes = zip(NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True)
-    modulations = {name: torch.randn(2, 6 * cols).to(dtype)[:, :cols] for name, dtype in dtypes}
+    modulations = {name: torch.randn(2, 6 * cols, device=device).to(dtype)[:, :cols] for name, dtype in dtypes}
     check("layer_norm", x, modulations, rtol=1e-2, atol=1e-2)
 
 
-def test_without_a_gate_a_residual_of_xs_dtype_has_xs_gradient():
-    x = torch.randn(2, 3, 40)
-    result = fusednorm.layer_norm_backward(x, x, residual=x, scale=torch.randn(2, 40))
+def test_without_a_gate_a_residual_of_xs_dtype_has_xs_gradient(device):
+    x = torch.randn(2, 3, 40, device=device)
+    result = fusednorm.layer_norm_backward(x, x, residual=x, scale=torch.randn(2, 40, device=device))
     assert result.dresidual is result.dx
-    result = fusednorm.layer_norm_backward(x, x, residual=x, gate=torch.randn(2, 40))
+    result = fusednorm.layer_norm_backward(x, x, residual=x, gate=torch.randn(2, 40, device=device))
     assert result.dresidual is not result.dx
 
 
 @pytest.mark.parametrize("cols", [72, LONG])
-def test_rows_with_gaps(cols):
-    x = torch.randn(2, 3, cols + 28)[..., :cols]
+def test_rows_with_gaps(cols, device):
+    x = torch.randn(2, 3, cols + 28, device=device)[..., :cols]
     check("layer_norm", x, of_samples(x, 1))
 
 
 @pytest.mark.parametrize("cols", [40, 2050, LONG])
-def test_nan_stays_in_its_sample(cols):
-    x = torch.randn(3, 2, cols)
+def test_nan_stays_in_its_sample(cols, device):
+    x = torch.randn(3, 2, cols, device=device)
     modulations = of_samples(x, 1)
-    call = {"residual": torch.randn(x.shape), **modulations}
+    call = {"residual": torch.randn(x.shape, device=device), **modulations}
     for name, at in (("scale", 0), ("gate", 1)):
         modulations[name][at, 0] = torch.nan
     forward = fusednorm.layer_norm_forward(x, **call)
@@ -144,11 +144,11 @@ def test_nan_stays_in_its_sample(cols):
 
 
 @pytest.mark.parametrize("cols", [260, LONG])
-def test_a_large_mean_does_not_cancel(cols):
-    x = torch.randn(2, 3, cols)
+def test_a_large_mean_does_not_cancel(cols, device):
+    x = torch.randn(2, 3, cols, device=device)
     modulations = of_samples(x, 1, ("scale", "shift"))
-    residual = torch.randn(x.shape) + 1e4
-    modulations["gate"] = torch.ones(2, cols)
+    residual = torch.randn(x.shape, device=device) + 1e4
+    modulations["gate"] = torch.ones(2, cols, device=device)
     actual = fusednorm.layer_norm_forward(x, residual=residual, **modulations)
     exact = reference.layer_norm_forward(
         (x + residual).double() - 1e4, scale=modulations["scale"], shift=modulations["shift"]
@@ -157,8 +157,8 @@ def test_a_large_mean_does_not_cancel(cols):
 
 
 @pytest.mark.parametrize("cols", [260, LONG])
-def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols):
-    x, residual = torch.randn(2, 3, 5, cols)
+def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols, device):
+    x, residual = torch.randn(2, 3, 5, cols, device=device)
     modulations = of_samples(x, 1)
     call = {"residual": residual, **modulations}
     first, again = (fusednorm.layer_norm_forward(x, **call) for _ in range(2))
@@ -167,19 +167,19 @@ def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols):
     )
     assert torch.equal(first.y, again.y)
     assert torch.equal(first.y[1:2], alone.y)
-    first, again = (fusednorm.layer_norm_backward(x, x, torch.ones(cols), **call) for _ in range(2))
+    first, again = (fusednorm.layer_norm_backward(x, x, torch.ones(cols, device=device), **call) for _ in range(2))
     for name, each in first._asdict().items():
         assert each is None or torch.equal(each, getattr(again, name)), name
 
 
 @pytest.mark.parametrize("cols", [64, 1200, LONG])
 @pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
-def test_a_float8_result(cols, names):
-    x = torch.randn(2, 3, cols)
+def test_a_float8_result(cols, names, device):
+    x = torch.randn(2, 3, cols, device=device)
     call = of_samples(x, 1, names, padded=True)
     if "gate" in names:
-        call["residual"] = torch.randn(x.shape)
-    weight = torch.randn(cols)
+        call["residual"] = torch.randn(x.shape, device=device)
+    weight = torch.randn(cols, device=device)
     actual = fusednorm.layer_norm_forward(x, weight, out_dtype=FLOAT8, activation="silu", **call)
     in_float32 = reference.layer_norm_forward(x, weight, activation="silu", **call)
     exact = reference.layer_norm_forward(
@@ -188,50 +188,50 @@ def test_a_float8_result(cols, names):
     assert_float8_close_to_oracle(actual.y, actual.y_scale, exact.y, in_float32.y)
 
 
-def test_no_samples():
-    x = torch.randn(0, 5, 40)
+def test_no_samples(device):
+    x = torch.randn(0, 5, 40, device=device)
     modulations = of_samples(x, 1)
     assert fusednorm.layer_norm_forward(x, residual=x, **modulations).y.shape == x.shape
-    result = fusednorm.layer_norm_backward(x, x, torch.ones(40), residual=x, **modulations)
+    result = fusednorm.layer_norm_backward(x, x, torch.ones(40, device=device), residual=x, **modulations)
     assert result.dscale.shape == result.dgate.shape == (0, 40)
     assert not result.dweight.any()
 
 
-def test_samples_without_rows():
-    x = torch.randn(2, 0, 40)
-    result = fusednorm.layer_norm_backward(x, x, torch.ones(40), residual=x, **of_samples(x, 1))
+def test_samples_without_rows(device):
+    x = torch.randn(2, 0, 40, device=device)
+    result = fusednorm.layer_norm_backward(x, x, torch.ones(40, device=device), residual=x, **of_samples(x, 1))
     assert not any(each.any() for each in (result.dscale, result.dshift, result.dgate))
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (2, 5, 3, 40), (2, 39), (40, 2)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shape_that_is_not_of_leading_axes(name, shape):
-    x = torch.randn(2, 5, 40)
+def test_a_shape_that_is_not_of_leading_axes(name, shape, device):
+    x = torch.randn(2, 5, 40, device=device)
     with pytest.raises(KernelInputError, match=f"needs {name} .* leading axes"):
-        fusednorm.layer_norm_forward(x, residual=x, **{name: torch.randn(shape)})
+        fusednorm.layer_norm_forward(x, residual=x, **{name: torch.randn(shape, device=device)})
 
 
-def test_tensors_of_different_samples():
-    x = torch.randn(2, 5, 40)
+def test_tensors_of_different_samples(device):
+    x = torch.randn(2, 5, 40, device=device)
     with pytest.raises(KernelInputError, match="scale and gate must have one shape"):
-        fusednorm.layer_norm_forward(x, residual=x, scale=torch.randn(2, 40), gate=torch.randn(2, 5, 40))
+        fusednorm.layer_norm_forward(x, residual=x, scale=x[:, 0], gate=x)
 
 
-def test_tensors_of_different_strides_are_refused():
-    x = torch.randn(2, 5, 40)
+def test_tensors_of_different_strides_are_refused(device):
+    x = torch.randn(2, 5, 40, device=device)
     with pytest.raises(UnsupportedShapeError, match="shift and gate must have one stride"):
-        fusednorm.layer_norm_forward(x, residual=x, shift=torch.randn(2, 40), gate=torch.randn(2, 80)[:, :40])
+        fusednorm.layer_norm_forward(x, residual=x, shift=torch.randn(2, 40, device=device), gate=x[:, 0])
 
 
-def test_a_gate_needs_a_residual():
-    x = torch.randn(2, 5, 40)
+def test_a_gate_needs_a_residual(device):
+    x = torch.randn(2, 5, 40, device=device)
     with pytest.raises(KernelInputError, match="gate needs a residual"):
-        fusednorm.layer_norm_forward(x, gate=torch.randn(2, 40))
+        fusednorm.layer_norm_forward(x, gate=torch.randn(2, 40, device=device))
     with pytest.raises(KernelInputError, match="gate needs a residual"):
-        fusednorm.layer_norm_backward(x, x, gate=torch.randn(2, 40))
+        fusednorm.layer_norm_backward(x, x, gate=torch.randn(2, 40, device=device))
 
 
-def test_parameters_of_heads_have_no_samples():
-    x = torch.randn(2, 5, 3, 40)
+def test_parameters_of_heads_have_no_samples(device):
+    x = torch.randn(2, 5, 3, 40, device=device)
     with pytest.raises(KernelInputError, match="each head"):
-        fusednorm.layer_norm_forward(x, torch.randn(3, 40), scale=torch.randn(2, 40))
+        fusednorm.layer_norm_forward(x, torch.randn(3, 40, device=device), scale=torch.randn(2, 40, device=device))

@@ -4,6 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, UnsupportedShapeError, reference
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.devices.device_properties import H200
 from fusednorm.launch.recorded_launches import recording_launches
 from fusednorm.ops.layer_norm.channels_first import config_tables as tables
@@ -12,7 +13,11 @@ from fusednorm.ops.layer_norm.channels_first.backward.tile import ChannelsFirstB
 from fusednorm.ops.layer_norm.channels_first.forward.sweep import ChannelsFirstForwardSweep
 from fusednorm.ops.layer_norm.channels_first.forward.tile import ChannelsFirstForwardTile
 
+from tests.kernels.harness.cells import sampled
+from tests.kernels.harness.misaligned import misaligned
+
 OPS = ("layer_norm", "rms_norm")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = (
     (2, 48, 4, 8),  # full tiles, wide accesses
     (3, 20, 7, 7),  # accesses of one element, a last tile of one position
@@ -22,83 +27,113 @@ SHAPES = (
 )
 
 
-def make_samples(shape, channels_last=False, dtype=torch.float32):
-    x = torch.randn(shape, dtype=dtype)
+def make_samples(shape, device, channels_last=False, dtype=torch.float32):
+    x = torch.randn(shape, device=device).to(dtype)
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
 
 
-def check(op, x, *, affine=True, residual=None, dresidual_out=None, tolerance=1e-5, **options):
+def check(op, x, *, affine=True, residual=None, dresidual_out=None, **options):
     """Both passes, backward with saved statistics and without."""
     channels = x.shape[1]
-    parameters = [torch.randn(channels) for _ in range(1 if op == "rms_norm" else 2)] if affine else []
+    count = (1 if op == "rms_norm" else 2) if affine else 0
+    parameters = [torch.randn(channels, device=x.device).to(x.dtype) for _ in range(count)]
     options |= {"residual": residual, "layout": "nchw"}
     dy = torch.randn_like(x)
     actual, exact = (
         getattr(library, f"{op}_forward")(x, *parameters, stats=True, **options, **precision)
         for library, precision in ((fusednorm, {}), (reference, {"precision": torch.float64}))
     )
-    assert_same(actual, exact, tolerance)
+    assert_same(actual, exact)
     saved = {"rstd": actual.rstd} if op == "rms_norm" else {"mean": actual.mean, "rstd": actual.rstd}
     options["dresidual_out"] = dresidual_out
     run = getattr(fusednorm, f"{op}_backward")
     exact = getattr(reference, f"{op}_backward")(dy, x, *parameters, **options, precision=torch.float64)
-    assert_same(run(dy, x, *parameters, **options), exact, tolerance)
-    assert_same(run(dy, x, *parameters, **options, **saved), exact, tolerance)
+    assert_same(run(dy, x, *parameters, **options), exact)
+    assert_same(run(dy, x, *parameters, **options, **saved), exact)
 
 
-def assert_same(actual, exact, tolerance):
+def assert_same(actual, exact):
+    """The results are rounded to their dtype once, which the interpreter does by truncation."""
     for name, right in exact._asdict().items():
         got = getattr(actual, name)
         assert (got is None) == (right is None), name
         if right is not None:
             assert got.shape == right.shape, name
             assert got.stride() == right.stride(), name
-            atol = 2 * tolerance * float(right.abs().max() + 1)
-            torch.testing.assert_close(got.double(), right.double(), rtol=tolerance, atol=atol)
+            rtol = max(1e-5, torch.finfo(got.dtype).eps)
+            atol = 2e-5 * float(right.abs().max() + 1)
+            torch.testing.assert_close(got.double(), right.double(), rtol=rtol, atol=atol, msg=name)
 
 
+@pytest.mark.parametrize("dtype", sampled(DTYPES, DTYPES[:1]))
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("op", OPS)
-def test_every_position_is_a_row(op, shape, channels_last):
-    check(op, make_samples(shape, channels_last))
+def test_every_position_is_a_row(op, shape, channels_last, dtype, device, poisoned):
+    check(op, make_samples(shape, device, channels_last, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_results_of_16_bits(channels_last, dtype, device, poisoned):
+    x, residual = (make_samples((2, 24, 2, 6), device, channels_last, dtype) for _ in range(2))
+    scale, shift, gate = torch.randn(3, 2, 24, device=device).to(dtype)
+    check("layer_norm", x)
+    check("rms_norm", x, residual=residual, scale=scale, shift=shift, gate=gate, dresidual_out=torch.randn_like(x))
 
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("op", OPS)
-def test_each_sample_has_its_scale_and_shift(op, channels_last, affine):
-    wide = torch.randn(3, 60)
+def test_each_sample_has_its_scale_and_shift(op, channels_last, affine, device, poisoned):
+    wide = torch.randn(3, 60, device=device)
     options = {"scale": wide[:, :20], "shift": wide[:, 40:], "activation": "silu"}
-    check(op, make_samples((3, 20, 5, 5), channels_last), affine=affine, **options)
+    check(op, make_samples((3, 20, 5, 5), device, channels_last), affine=affine, **options)
 
 
 @pytest.mark.parametrize("modulations", [("gate",), ("scale", "shift", "gate")])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("op", OPS)
-def test_each_sample_has_its_gate(op, channels_last, modulations):
-    x, residual, dresidual_out = (make_samples((3, 20, 5, 5), channels_last) for _ in range(3))
-    parts = torch.randn(3, 60).chunk(3, 1)
+def test_each_sample_has_its_gate(op, channels_last, modulations, device, poisoned):
+    x, residual, dresidual_out = (make_samples((3, 20, 5, 5), device, channels_last) for _ in range(3))
+    parts = torch.randn(3, 60, device=device).chunk(3, 1)
     options = dict(zip(modulations, parts, strict=False)) | {"activation": "silu"}
     check(op, x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_all_options(channels_last):
+def test_all_options(channels_last, device, poisoned):
     shape = (2, 40, 5, 4)
-    x, residual, dresidual_out = (make_samples(shape, channels_last) for _ in range(3))
+    x, residual, dresidual_out = (make_samples(shape, device, channels_last) for _ in range(3))
     options = {"activation": "gelu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
-def test_a_residual_of_another_dtype():
-    x = make_samples((2, 24, 4, 4), dtype=torch.bfloat16)
-    residual = make_samples(x.shape)
-    check("layer_norm", x, residual=residual, dresidual_out=torch.randn_like(residual), tolerance=1e-2)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation, device):
+    check("layer_norm", make_samples((2, 12, 3, 4), device), activation=activation)
 
 
-def test_dropout_masks_do_not_depend_on_the_layout():
-    x = make_samples((2, 40, 5, 4))
+def test_a_residual_of_another_dtype(device, poisoned):
+    x = make_samples((2, 24, 4, 4), device, dtype=torch.bfloat16)
+    residual = make_samples(x.shape, device)
+    check("layer_norm", x, residual=residual, dresidual_out=torch.randn_like(residual))
+
+
+# Of 16 positions a thread reads as many elements at once as 16 bytes have, and one where none is aligned.
+@pytest.mark.parametrize("dtype", sampled(DTYPES, DTYPES[:1]))
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_misaligned_samples(channels_last, dtype, device, poisoned):
+    shape = (2, 24, 4, 4)
+    laid_out = (2, 4, 4, 24) if channels_last else shape
+    x, residual = (misaligned(laid_out, dtype, device) for _ in range(2))
+    if channels_last:
+        x, residual = (each.movedim(-1, 1) for each in (x, residual))
+    check("layer_norm", x, residual=residual, dresidual_out=torch.randn_like(x))
+
+
+def test_dropout_masks_do_not_depend_on_the_layout(device):
+    x = make_samples((2, 40, 5, 4), device)
     options = {"dropout": 0.5, "seed": 7, "layout": "nchw"}
     y = fusednorm.layer_norm_forward(x, **options).y
     assert torch.equal(y == 0, fusednorm.layer_norm_forward(make_last(x), **options).y == 0)
@@ -122,31 +157,31 @@ def few_channels_fit(monkeypatch):
 @pytest.mark.usefixtures("few_channels_fit")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(2, 67, 3, 5), (2, 128, 4, 4)])
-def test_channels_that_do_not_fit_a_program_are_read_twice(op, shape):
-    check(op, make_samples(shape))
+def test_channels_that_do_not_fit_a_program_are_read_twice(op, shape, device):
+    check(op, make_samples(shape, device))
 
 
 @pytest.mark.usefixtures("few_channels_fit")
-def test_all_options_of_channels_that_do_not_fit():
-    x, residual, dresidual_out = (make_samples((2, 70, 3, 4)) for _ in range(3))
+def test_all_options_of_channels_that_do_not_fit(device):
+    x, residual, dresidual_out = (make_samples((2, 70, 3, 4), device) for _ in range(3))
     options = {"activation": "silu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
-    options |= {name: torch.randn(2, 70) for name in ("scale", "shift", "gate")}
+    options |= {name: torch.randn(2, 70, device=device) for name in ("scale", "shift", "gate")}
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_leaky_relu_has_the_slope_of_the_call(fits, request):
+def test_leaky_relu_has_the_slope_of_the_call(fits, request, device):
     if not fits:
         request.getfixturevalue("few_channels_fit")
-    check("layer_norm", make_samples((2, 40, 3, 4)), activation="leaky_relu", negative_slope=0.3)
+    check("layer_norm", make_samples((2, 40, 3, 4), device), activation="leaky_relu", negative_slope=0.3)
 
 
 @pytest.mark.parametrize("channels", [48, 67])
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_mean_far_from_zero(channels, fits, request):
+def test_a_mean_far_from_zero(channels, fits, request, device):
     if not fits:
         request.getfixturevalue("few_channels_fit")
-    x = torch.randn(1, channels, 4, 4) + 1e6
+    x = torch.randn(1, channels, 4, 4, device=device) + 1e6
     actual = fusednorm.layer_norm_forward(x, layout="nchw", stats=True)
     exact = reference.layer_norm_forward(x, layout="nchw", precision=torch.float64)
     plain = torch.nn.functional.layer_norm(x.movedim(1, -1), (channels,)).movedim(-1, 1)
@@ -154,8 +189,8 @@ def test_a_mean_far_from_zero(channels, fits, request):
     assert error <= 2 * most + 1e-6
 
 
-def test_a_nan_stays_at_its_position():
-    x = make_samples((2, 20, 3, 3))
+def test_a_nan_stays_at_its_position(device):
+    x = make_samples((2, 20, 3, 3), device)
     x[1, 4, 1, 2] = float("nan")
     result = fusednorm.layer_norm_forward(x, layout="nchw").y
     is_nan = torch.zeros_like(x, dtype=torch.bool)
@@ -165,43 +200,44 @@ def test_a_nan_stays_at_its_position():
     assert torch.equal(dx.isnan(), is_nan)
 
 
-def test_a_row_does_not_depend_on_the_other_samples():
-    x = make_samples((3, 20, 5, 5))
+def test_a_row_does_not_depend_on_the_other_samples(device):
+    x = make_samples((3, 20, 5, 5), device)
     y = fusednorm.layer_norm_forward(x, layout="nchw").y
     assert torch.equal(y[1:2], fusednorm.layer_norm_forward(x[1:2], layout="nchw").y)
 
 
-def test_zero_eps_of_missing_positions():
-    x, dy = make_samples((1, 20, 3, 3)), torch.randn(1, 20, 3, 3)
-    gradients = fusednorm.layer_norm_backward(dy, x, torch.ones(20), torch.zeros(20), eps=0.0, layout="nchw")
+def test_zero_eps_of_missing_positions(device):
+    x, dy = make_samples((1, 20, 3, 3), device), torch.randn(1, 20, 3, 3, device=device)
+    weight, bias = torch.randn(2, 20, device=device)
+    gradients = fusednorm.layer_norm_backward(dy, x, weight, bias, eps=0.0, layout="nchw")
     assert not any(gradient.isnan().any() for gradient in gradients[:3])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
-def test_no_positions(shape):
-    x = torch.randn(shape)
+def test_no_positions(shape, device):
+    x = torch.randn(shape, device=device)
     assert fusednorm.layer_norm_forward(x, layout="nchw").y.shape == shape
-    assert not fusednorm.layer_norm_backward(x, x, torch.ones(4), layout="nchw").dweight.any()
+    assert not fusednorm.layer_norm_backward(x, x, torch.ones(4, device=device), layout="nchw").dweight.any()
 
 
-def test_rows_of_a_wider_channels_last_tensor_are_not_copied():
-    x = make_last(torch.randn(2, 24, 3, 3))[:, :16]
+def test_rows_of_a_wider_channels_last_tensor_are_not_copied(device):
+    x = make_last(torch.randn(2, 24, 3, 3, device=device))[:, :16]
     result = fusednorm.layer_norm_forward(x, layout="nchw")
     assert result.y.is_contiguous(memory_format=torch.channels_last)
     exact = reference.layer_norm_forward(x, layout="nchw", precision=torch.float64)
     torch.testing.assert_close(result.y.double(), exact.y.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_other_strides_and_mixed_layouts_are_refused():
-    x = torch.randn(2, 8, 4, 4)
+def test_other_strides_and_mixed_layouts_are_refused(device):
+    x = torch.randn(2, 8, 4, 4, device=device)
     with pytest.raises(UnsupportedShapeError, match="contiguous"):
         fusednorm.layer_norm_forward(x.transpose(2, 3), layout="nchw")
     with pytest.raises(UnsupportedShapeError, match="residual"):
         fusednorm.layer_norm_forward(x, residual=make_last(x), layout="nchw")
 
 
-def test_float8_needs_adjacent_channels():
-    x = torch.randn(2, 8, 4, 4)
+def test_float8_needs_adjacent_channels(device):
+    x = torch.randn(2, 8, 4, 4, device=device)
     with pytest.raises(UnsupportedShapeError, match="channels_last"):
         fusednorm.layer_norm_forward(x, layout="nchw", out_dtype=torch.float8_e4m3fn)
     result = fusednorm.layer_norm_forward(make_last(x), layout="nchw", out_dtype=torch.float8_e4m3fn)
@@ -214,22 +250,23 @@ def test_float8_needs_adjacent_channels():
     [
         ((8,), {}, "N, C"),
         ((2, 0, 3), {}, "N, C"),
-        ((2, 8, 3), {"weight": torch.ones(3)}, "needs weight"),
-        ((2, 8, 3), {"weight": torch.ones(3, 8)}, "each head"),
-        ((2, 8, 3), {"scale": torch.ones(2, 1, 8)}, "needs scale"),
-        ((2, 8, 3), {"gate": torch.ones(2, 8)}, "gate needs a residual"),
-        ((2, 8, 3), {"gate": torch.ones(2, 3), "residual": torch.ones(2, 8, 3)}, "needs gate"),
+        ((2, 8, 3), {"weight": (3,)}, "needs weight"),
+        ((2, 8, 3), {"weight": (3, 8)}, "each head"),
+        ((2, 8, 3), {"scale": (2, 1, 8)}, "needs scale"),
+        ((2, 8, 3), {"gate": (2, 8)}, "gate needs a residual"),
+        ((2, 8, 3), {"gate": (2, 3), "residual": (2, 8, 3)}, "needs gate"),
         ((2, 8, 3), {"layout": "nhwc"}, "layout must be"),
     ],
 )
 @pytest.mark.parametrize("library", [fusednorm, reference])
-def test_wrong_arguments(library, shape, options, match):
+def test_wrong_arguments(library, shape, options, match, device):
+    given = {n: torch.ones(of, device=device) if isinstance(of, tuple) else of for n, of in options.items()}
     with pytest.raises(KernelInputError, match=match):
-        library.layer_norm_forward(torch.randn(shape), **{"layout": "nchw"} | options)
+        library.layer_norm_forward(torch.randn(shape, device=device), **{"layout": "nchw"} | given)
 
 
-def test_overlapping_positions_are_no_rows():
-    x = torch.randn(8).view(1, 8, 1, 1).expand(2, 8, 3, 4)
+def test_overlapping_positions_are_no_rows(device):
+    x = torch.randn(8, device=device).view(1, 8, 1, 1).expand(2, 8, 3, 4)
     with pytest.raises(UnsupportedShapeError, match="contiguous"):
         fusednorm.layer_norm_forward(x, layout="nchw")
 
