@@ -26,7 +26,11 @@ MOST_ELEMENTS = 1 << 22
 
 _GROUP_PASSES: tuple[group_norm_cases.Pass, ...] = ("forward", "backward")
 _VARIANTS = 2
-"""Variants of a call for each shape, besides the plain one, of all that the fingerprints have."""
+"""Variants of a call for each shape, besides the plain and the modulated one, of all that the fingerprints have."""
+
+_MODULATED_ROWS = next(each for each in layer_norm_cases.USUAL if each.modulations == ("scale", "shift", "gate"))
+_MODULATED_GROUPS = next(each for each in group_norm_cases.RARE if each.adaptive)
+_MODULATION_ROLES = {"modulations", "scale_shift"}
 
 Variant = TypeVar("Variant")
 
@@ -35,11 +39,16 @@ _SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, the algorithms that its plan uses, and the name of x's dtype."""
+    """A call, the algorithms that its plan uses, and the name of x's dtype.
+
+    Attributes:
+        is_modulated: whether each sample has a scale, shift or gate.
+    """
 
     case: FingerprintCase
     algorithms: frozenset[PassAlgorithm]
     dtype: str
+    is_modulated: bool
 
     @property
     def combinations(self) -> frozenset[tuple[PassAlgorithm, str]]:
@@ -50,16 +59,17 @@ def calls(count: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Call]:
     """At most `count` calls in an order that is always the same.
 
     The first calls have every algorithm with every dtype, then also with tensors that start one element after a
-    multiple of 16 bytes; the others follow in a random order.
+    multiple of 16 bytes, then with a scale and shift of each sample; the others follow in a random order.
     """
     cases = {case.name: case for case in _cases(dtypes)}
     everything = sorted(filter(None, map(_call, cases.values())), key=lambda sized: sized[0])
     ordered = [call for _, call in everything]
     first: dict[str, Call] = {}
-    for unaligned in (False, True):
+    for unaligned, is_modulated in ((False, False), (True, False), (False, True)):
         seen: set[tuple[PassAlgorithm, str]] = set()
         for call in ordered:
-            if call.case.unaligned == unaligned and not call.combinations <= seen:
+            is_kind = (call.case.unaligned, call.is_modulated) == (unaligned, is_modulated)
+            if is_kind and not call.combinations <= seen:
                 seen |= call.combinations
                 first.setdefault(call.case.name, call)
     others = [call for call in ordered if call.case.name not in first]
@@ -75,7 +85,7 @@ def _call(case: FingerprintCase) -> tuple[int, Call] | None:
         return None
     algorithms = frozenset(filter(None, map(_algorithm, plan.launches)))
     dtype = next(name for name in SHORT_NAMES.values() if f" {name} " in case.name)
-    return size, Call(case, algorithms, dtype)
+    return size, Call(case, algorithms, dtype, not _MODULATION_ROLES.isdisjoint(plan.tensors.memories))
 
 
 def _algorithm(launch: Launch) -> PassAlgorithm | None:
@@ -94,6 +104,7 @@ def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[FingerprintCase]:
         for kind in layer_norm_cases.CHANNEL_PASSES:
             for channels, vector, _ in layer_norm_cases.iterate_table_channels(kind, dtype.itemsize):
                 yield from _channels(kind, dtype, channels, 3 * vector, chosen)
+            yield from _channels(kind, dtype, 3, 49, chosen)
         for cols, norms, unaligned in product((16, 1000, 1024, 16384, 20000), (1, 3), (False, True)):
             yield _named(layer_norm_cases.make_chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
         for last in (False, True):
@@ -108,7 +119,7 @@ def _rows(
     """Calls of rows of `cols` columns, and of odd ones beside them."""
     for length in (cols, cols - 1 | 1):
         for variant, unaligned, waits in _options(
-            layer_norm_cases.PLAIN, layer_norm_cases.USUAL + layer_norm_cases.RARE, chosen
+            layer_norm_cases.PLAIN, _MODULATED_ROWS, layer_norm_cases.USUAL + layer_norm_cases.RARE, chosen
         ):
             small = replace(variant, rows=min(variant.rows, 3), tokens=2, unaligned=unaligned)
             yield _named(layer_norm_cases.make_case(kind, dtype, length, small, waits), unaligned)
@@ -118,7 +129,9 @@ def _channels(
     kind: layer_norm_cases.Pass, dtype: torch.dtype, channels: int, positions: int, chosen: random.Random
 ) -> Iterator[FingerprintCase]:
     """Calls of samples of so many channels and positions."""
-    for variant, unaligned, waits in _options(layer_norm_cases.PLAIN, layer_norm_cases.CHANNEL_VARIANTS, chosen):
+    for variant, unaligned, waits in _options(
+        layer_norm_cases.PLAIN, _MODULATED_ROWS, layer_norm_cases.CHANNEL_VARIANTS, chosen
+    ):
         small = replace(variant, positions=positions, unaligned=unaligned)
         yield _named(layer_norm_cases.make_case(kind, dtype, channels, small, waits), unaligned)
 
@@ -128,17 +141,18 @@ def _groups(
 ) -> Iterator[FingerprintCase]:
     """Calls of such samples."""
     for variant, unaligned, waits in _options(
-        group_norm_cases.PLAIN, group_norm_cases.USUAL + group_norm_cases.RARE, chosen
+        group_norm_cases.PLAIN, _MODULATED_GROUPS, group_norm_cases.USUAL + group_norm_cases.RARE, chosen
     ):
         small = replace(variant, samples=min(variant.samples, 2), unaligned=unaligned)
         yield _named(group_norm_cases.make_case(kind, dtype, sample, small, waits), unaligned)
 
 
 def _options(
-    plain: Variant, variants: tuple[Variant, ...], chosen: random.Random
+    plain: Variant, modulated: Variant, variants: tuple[Variant, ...], chosen: random.Random
 ) -> Iterator[tuple[Variant, bool, bool]]:
     """Variants, whether tensors start one element after 16 bytes, and whether programs may wait."""
     yield from ((plain, unaligned, waits) for unaligned, waits in product((False, True), repeat=2))
+    yield modulated, False, True
     for variant in chosen.sample(variants, _VARIANTS):
         yield variant, chosen.random() < 0.5, chosen.random() < 0.5
 
