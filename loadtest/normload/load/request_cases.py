@@ -63,7 +63,7 @@ class RequestCase:
         residual: whether the request has one.
         affine: whether the request has weight and bias.
         adaptive: whether the request has scale and shift for each sample, along x's first axis; with a residual
-            also gate, except for GroupNorm and for nchw.
+            also gate, except for GroupNorm.
         seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of
@@ -122,7 +122,7 @@ class RequestCase:
     @property
     def is_gated(self) -> bool:
         """Whether the request has a gate."""
-        return self.adaptive and self.residual and self.op != "group_norm" and self.channel_axis == -1
+        return self.adaptive and self.residual and self.op != "group_norm"
 
     @property
     def channel_axis(self) -> int:

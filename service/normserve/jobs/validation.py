@@ -69,8 +69,10 @@ def _merge_layer_options_and_validate(
         _check_shape(name, tensors, x_shape)
     if "gate" in tensors and "residual" not in tensors:
         raise MissingTensorError("gate needs a residual, to which gate * x is added; none was sent")
-    if spec.is_over_channels:
-        _check_channels_first_call(spec, tensors)
+    if spec.is_over_channels and spec.out_dtype is DType.FLOAT8_E4M3FN:
+        raise InvalidParameterError(
+            "out_dtype float8_e4m3fn needs layout=nhwc, with channels last; got layout=nchw"
+        )
     heads = layer.heads if layer is not None else _count_heads(spec.op, tensors)
     if heads:
         _check_heads(spec, heads, x_shape)
@@ -181,16 +183,6 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
     if spec.op is Op.GROUP_NORM:
         check_group_count(spec.num_groups, channels)
     return channels
-
-
-def _check_channels_first_call(spec: NormSpec, tensors: Described) -> None:
-    """Refuse what LayerNorm and RMSNorm compute only over channels that are last."""
-    if "gate" in tensors:
-        raise InvalidParameterError("gate needs layout=nhwc, with channels last; got layout=nchw")
-    if spec.out_dtype is DType.FLOAT8_E4M3FN:
-        raise InvalidParameterError(
-            "out_dtype float8_e4m3fn needs layout=nhwc, with channels last; got layout=nchw"
-        )
 
 
 def _count_heads(op: Op, tensors: Described) -> int:

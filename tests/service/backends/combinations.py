@@ -62,8 +62,8 @@ def combinations(
     else:
         other = DType.BFLOAT16 if dtype is torch.float32 else DType.FLOAT32
         options = [{"stats": stats, "out_dtype": out} for stats, out in product((False, True), (None, other))]
-    # A gate needs a residual, and rows.
-    of_sum = ((), ("residual",)) if layout is not None else ((), ("residual",), ("residual", "gate"))
+    # A gate needs a residual.
+    of_sum = ((), ("residual",)) if op is Op.GROUP_NORM else ((), ("residual",), ("residual", "gate"))
     chosen = product(*[((), names) for names in optional], of_sum)
     for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
         # The number's own digits would pair each epilogue with the same tensors again and again.

@@ -138,6 +138,8 @@ def case(
         if layout is not None:
             tensors["scale"] = tensor(noise, F16, (samples, size))
             tensors["shift"] = tensor(noise, F32, (samples, size))
+            if op is not Op.GROUP_NORM:
+                tensors["gate"] = tensor(noise, BF16, (samples, size))
     tensors |= {name: tensor(noise, dtype, shape) for name in like_x}
     spec = NormSpec(
         op,

@@ -254,12 +254,30 @@ def test_a_size_of_another_axis_names_the_layout_of_it():
         make_job(chain, x | {"weight.0": tensor(4)})
 
 
-def test_a_gate_and_float8_need_channels_that_are_last():
-    x = {"x": tensor(2, 4, 3), "residual": tensor(2, 4, 3)}
-    with pytest.raises(InvalidParameterError, match="gate needs layout=nhwc"):
-        make_job(spec(layout=ChannelLayout.NCHW), x | {"gate": tensor(2, 4)})
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_a_gate_over_channels_is_batched_with_its_samples(op):
+    over_channels = spec(op, layout=ChannelLayout.NCHW)
+    tensors = {"x": tensor(2, 4, 3), "residual": tensor(2, 4, 3), "gate": tensor(2, 4)}
+    made = make_job(over_channels, tensors)
+    assert (made.rows, made.unit_rows) == (2, 0)
+    more = make_job(over_channels, {"x": tensor(7, 4, 3), "residual": tensor(7, 4, 3), "gate": tensor(7, 4)})
+    assert made.compute_batch_class() == more.compute_batch_class()
+    without = make_job(over_channels, {"x": tensor(2, 4, 3), "residual": tensor(2, 4, 3)})
+    assert made.compute_batch_class() != without.compute_batch_class()
+    with pytest.raises(InvalidShapeError, match=r"gate must be \[2, 4\], got \[2, 3\]"):
+        make_job(over_channels, tensors | {"gate": tensor(2, 3)})
+    with pytest.raises(MissingTensorError, match="gate needs a residual"):
+        make_job(over_channels, {"x": tensor(2, 4, 3), "gate": tensor(2, 4)})
+    backward = spec(op, PassDirection.BACKWARD, layout=ChannelLayout.NCHW)
+    made, cost = make_validated_job(backward, tensors | {"dy": tensor(2, 4, 3)})
+    assert made.compute_batch_class() is None
+    # dx, dresidual and dgate.
+    assert cost.result_bytes == sum(each.nbytes for each in tensors.values())
+
+
+def test_float8_needs_channels_that_are_last():
     with pytest.raises(InvalidParameterError, match="float8_e4m3fn needs layout=nhwc"):
-        make_job(spec(layout=ChannelLayout.NCHW, out_dtype=DType.FLOAT8_E4M3FN), x)
+        make_job(spec(layout=ChannelLayout.NCHW, out_dtype=DType.FLOAT8_E4M3FN), {"x": tensor(2, 4, 3)})
 
 
 def test_long_tensor_names_are_cut():

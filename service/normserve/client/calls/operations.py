@@ -58,7 +58,7 @@ def layer_norm(
             [B, N] for x [B, tokens, N], with axes of one element between or without, or [B, C]
             with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
-            needs a residual, and channels that are last.
+            needs a residual.
         eps: added to the variance; above 0; None (default) for 1e-5.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
@@ -140,7 +140,7 @@ def rms_norm(
             [B, N] for x [B, tokens, N], with axes of one element between or without, or [B, C]
             with layout="nchw"; None (default) for zeros.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
-            needs a residual, and channels that are last.
+            needs a residual.
         eps: added to the mean of squares; above 0; None (default) for 1e-6.
         weight_offset: 0 (default), or 1 for a weight that is stored around zero.
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".

@@ -25,7 +25,7 @@ _DOCS = {
     "scale": "optional, each sample's own: the shape of any leading axes of x and its last, as `[B, N]` for x "
     "`[B, tokens, N]`, or `[B, C]` with layout=nchw; `1 + scale` multiplies after weight and bias",
     "shift": "optional, as scale: is added after it",
-    "gate": "optional, shaped as scale, needs residual, not with layout=nchw: `residual + gate * x` is normalised",
+    "gate": "optional, shaped as scale, needs residual: `residual + gate * x` is normalised",
     "residual": "optional, in x's shape: `x + residual` is normalised, and forward returns it as residual_out",
     "dy": "required, as x: the gradient of y",
     "mean": "optional, float32, together with rstd: what forward returned with stats",

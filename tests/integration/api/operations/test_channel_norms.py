@@ -36,7 +36,8 @@ def both_passes(op, given, dy):
     """y, residual_out and the gradients of all that went in, of torch in float64."""
     leaves = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
     x = leaves["x"]
-    h = x + leaves["residual"] if "residual" in leaves else x
+    h = x * spread(leaves["gate"], x) if "gate" in leaves else x
+    h = h + leaves["residual"] if "residual" in leaves else h
     z = normalised(op, h, leaves.get("weight"))
     if "scale" in leaves:
         z = z * (1 + spread(leaves["scale"], x)) + spread(leaves["shift"], x)
@@ -49,12 +50,15 @@ def both_passes(op, given, dy):
     return forward, gradients
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(2, 8), (3, 8, 5), (2, 8, 4, 3), (1, 48, 2, 3, 2)], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_both_passes(api, op, shape):
+def test_both_passes(api, op, shape, gated):
     given = {"x": torch.randn(shape), "residual": torch.randn(shape).half()}
     given |= {"weight": torch.randn(shape[1]).bfloat16()}
     given |= {"scale": torch.randn(shape[:2]).half(), "shift": torch.randn(shape[:2])}
+    if gated:
+        given["gate"] = torch.randn(shape[:2]).bfloat16()
     dy, query = torch.randn(shape), {"activation": "silu"} | NCHW
     forward, gradients = both_passes(op, given, dy)
     assert_close(post(api, f"/v1/{op}", packed(**given), **query), forward)
@@ -123,12 +127,7 @@ def test_bytes_are_counted_as_those_of_rows(api):
         ({"weight": torch.ones(3)}, NCHW, "invalid_shape", "got [3]; with layout=nhwc x has 3 channels"),
         ({"weight": torch.ones(8)}, {}, "invalid_shape", "got [8]; with layout=nchw x has 8 channels"),
         ({"scale": torch.ones(2, 3)}, NCHW, "invalid_shape", "scale must be [2, 8], got [2, 3]"),
-        (
-            {"gate": torch.ones(2, 8), "residual": torch.ones(2, 8, 3)},
-            NCHW,
-            "invalid_parameter",
-            "gate needs layout=nhwc",
-        ),
+        ({"gate": torch.ones(2, 8)}, NCHW, "missing_tensor", "gate needs a residual"),
         ({}, NCHW | {"out_dtype": "float8_e4m3fn"}, "invalid_parameter", "float8_e4m3fn needs layout=nhwc"),
         ({}, {"layout": "chwn"}, "invalid_parameter", "layout must be one of nchw, nhwc, got 'chwn'"),
     ],
@@ -164,7 +163,8 @@ def test_no_samples(api):
 @pytest.mark.parametrize("op", OPS)
 def test_the_client(server, op, kind):
     x, dy = (torch.randn(2, 4, 3, 8).movedim(-1, 1) for _ in range(2))
-    given = {"x": x, "weight": torch.randn(8), "scale": torch.randn(2, 8), "shift": torch.randn(2, 8)}
+    given = {"x": x, "residual": torch.randn(2, 8, 4, 3), "weight": torch.randn(8)}
+    given |= {name: torch.randn(2, 8) for name in ("scale", "shift", "gate")}
     forward, gradients = both_passes(op, given, dy)
     if kind == "numpy":
         given, dy = {name: tensor.numpy() for name, tensor in given.items()}, dy.numpy()
@@ -180,12 +180,16 @@ def test_the_client(server, op, kind):
 
 
 def test_many_requests_with_samples_of_their_own(server):
-    samples = [(torch.randn(1 + i % 3, 8, 5), torch.randn(1 + i % 3, 8)) for i in range(24)]
+    requests = []
+    for count in (1 + i % 3 for i in range(24)):
+        given = {name: torch.randn(count, 8, 5) for name in ("x", "residual")}
+        requests.append(given | {name: torch.randn(count, 8) for name in ("scale", "gate")})
 
     async def main():
         async with AsyncClient(server.url) as client:
-            return await asyncio.gather(*(client.layer_norm(x, scale=scale, **NCHW) for x, scale in samples))
+            return await asyncio.gather(*(client.layer_norm(**given, **NCHW) for given in requests))
 
-    for (x, scale), result in zip(samples, asyncio.run(main()), strict=True):
-        right = normalised("layer_norm", x) * (1 + scale[..., None])
+    for given, result in zip(requests, asyncio.run(main()), strict=True):
+        h = given["residual"] + given["gate"][..., None] * given["x"]
+        right = normalised("layer_norm", h) * (1 + given["scale"][..., None])
         torch.testing.assert_close(result.y, right, atol=1e-5, rtol=1e-5)

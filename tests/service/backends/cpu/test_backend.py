@@ -53,7 +53,7 @@ def sample_jobs(
     groups: int,
     op: Op = Op.GROUP_NORM,
 ) -> list[NormJob]:
-    """One, two and three samples of [C, *spatial], each with a scale and a shift."""
+    """One, two and three samples of [C, *spatial], each with a scale and a shift, and but for groups a gate."""
     spec = NormSpec(
         op,
         direction,
@@ -70,6 +70,9 @@ def sample_jobs(
         tensors = {name: host(torch.randn(count, *sample).to(dtype)) for name in names}
         tensors["scale"] = host(torch.randn(count, shape[0]).half())
         tensors["shift"] = host(torch.randn(count, shape[0]))
+        if op is not Op.GROUP_NORM:
+            tensors["residual"] = host(torch.randn(count, *sample).to(dtype))
+            tensors["gate"] = host(torch.randn(count, shape[0]).bfloat16())
         jobs.append(NormJob(spec, tensors))
     return jobs
 

@@ -55,6 +55,8 @@ def test_every_operation(backend, op, direction, layout, dtype):
         tensors["bias"] = torch.randn(size)
     if layout is not None:
         tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
+        if op is not Op.GROUP_NORM:
+            tensors["gate"] = torch.randn(2, size).to(dtype)
     forward = direction is PassDirection.FORWARD
     spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, activation="silu", stats=forward)
     (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
@@ -115,7 +117,8 @@ def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction
         tensors = {name: host(torch.randn(samples, *sample).bfloat16()) for name in names}
         if forward or op is Op.GROUP_NORM:
             # In backward over channels they are summed over positions, and run alone.
-            tensors |= {name: host(torch.randn(samples, shape[0])) for name in ("scale", "shift")}
+            of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ("scale", "shift", "gate")
+            tensors |= {name: host(torch.randn(samples, shape[0])) for name in of_samples}
         jobs.append(NormJob(spec, tensors))
     together = run(backend, *jobs)
     for job, outputs in zip(jobs, together, strict=True):

@@ -194,13 +194,15 @@ def test_results_may_be_written_over_what_came(run):
 @pytest.mark.parametrize("op", ROW_OPS)
 def test_channels_of_samples_in_chunks(run, op):
     spec = NormSpec(op, PassDirection.FORWARD, 1e-5, layout=ChannelLayout.NCHW, stats=True)
-    x, scale, weight = torch.randn(25, 8, 5, 3), torch.randn(25, 8), torch.randn(8)
-    job = job_of(spec, x=x, scale=scale, weight=weight)
+    x, weight = torch.randn(25, 8, 5, 3), torch.randn(8)
+    given = {"residual": torch.randn(x.shape), "scale": torch.randn(25, 8), "gate": torch.randn(25, 8)}
+    job = job_of(spec, x=x, weight=weight, **given)
     assert try_divide_rows(job, SIZES)
     function = getattr(batch_invariant, f"{op.value}_forward")
-    right = function(x, weight, scale=scale, eps=1e-5, layout="nchw", stats=True)
+    right = function(x, weight, **given, eps=1e-5, layout="nchw", stats=True)
     got = run(job)
     assert torch.equal(back(got["y"]), right.y)
+    assert torch.equal(back(got["residual_out"]), right.residual_out)
     assert torch.equal(back(got["rstd"]), right.rstd)
 
 

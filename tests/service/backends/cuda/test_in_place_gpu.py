@@ -45,6 +45,8 @@ def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout | None, d
         tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
         if grouped or (layout and forward):
             tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
+            if not grouped:
+                tensors["gate"] = torch.randn(count, 64)
         spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, activation="silu", stats=forward)
         jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
     return jobs

@@ -54,6 +54,11 @@ CASES = [
         {"dy": X, "layer": "a", "layout": "nchw", "scale": SAMPLES},
         {"dx": X, "dweight": C, "dscale": SAMPLES},
     ),
+    (
+        "layer_norm_backward",
+        {"dy": X, "layout": "nchw", "residual": X, "gate": SAMPLES},
+        {"dx": X, "dresidual": X, "dgate": SAMPLES},
+    ),
     ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": H}),
     ("rms_norm_backward", {"dy": X, "weight": W}, {"dx": X, "dweight": W}),
     ("rms_norm_backward", {"dy": X, "layer": "a"}, {"dx": X, "dweight": W}),
