@@ -233,7 +233,8 @@ class Engine:
         Raises:
             OverloadedError: too much is being compiled.
         """
-        if self._executor.backend.compiled_classes is None:
+        if self._executor.backend.compiled_classes is None or not len(job.x.data):
+            # Nothing is launched for a job without elements.
             return True
         if job.replay_slot is not None and job.replay_slot.prepared is not None:
             # An equal job has run.

@@ -71,6 +71,18 @@ async def test_compile_that_fails_is_its_classes_alone(scene):
 
 
 @compiling_scene
+async def test_a_job_without_rows_needs_no_kernels(scene):
+    result = scene.submit(job(0, 8))
+    await turn()
+    assert scene.executor.compiling == []
+    await result
+    unforeseen = scene.submit(job(1, 8))
+    await turn()
+    assert len(scene.executor.compiling) == 1
+    unforeseen.cancel()
+
+
+@compiling_scene
 async def test_endless_classes_are_turned_away(scene):
     tasks = [scene.submit(job(1, cols)) for cols in range(5, 20)]
     await turn()

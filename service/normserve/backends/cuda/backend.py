@@ -70,8 +70,8 @@ log = logging.getLogger(__name__)
 
 _DEVICE = "cuda"
 
-# One very long row is computed by other kernels than several rows.
-_FEW_ROWS = (1, 2)
+# One very long row is computed by other kernels than several rows, and one sample by others than several.
+_FEW_UNITS = (1, 2)
 
 # Limit of the remembered launches.
 _MAX_KNOWN_LAUNCHES = 4096
@@ -289,19 +289,14 @@ class TritonBackend:
 
     @torch.inference_mode()
     def compile_and_load_kernels(self, job: NormJob) -> None:
-        """Compile the kernels of the job's class in several processes, then load them by running them on zeros."""
+        """Compile the kernels of the job's class in several threads, then load them by running them on zeros.
+
+        The zeros have no more rows than the job: device memory may suffice for no more.
+        """
         compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
-        parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
-        for count in _FEW_ROWS:
-            rows = count * max(1, job.unit_rows)
-            tensors = {
-                name: torch.zeros(
-                    compute_launch_shape(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE
-                )
-                for name, tensor in job.tensors.items()
-            }
-            inputs = {name: move_channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-            run_operation(fusednorm, job.spec, {**inputs, **parameters})
+        for rows in _list_few_rows(job):
+            if rows <= job.rows:
+                _run_on_zeros(job, rows)
         torch.cuda.current_stream().synchronize()
 
     def register_host_memory(self, memory: memoryview) -> object:
@@ -373,11 +368,25 @@ def _make_device_tensors_like(given: Sequence[Tensor]) -> Sequence[Tensor]:
     return [torch.empty_like(tensor, device=_DEVICE) for tensor in given]
 
 
+def _list_few_rows(job: NormJob) -> Sequence[int]:
+    """List the numbers of rows, or of samples, for which the kernels of the job's class are compiled."""
+    return [count * max(1, job.unit_rows) for count in _FEW_UNITS]
+
+
+def _run_on_zeros(job: NormJob, rows: int) -> None:
+    """Run the job's operation on zeros in device memory, which is free for others when this returns."""
+    parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
+    inputs = {}
+    for name, tensor in job.tensors.items():
+        shape = compute_launch_shape(job, name, rows)
+        zeros = torch.zeros(shape, dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
+        inputs[name] = move_channels_first(job.spec, name, zeros)
+    run_operation(fusednorm, job.spec, {**inputs, **parameters})
+
+
 def _call_on_meta_tensors(job: NormJob) -> None:
     """Call the job's operation on tensors that have shapes but no data, so that its kernels are selected
     and compiled.
-
-    It is called for one unit of rows and for two, as a single long row has kernels of its own.
     """
 
     def make_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -385,10 +394,7 @@ def _call_on_meta_tensors(job: NormJob) -> None:
 
     parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
     named = {name: make_meta(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
-    for count in _FEW_ROWS:
-        rows = count * max(1, job.unit_rows)
-        if not len(job.x.data):
-            return
+    for rows in _list_few_rows(job):
         results = infer_batch_result_specs(job, rows)
         for name, tensor in job.tensors.items():
             given = make_meta(compute_launch_shape(job, name, rows), TORCH_DTYPES[tensor.dtype])

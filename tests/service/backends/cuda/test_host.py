@@ -1,6 +1,7 @@
 """The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
 
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -267,6 +268,43 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
     assert [each["x"][0] for each in launched] == [1, 2]
     assert {each["x"][1:] for each in launched} == {shape[1:]}
     assert all(each["weight.1" if is_chain else "weight"] == (8,) for each in launched)
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_samples", "run"),
+    [
+        ((1, 64), None, [(1, 64)]),
+        ((3, 64), None, [(1, 64), (2, 64)]),
+        ((1, 5, 64), (1, 64), [(1, 5, 64)]),
+        ((2, 5, 64), (2, 64), [(1, 5, 64), (2, 5, 64)]),
+    ],
+)
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_compiling_takes_no_more_memory_than_the_job(backend, slabs, shape, of_samples, run, monkeypatch):
+    tensors = {"x": host(torch.randn(shape), slabs)}
+    if of_samples is not None:
+        tensors["scale"] = host(torch.randn(of_samples), slabs)
+    launched, alive, planned = [], weakref.WeakSet(), []
+
+    def note_launch(library, spec, tensors):
+        # What ran before is freed.
+        assert set(alive) == set()
+        alive.update(tensors.values())
+        launched.append(tuple(tensors["x"].shape))
+
+    def note_plan(library, spec, tensors, of_library):
+        planned.append(len(tensors["x"]))
+        return lambda: None
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Instant)
+    monkeypatch.setattr(triton, "_read_gpu", lambda device: H200)
+    monkeypatch.setattr(triton, "run_operation", note_launch)
+    monkeypatch.setattr(triton, "bind_operation", note_plan)
+    monkeypatch.setattr(triton, "compile_in_parallel", lambda gpu, call: call())
+    backend.compile_and_load_kernels(NormJob(replace(FORWARD, stats=False), tensors))
+    assert launched == run
+    # The kernels of two are compiled, too.
+    assert planned == [1, 2]
 
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
