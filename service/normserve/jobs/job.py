@@ -139,7 +139,8 @@ def _declare_option(
 class NormSpec:
     """One norm operation in one direction, with the values of all its options.
 
-    Every option is declared here and nowhere else.
+    Every option is declared here and nowhere else.  Channels that are last are no layout of LayerNorm and RMSNorm,
+    and a seed without dropout is None, so that equal computations have equal specs.
 
     Attributes:
         num_groups: of GroupNorm, 0 for other operations.
@@ -188,7 +189,7 @@ class NormSpec:
                 make_choice_parameter(
                     "Where the channels lie that are normalised over; nhwc, the last axis, by default.",
                     _LAYOUT_NAMES,
-                    {"nchw": ChannelLayout.NCHW, "nhwc": None}.get,
+                    ChannelLayout,
                 ),
             )
         ),
@@ -268,8 +269,13 @@ class NormSpec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.op is Op.GROUP_NORM and self.layout is None:
-            object.__setattr__(self, "layout", ChannelLayout.NCHW)
+        if self.op is Op.GROUP_NORM:
+            if self.layout is None:
+                object.__setattr__(self, "layout", ChannelLayout.NCHW)
+        elif self.layout is ChannelLayout.NHWC:
+            object.__setattr__(self, "layout", None)
+        if not self.dropout:
+            object.__setattr__(self, "seed", None)
         # Every request looks things up by its spec.
         keys = [
             each.get_kernel_key(getattr(self, each.name)) for each in OPTIONS if each.get_kernel_key is not None

@@ -153,8 +153,6 @@ def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormS
     activation = options.get("activation", "none")
     if options.get("negative_slope", DEFAULT_SLOPE) != DEFAULT_SLOPE and activation != "leaky_relu":
         raise InvalidParameterError(f"negative_slope needs activation leaky_relu, got {activation!r}")
-    if not options.get("dropout"):
-        options.pop("seed", None)
     return NormSpec(op, direction, **{"eps": _DEFAULT_EPS[op], **options})
 
 

@@ -5,7 +5,7 @@ from inspect import signature
 
 import fusednorm
 import pytest
-from normserve.jobs.job import OPTIONS, ChannelLayout, NormSpec, Op, PassDirection, list_options
+from normserve.jobs.job import OPTIONS, ROW_OPS, ChannelLayout, NormSpec, Op, PassDirection, list_options
 from normserve.memory.tensors import DType
 
 SPEC = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, eps=1e-5, num_groups=2, dropout=0.5, seed=1)
@@ -30,6 +30,21 @@ def test_specs_with_another_value_are_others_and_run_other_kernels_where_these_d
     assert other != SPEC
     assert hash(other) != hash(SPEC)
     assert (other.kernel_key == SPEC.kernel_key) == (option.name in OF_ANY_VALUE)
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_channels_that_are_last_are_no_layout_of_rows(op):
+    rows = NormSpec(op, PassDirection.FORWARD, 1e-5)
+    last = NormSpec(op, PassDirection.FORWARD, 1e-5, layout=ChannelLayout.NHWC)
+    assert (last, hash(last), last.kernel_key) == (rows, hash(rows), rows.kernel_key)
+    assert last.layout is None
+    assert replace(rows, layout=ChannelLayout.NCHW).layout is ChannelLayout.NCHW
+    assert replace(SPEC, layout=None) == replace(SPEC, layout=ChannelLayout.NCHW)
+
+
+def test_a_seed_without_dropout_draws_nothing():
+    assert replace(SPEC, dropout=0.0).seed is None
+    assert replace(SPEC, dropout=0.0) == replace(SPEC, dropout=0.0, seed=2)
 
 
 def test_dropout_runs_other_kernels_than_none():

@@ -180,11 +180,6 @@ def test_a_slope_is_finite_as_a_float32(text):
         parsed(f"negative_slope={text}")
 
 
-def test_a_seed_without_dropout_draws_nothing():
-    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, {"dropout": 0.0, "seed": 3}).seed is None
-    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, {"dropout": 0.5, "seed": 0}).seed == 0
-
-
 @pytest.mark.parametrize(
     ("op", "values", "words"),
     [
