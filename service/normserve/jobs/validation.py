@@ -82,10 +82,12 @@ def _merge_layer_options_and_validate(
         raise MissingTensorError("weight_offset needs a weight, none was sent")
     modulations = {name: tensors[name][1] for name in OF_SAMPLES if name in tensors}
     if spec.layout is not None:
-        for name in modulations:
-            _check_shape(name, tensors, (x_shape[0], size))
+        for name, shape in modulations.items():
+            if shape != (x_shape[0], size):
+                hint = _suggest_layout_of_samples(spec, shape, x_shape)
+                raise InvalidShapeError(f"{name} must be {[x_shape[0], size]}, got {list(shape)}{hint}")
     elif modulations:
-        _check_row_modulations(heads, modulations, x_shape)
+        _check_row_modulations(spec, heads, modulations, x_shape)
     for name in ("mean", "rstd"):
         _check_statistics(name, tensors, spec, x_shape)
     return spec, estimate_memory_cost(spec, tensors, layer)
@@ -217,7 +219,7 @@ def _check_head_count(heads: int) -> None:
 
 
 def _check_row_modulations(
-    heads: int, modulations: Mapping[str, tuple[int, ...]], x_shape: tuple[int, ...]
+    spec: NormSpec, heads: int, modulations: Mapping[str, tuple[int, ...]], x_shape: tuple[int, ...]
 ) -> None:
     """Check the shapes of scale, shift and gate of rows, and that no parameters are of each head.
 
@@ -229,13 +231,13 @@ def _check_row_modulations(
     if heads:
         verb = "needs" if len(modulations) == 1 else "need"
         raise InvalidShapeError(f"{names} {verb} weight and bias [N], or none, got those of each head")
-    counts = {_count_samples(name, shape, x_shape) for name, shape in modulations.items()}
+    counts = {_count_samples(spec, name, shape, x_shape) for name, shape in modulations.items()}
     if len(counts) > 1:
         shapes = " and ".join(str(list(shape)) for shape in modulations.values())
         raise InvalidShapeError(f"{names} must have rows for the same samples of x, got {shapes}")
 
 
-def _count_samples(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> int:
+def _count_samples(spec: NormSpec, name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> int:
     """Count the samples of scale, shift or gate, each of which has a row for consecutive rows of x [..., N].
 
     The shape is that of some leading axes of x and its last one, with axes of one element between or without.
@@ -246,7 +248,10 @@ def _count_samples(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) 
     if len(shape) > len(x_shape) or shape[-1:] != x_shape[-1:] or leading != x_shape[: len(leading)]:
         *axes, cols = x_shape
         forms = [[*axes[:count], cols] for count in range(len(axes) + 1)]
-        raise InvalidShapeError(f"{name} of x {list(x_shape)} must be {_format_shapes(forms)}, got {list(shape)}")
+        hint = _suggest_layout_of_samples(spec, shape, x_shape)
+        raise InvalidShapeError(
+            f"{name} of x {list(x_shape)} must be {_format_shapes(forms)}, got {list(shape)}{hint}"
+        )
     return prod(leading)
 
 
@@ -278,6 +283,11 @@ def _suggest_layout(spec: NormSpec, size: int, x_shape: tuple[int, ...]) -> str:
         return ""
     layout, channels = ("nhwc", x_shape[-1]) if spec.layout is ChannelLayout.NCHW else ("nchw", x_shape[1])
     return f"; with layout={layout} x has {size} channels" if channels == size else ""
+
+
+def _suggest_layout_of_samples(spec: NormSpec, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> str:
+    """Return the end of an error about the shape of scale, shift or gate: as `_suggest_layout` if it is [B, C]."""
+    return _suggest_layout(spec, shape[1], x_shape) if len(shape) == 2 and shape[0] == x_shape[0] else ""
 
 
 def _check_statistics(name: str, tensors: Described, spec: NormSpec, x_shape: tuple[int, ...]) -> None:

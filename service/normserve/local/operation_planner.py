@@ -27,7 +27,13 @@ from normserve.local.segment_table import SegmentTable, check_result_ranges, req
 from normserve.memory.tensors import HostTensor
 from normserve.metrics.request_metrics import RequestRecord
 from normserve.requests.prepared_calls import PreparedCallCache, prepare_job
-from normserve.requests.request_parameters import find_layer_name, list_operation_parameters, make_spec, parse_query
+from normserve.requests.request_parameters import (
+    find_layer_name,
+    list_operation_parameters,
+    make_spec,
+    parse_query,
+    suggest_operation,
+)
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
 # Upper bounds of a cached `ParsedOperation`'s memory: a constant, and a factor for each byte of its parameters.
@@ -60,7 +66,7 @@ def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation
     op_and_direction = _OPERATIONS.get((op_name, pass_name))
     if op_and_direction is None:
         known_operations = ", ".join([" ".join(each) for each in _OPERATIONS])
-        raise NotFoundError(f"operations and passes are {known_operations}")
+        raise NotFoundError(f"operations and passes are {known_operations}{suggest_operation(op_name)}")
     op, direction = op_and_direction
     values = parse_query(query.encode(), list_operation_parameters(op, direction))
     return ParsedOperation(make_spec(op, direction, values), find_layer_name(values), values.get("timeout_ms"))

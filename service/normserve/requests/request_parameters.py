@@ -134,6 +134,12 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
     return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known_names)}"
 
 
+def suggest_operation(name: str) -> str:
+    """Format the end of an error about an unknown operation: which one InstanceNorm is; "" for another name."""
+    is_instance_norm = name in ("instance_norm", "instance_norm_backward")
+    return "; instance_norm is group_norm with num_groups equal to the channels" if is_instance_norm else ""
+
+
 def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormSpec:
     """Make an operation's `NormSpec` from parsed parameters and defaults.  If they name a registered layer,
     the layer's own options are added later.

@@ -38,6 +38,21 @@ def test_the_closest_path_is_named_over_v2(api, path):
     assert "; the closest path is /v2/models/{name}/infer;" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["/v1/instance_norm", "/v1/instance_norm/backward"])
+def test_of_instance_norm_the_operation_is_named_that_computes_it(api, path):
+    answer = api.post(path, content=npy(X))
+    assert_problem(answer, 404, "not_found")
+    assert "instance_norm is group_norm with num_groups equal to the channels;" in answer.json()["detail"]
+    assert "closest" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["instance_norm", "instance_norm_backward"])
+def test_of_instance_norm_the_operation_is_named_over_v2(api, name):
+    answer = api.post(f"/v2/models/{name}/infer")
+    assert answer.status_code == 404
+    assert "instance_norm is group_norm with num_groups equal to the channels;" in answer.json()["error"]
+
+
 @pytest.mark.parametrize("path", ["/" + "z" * 200, "/%00%ff", "/wp-login.php", "/shop/encoder.norm"])
 def test_of_what_is_like_nothing_no_path_is_named(api, path):
     answer = api.get(path)

@@ -1,6 +1,7 @@
 """Jobs that are made, and what is refused; the table of refusals over HTTP is in the integration tests."""
 
 import pytest
+from normserve.codec.api_names import OF_SAMPLES
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
 from normserve.jobs.job import LAYER_OPS, ROW_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.jobs.validation import check_layer_parameters, list_accepted_tensor_names, make_validated_job
@@ -252,6 +253,22 @@ def test_a_size_of_another_axis_names_the_layout_of_it():
     chain = spec(Op.LAYER_NORM_CHAIN)
     with pytest.raises(InvalidShapeError, match=r"needs weight.0 \[5\], got \[4\]$"):
         make_job(chain, x | {"weight.0": tensor(4)})
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_samples_of_another_layout_name_it(name):
+    tensors, over_channels = {"x": tensor(2, 4, 3, 5), "residual": tensor(2, 4, 3, 5)}, ChannelLayout.NCHW
+    with pytest.raises(
+        InvalidShapeError, match=rf"{name} of x .*, got \[2, 4\]; with layout=nchw x has 4 channels$"
+    ):
+        make_job(spec(), tensors | {name: tensor(2, 4)})
+    with pytest.raises(
+        InvalidShapeError, match=rf"{name} must be \[2, 4\], got \[2, 5\]; with layout=nhwc x has 5"
+    ):
+        make_job(spec(layout=over_channels), tensors | {name: tensor(2, 5)})
+    for shape in ((3, 4), (4,), (2, 4, 1), (2, 3)):
+        with pytest.raises(InvalidShapeError, match=rf"{name} of x .*, got \[[0-9, ]+\]$"):
+            make_job(spec(), tensors | {name: tensor(*shape)})
 
 
 @pytest.mark.parametrize("op", ROW_OPS)

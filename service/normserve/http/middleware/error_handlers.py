@@ -23,6 +23,7 @@ from normserve.errors import (
 from normserve.errors.problems import convert_unexpected_error
 from normserve.http.http_exchange import HttpExchange
 from normserve.http.middleware.request_middleware import send_problem
+from normserve.requests.request_parameters import suggest_operation
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 
@@ -90,7 +91,11 @@ async def handle_normserve_error(request: Request, error: Exception) -> Response
 
 
 def _describe_missing_path(request: Request) -> str:
-    """Format the message for a path without a route; it names the most similar path that has one."""
+    """Format the message for a path without a route; it names the most similar path that has one, or the operation
+    that computes what the path names.
+    """
+    if operation := suggest_operation(request.url.path.removeprefix("/v1/").removesuffix("/backward")):
+        return f"nothing is at this path{operation}; GET /docs shows what there is"
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
         requested_path, existing_path = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from normserve.errors import NotFoundError, UnknownLayerError
 from normserve.jobs.job import Op, PassDirection, RegisteredLayer
 from normserve.layers.registry import LayerRegistry
+from normserve.requests.request_parameters import suggest_operation
 
 VERSION = "1"
 """The version of every model."""
@@ -53,7 +54,9 @@ class ModelCatalogue:
             try:
                 model = _make_layer_model(self._layers.get(name))
             except UnknownLayerError:
-                raise NotFoundError("no model has this name; POST /v2/repository/index lists all models") from None
+                raise NotFoundError(
+                    f"no model has this name{suggest_operation(name)}; POST /v2/repository/index lists all models"
+                ) from None
         if version not in (None, VERSION):
             raise NotFoundError(f"every model has the version {VERSION} and no other")
         return model
