@@ -90,7 +90,9 @@ def test_a_graph_gives_the_bits_of_the_call(name, device):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("name", CALLS)
 def test_inductor_compiles_the_call_whole(name, mode, device, monkeypatch):
-    # Inductor moves Triton's cache otherwise.
+    from torch._inductor import config
+
+    # Inductor moves Triton's cache otherwise, and starts a pool of compilers in each process of tests.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(knobs.cache.dir))
     torch._dynamo.reset()
     call, leaves = CALLS[name][0], make_leaves(name, device)
@@ -98,8 +100,9 @@ def test_inductor_compiles_the_call_whole(name, mode, device, monkeypatch):
     wanted = run_step(call, leaves, dy)
     compiled = torch.compile(call, fullgraph=True, mode=mode)
     # Of a graph's runs the first ones warm up and record it.
-    for _ in range(4):
-        torch.compiler.cudagraph_mark_step_begin()
-        found = [result.clone() for result in run_step(compiled, leaves, dy)]
+    with config.patch(compile_threads=1):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = [result.clone() for result in run_step(compiled, leaves, dy)]
     for result, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(result, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
