@@ -48,7 +48,7 @@ def call_library(spec, tensors):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("op", "direction"), product(ROW_OPS, PassDirection))
+@pytest.mark.parametrize(("op", "direction"), [*product(ROW_OPS, PassDirection)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_has_the_bits_of_the_librarys_call(backend, case, op, direction, dtype):
     forward = direction is PassDirection.FORWARD
