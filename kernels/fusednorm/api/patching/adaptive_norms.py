@@ -32,7 +32,7 @@ class ModulationParts(NamedTuple):
     """The parts of an adaptive norm's projection.
 
     Attributes:
-        scale, shift: [N, cols], or [cols] for all rows; None without a shift.
+        scale, shift: [N, cols], [cols] for all rows, or of as many axes as x; None without a shift.
         others: what the module returns beside y.
     """
 
@@ -137,6 +137,9 @@ def _split_layer_norm(
         shift, scale = projected.chunk(2, dim=1)
     else:
         scale, shift = projected.chunk(2, dim=0)
+        if projected.dim() == 2:
+            # The class adds no axis for the tokens: these parts have a row for each token, not for each sample.
+            scale, shift = scale[None], shift[None]
     return ModulationParts(scale, shift)
 
 
@@ -227,7 +230,8 @@ def _matches_forward_on_samples(module: Any, forward: AdaptiveNormForward) -> bo
     """Return whether a small copy of a module agrees with a new forward on random samples."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        shape = (2,) if getattr(module, "chunk_dim", 1) else ()
+        # AdaLayerNorm projects one condition for all samples, unless chunk_dim is 1.
+        shape = (2,) if getattr(module, "chunk_dim", 1) == 1 else ()
         condition = torch.randn(*shape, _CONDITION, device="cpu", dtype=torch.float32)
         x_shape = (2, 3, _COLS) if forward.x_dim == 3 else (2, _COLS, 3, 3)
         x = torch.randn(x_shape, device="cpu", dtype=torch.float32)
@@ -281,5 +285,5 @@ def _name_modulation(scale: Tensor, shift: Tensor | None) -> dict[str, Tensor]:
 
 
 def _expand_to_tokens(part: Tensor) -> Tensor:
-    """Return the view [N, 1, cols] of a part [N, cols]; a part [cols] stays as it is."""
+    """Return the view [N, 1, cols] of a part [N, cols]; parts of other ranks stay as they are."""
     return part[:, None] if part.dim() == 2 else part

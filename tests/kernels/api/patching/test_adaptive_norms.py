@@ -130,6 +130,7 @@ LAYER_NORM, WITH_BOTH = "layer_norm with scale and shift", "with scale and shift
 CASES = {
     "one condition": (AdaLayerNorm(), {"temb": torch.randn(CONDITION)}, LAYER_NORM),
     "one timestep": (AdaLayerNorm(nn.Embedding(10, CONDITION)), {"timestep": torch.tensor(3)}, LAYER_NORM),
+    "one condition, chunk_dim=2": (AdaLayerNorm(chunk_dim=2), {"temb": torch.randn(CONDITION)}, LAYER_NORM),
     "shift first": (AdaLayerNorm(chunk_dim=1), {"temb": torch.randn(2, CONDITION)}, LAYER_NORM),
     "zero": (AdaLayerNormZero(), EMB, LAYER_NORM),
     "zero, of labels": (AdaLayerNormZero(Embedding()), LABELS, LAYER_NORM),
@@ -264,6 +265,20 @@ def test_other_shapes_are_computed_as_before(shape, device):
     fusednorm.patch(norm)
     torch.testing.assert_close(norm(x, condition), want, **TOLERANCE)
     torch.testing.assert_close(norm(x=x, conditioning_embedding=condition), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_several_conditions_of_one_projection_are_for_tokens(samples, rows, device):
+    """diffusers halves the rows of the projection, and adds no axis for the tokens."""
+    norm = AdaLayerNorm()
+    norm.linear = nn.Linear(CONDITION, COLS)
+    norm, x = varied(norm).to(device), torch.randn(samples, rows, COLS, device=device)
+    for count in (rows, 1):
+        temb = torch.randn(2 * count, CONDITION, device=device)
+        want, patched = norm(x, temb=temb), copy.deepcopy(norm)
+        assert fusednorm.patch(patched).patched[""]
+        torch.testing.assert_close(patched(x, temb=temb), want, **TOLERANCE)
 
 
 def test_float64_is_computed_by_torch(device):
