@@ -6,7 +6,7 @@ parameters and no hooks.
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -30,11 +30,17 @@ RANKS = (2, 3, 4, 5)
 """The numbers of axes of x that are tried."""
 
 _SEED = 7
-_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
-"""Relative and absolute tolerances.
+_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.float16: (2**-8, 2**-8), torch.bfloat16: (2**-6, 2**-6)}
+"""Relative and absolute tolerances, of the lowest precision last.
 
 A module may round x_hat before it multiplies, and the offset's sum: each half an ulp.
 """
+
+_COMPARED = (torch.float32, torch.bfloat16)
+"""The dtypes in which results must agree; other combinations may differ, and are left to the module's class."""
+
+_GRADIENT_TOLERANCE = 1e-3
+"""Relative and absolute tolerance of float32 gradients, those of x multiplied by the scale of the sample."""
 
 
 class ForwardProbe:
@@ -43,22 +49,31 @@ class ForwardProbe:
     Args:
         module: a norm whose submodules, if any, have no parameters.
         shape: the shape of x, the samples first.
-        eps: the number that the formula adds; x has samples with squares of about that size.
+        eps: the number that the formula adds.
         training: whether the forward runs in training mode; default False.
+        least_scale: the scale of the samples whose results eps determines; default sqrt(eps).
 
     Attributes:
         error: the name of the exception that the forward raised; empty if it returned results.
         changed: the name of an attribute of the module that the forward changed; empty if it changed none.
     """
 
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float, training: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: tuple[int, ...],
+        eps: float,
+        training: bool = False,
+        least_scale: float | None = None,
+    ) -> None:
         self._module = module
         self._training = training
         self._eps = eps
         self._generator = torch.Generator("cpu").manual_seed(_SEED)
-        scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], dtype=torch.float32, device="cpu")
-        scales = scales.repeat(shape[0])[: shape[0]]
-        self._x = self._draw_normal(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
+        least_scale = math.sqrt(eps) if least_scale is None else least_scale
+        scales = torch.tensor([1.0, 30.0, least_scale], dtype=torch.float32, device="cpu")
+        self._scales = scales.repeat(shape[0])[: shape[0]].reshape(-1, *(1 for _ in shape[1:]))
+        self._x = self._draw_normal(shape) * self._scales
         self._parameters = {
             name: self._draw_normal(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
         }
@@ -67,47 +82,95 @@ class ForwardProbe:
         # Not the exception, whose traceback would keep the module alive.
         self.error = ""
         try:
-            self._results = {dtype: self._call_in_dtype(dtype) for dtype in _TOLERANCES}
+            self._results = {dtype: self._call_in_dtype(dtype) for dtype in _COMPARED}
         # The forward of an unknown class may raise anything.
         except Exception as error:
             self.error = type(error).__name__
 
-    def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
+    def __call__(self, x: Tensor, parameters: dict[str, Tensor]) -> Any:
         """Call the forward and return its result.
+
+        Args:
+            x: any tensor of the probe's shape; the forward gets a copy.
+            parameters: the parameters by their names.
 
         Raises:
             Exception: any exception of the forward.
         """
-        copied = object.__new__(type(self._module))
-        parameters: dict[str, nn.Parameter | None] = dict.fromkeys(self._module._parameters)
-        for name, values in self._parameters.items():
-            parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
-        children = {name: child and copy_without_hooks(child) for name, child in self._module._modules.items()}
-        own = {name: copy(value) for name, value in _get_own_attributes(self._module).items()}
-        copied.__dict__.update(self._module.__dict__, **own, _parameters=parameters, _modules=children)
-        copied.training = self._training
+        copied = copy_with_parameters(self._module, parameters, self._training)
         # torch warns about mixed dtypes, which only this check uses.
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            result = type(copied).forward(copied, self._x.to(x_dtype))
+        with warnings.catch_warnings(action="ignore"):
+            given = x.clone()
+            version = given._version
+            result = type(copied).forward(copied, given)
         self.changed = self.changed or _find_change(self._module, copied)
+        if given._version != version:
+            self.changed = "x"
         return result
 
     def matches_formula(self, formula: NormFormula) -> bool:
         """Return whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
-        return not self.error and all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
+        return not self.error and all(
+            isinstance(y, Tensor) and y.dtype == dtype and self._agrees(y, formula, dtype, parameter_dtype)
+            for dtype, (y, parameter_dtype) in self._results.items()
+        )
 
-    def find_result_dtypes(self) -> Dtypes:
+    def matches_strides(self, formula: NormFormula) -> bool:
+        """Return whether results for an x with other strides agree with the formula, unless the forward raises."""
+        axes = list(range(self._x.dim()))
+        # The samples last in memory, then the channels last.
+        for order in ([*axes[::-1]], [0, *axes[2:], *axes[1:2]]):
+            back = [order.index(axis) for axis in axes]
+            x = self._x.permute(order).contiguous().permute(back)
+            try:
+                y = self._call_without_grad(x, torch.float32)
+            except RuntimeError:
+                continue
+            if not self._agrees(y, formula, torch.float32, torch.float32):
+                return False
+        return True
+
+    def matches_gradients(self, formula: NormFormula) -> bool:
+        """Return whether float32 gradients of x and of the parameters agree with those of the formula.
+
+        They also do if the forward has no gradients because it raises RuntimeError.
+        """
+        dy = torch.linspace(-1.0, 1.0, self._x.numel(), device="cpu").view(self._x.shape)
+        gradients = []
+        for compute in (self, self._compute_formula_of(formula)):
+            leaves = {name: each.clone().requires_grad_() for name, each in self._parameters.items()}
+            x = self._x.clone().requires_grad_()
+            try:
+                with torch.enable_grad():
+                    y = compute(x, leaves)
+                if not y.requires_grad:
+                    return False
+                dx, *others = torch.autograd.grad(y, [x, *leaves.values()], dy, allow_unused=True)
+            except RuntimeError:
+                return True
+            gradients.append([None if dx is None else dx * self._scales, *others])
+        return all(
+            one is not None
+            and other is not None
+            and torch.allclose(one, other, _GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE, equal_nan=True)
+            for one, other in zip(*gradients, strict=True)
+        )
+
+    def find_result_dtypes(self, formula: NormFormula) -> Dtypes:
         """Run the forward with each dtype of x and of the parameters, and return the dtypes of y.
 
-        Combinations for which the forward raises RuntimeError are left out.
+        Combinations for which the forward raises RuntimeError, or its results differ from the formula, are left
+        out.
         """
         found = {}
         for x_dtype in FLOAT_DTYPES:
             for parameter_dtype in FLOAT_DTYPES:
                 try:
-                    found[x_dtype, parameter_dtype] = self(x_dtype, parameter_dtype).dtype
+                    y = self._call_without_grad(self._x.to(x_dtype), parameter_dtype)
                 except RuntimeError:
                     continue
+                if self._agrees(y, formula, x_dtype, parameter_dtype):
+                    found[x_dtype, parameter_dtype] = y.dtype
         return found
 
     def returns_channels_last(self) -> bool:
@@ -115,36 +178,48 @@ class ForwardProbe:
         y, _ = self._results[torch.float32]
         return not y.is_contiguous() and y.movedim(1, -1).is_contiguous()
 
-    def find_autocast_dtypes(self) -> Dtypes:
+    def find_autocast_dtypes(self, formula: NormFormula) -> Dtypes:
         """Find the dtypes of y under CUDA's autocast, whose casts are emulated because the CPU has none."""
         with _EmulatedCudaAutocast():
-            return self.find_result_dtypes()
+            return self.find_result_dtypes(formula)
 
-    def _matches_in_dtype(self, formula: NormFormula, dtype: torch.dtype) -> bool:
-        """Return whether y has `dtype` and agrees with the formula for an x in `dtype`."""
-        y, parameter_dtype = self._results[dtype]
-        weight, bias = (
-            None if name is None else self._parameters[name].to(parameter_dtype).float()
-            for name in (formula.weight_name, formula.bias_name)
-        )
+    def _agrees(self, y: Tensor, formula: NormFormula, dtype: torch.dtype, parameter_dtype: torch.dtype) -> bool:
+        """Return whether y agrees with the formula for an x in `dtype` and the parameters' dtype."""
+        parameters = {name: each.to(parameter_dtype).float() for name, each in self._parameters.items()}
         try:
-            want = formula.compute(self._x.to(dtype).float(), weight, bias, self._eps)
+            want = self._compute_formula_of(formula)(self._x.to(dtype).float(), parameters)
         except KernelInputError:
             return False
-        if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != want.shape:
+        if y.dtype not in _TOLERANCES or y.shape != want.shape:
             return False
-        relative, absolute = _TOLERANCES[dtype]
-        return torch.allclose(y.float(), want, relative, absolute, equal_nan=True)
+        lowest = max(dtype, parameter_dtype, y.dtype, key=list(_TOLERANCES).index)
+        return torch.allclose(y.float(), want, *_TOLERANCES[lowest], equal_nan=True)
+
+    def _compute_formula_of(self, formula: NormFormula) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
+        """Return the function that computes a formula from x and the parameters by their names."""
+
+        def compute(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+            weight, bias = (
+                None if name is None else parameters[name] for name in (formula.weight_name, formula.bias_name)
+            )
+            return formula.compute(x, weight, bias, self._eps)
+
+        return compute
 
     def _call_in_dtype(self, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
         """Call the forward with an x in `dtype`; return its result and the dtype of the parameters.
 
         That is float32 if the forward rejects parameters in `dtype`, else `dtype`.
         """
+        x = self._x.to(dtype)
         try:
-            return self(dtype, dtype), dtype
+            return self._call_without_grad(x, dtype), dtype
         except RuntimeError:
-            return self(dtype, torch.float32), torch.float32
+            return self._call_without_grad(x, torch.float32), torch.float32
+
+    def _call_without_grad(self, x: Tensor, parameter_dtype: torch.dtype) -> Any:
+        with torch.no_grad():
+            return self(x, {name: each.to(parameter_dtype) for name, each in self._parameters.items()})
 
     def _draw_normal(self, shape: Iterable[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self._generator, device="cpu", dtype=torch.float32)
@@ -154,17 +229,23 @@ class ProbeSet:
     """Probes of a norm with x of several ranks, since a forward may do something else for each.
 
     Args:
-        module, eps, training: as in `ForwardProbe`.
+        module, eps, training, least_scale: as in `ForwardProbe`.
         sizes: the shapes over which the norm has parameters, all of which are tried.
     """
 
     def __init__(
-        self, module: nn.Module, sizes: Sequence[tuple[int, ...]], eps: float, training: bool = False
+        self,
+        module: nn.Module,
+        sizes: Sequence[tuple[int, ...]],
+        eps: float,
+        training: bool = False,
+        least_scale: float | None = None,
     ) -> None:
         self._module = module
         self._training = training
         self._sizes = sizes
         self._eps = eps
+        self._least_scale = least_scale
         self._probes: dict[tuple[int, ...], ForwardProbe] = {}
 
     def find_matching_probes(self, formula: NormFormula) -> dict[int, ForwardProbe]:
@@ -188,18 +269,29 @@ class ProbeSet:
 
     def _get_probe(self, shape: tuple[int, ...]) -> ForwardProbe:
         if shape not in self._probes:
-            self._probes[shape] = ForwardProbe(self._module, shape, self._eps, self._training)
+            self._probes[shape] = ForwardProbe(self._module, shape, self._eps, self._training, self._least_scale)
         return self._probes[shape]
 
 
-def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
+def copy_with_parameters(module: nn.Module, parameters: Mapping[str, Tensor | None], training: bool) -> nn.Module:
+    """Make a shallow copy of a norm with other parameters and without hooks; those that are left out are None."""
+    copied: nn.Module = object.__new__(type(module))
+    children = {name: child and copy_without_hooks(child) for name, child in module._modules.items()}
+    own = {name: copy(value) for name, value in get_own_attributes(module).items()}
+    copied.__dict__.update(module.__dict__, **own, _modules=children)
+    copied._parameters = dict.fromkeys(module._parameters) | dict(parameters)
+    copied.training = training
+    return copied
+
+
+def get_own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
 
 
 def _find_change(module: nn.Module, copied: nn.Module) -> str:
     """Return the name of an attribute that a copy of a module has lost, gained or changed; empty without one."""
-    before, after = _get_own_attributes(module), _get_own_attributes(copied)
+    before, after = get_own_attributes(module), get_own_attributes(copied)
     return next((name for name in before | after if name not in before or before[name] != after.get(name)), "")
 
 

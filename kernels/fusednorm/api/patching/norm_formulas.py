@@ -10,8 +10,8 @@ from torch import Tensor
 from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.api.patching.activation_modules import NO_ACTIVATION, ActivationOptions
 
-_SAMPLES = 3
-"""The number of samples in x, which differ in scale."""
+_FREE_SIZES = (3, 2, 2, 2)
+"""The sizes of the axes of x that are not normalised: the number of samples, which differ in scale, comes first."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,12 @@ class NormFormula:
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> Tensor:
         """Compute y by this library's function; `options` are further arguments of the function.
 
+        weight and bias may have further axes of size 1, as [C, 1, 1].
+
         Raises:
             KernelInputError: the function does not support the call.
         """
+        weight, bias = (each.flatten() if each is not None and each.dim() > 2 else each for each in (weight, bias))
         if self.activation != NO_ACTIVATION:
             options.update(self.activation._asdict())
         if self.operation == "group_norm":
@@ -71,11 +74,17 @@ class NormFormula:
             options["shift"] = bias
         return rms_norm(x, weight, eps, **options)
 
-    def make_sample_shape(self, rank: int, size: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return a shape of x with `rank` axes for parameters of shape `size`; None if there is none."""
+    def make_sample_shape(
+        self, rank: int, size: tuple[int, ...], free_sizes: tuple[int, ...] = _FREE_SIZES
+    ) -> tuple[int, ...] | None:
+        """Return a shape of x with `rank` axes for parameters of shape `size`; None if there is none.
+
+        The axes that are not normalised have the first of `free_sizes`, in their order.
+        """
+        free = free_sizes[: rank - len(size)]
         if self.operation == "group_norm" or self.layout == "nchw":
-            return (_SAMPLES, *size, *(2,) * (rank - 2)) if rank > 2 and len(size) == 1 else None
-        return (_SAMPLES, *(2,) * (rank - len(size) - 1), *size) if rank > len(size) else None
+            return (free[0], *size, *free[1:]) if rank > 2 and len(size) == 1 else None
+        return (*free, *size) if rank > len(size) else None
 
 
 def iterate_row_formulas(

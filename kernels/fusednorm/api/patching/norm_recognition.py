@@ -5,7 +5,8 @@ Results are computed by the forward of the module's class, from a little random 
 """
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,7 +17,8 @@ from torch.nn import Parameter
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fusednorm.api.patching.activation_modules import ActivationOptions, find_inner_activation
-from fusednorm.api.patching.forward_probes import OF_EVERY_MODULE, Dtypes, ProbeSet
+from fusednorm.api.patching.forward_probes import OF_EVERY_MODULE, Dtypes, ForwardProbe, ProbeSet
+from fusednorm.api.patching.forward_traces import find_deciding_shape
 from fusednorm.api.patching.norm_formulas import NormFormula, iterate_row_formulas
 from fusednorm.api.patching.patched_forward import PatchedForward, get_forward_attribute, is_forward_of_class
 from fusednorm.arguments.checks import MAX_COLS, validate_eps
@@ -27,6 +29,9 @@ _WEIGHT_NAMES, _BIAS_NAMES = ("weight", "gamma", "scale"), ("bias", "beta", "shi
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _EPS_CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 """The eps that a norm is expected to add if no attribute has it: its results show which."""
+
+_NORMALIZE_EPS = 1e-12
+"""The least Euclidean norm by which torch.nn.functional.normalize divides."""
 
 _FREE_WIDTHS = (8, 12)
 """The widths of the samples for a norm that has neither parameters nor a declared width."""
@@ -255,9 +260,10 @@ def _probe_norm(
         sizes, width = _find_sizes(module, weight_name, bias_name)
         formulas = list(iterate_row_formulas(weight_name, bias_name, activation))
     eps_name = next((each for each in _EPS_NAMES if _is_number(module.__dict__.get(each))), None)
-    for eps in _EPS_CONSTANTS if eps_name is None else (getattr(module, eps_name),):
+    has_parameters = weight_name is not None or bias_name is not None
+    for eps, least_scale in _iterate_eps(module, eps_name, sizes[0][-1] if has_parameters else None):
         _check_eps(eps)
-        probes = ProbeSet(module, sizes, eps, module.training)
+        probes = ProbeSet(module, sizes, eps, module.training, least_scale)
         found = {formula: probes.find_matching_probes(formula) for formula in formulas}
         if changed := probes.find_change():
             raise UnpatchableModuleError(f"{name} changes its {changed} when it is called")
@@ -265,16 +271,63 @@ def _probe_norm(
         formula = max(found, key=lambda each: len(found[each]))
         if ranks := found[formula]:
             # A forward with dropout of its own, for example, computes the formula in one mode alone.
-            other_mode = ProbeSet(module, sizes, eps, not module.training)
+            other_mode = ProbeSet(module, sizes, eps, not module.training, least_scale)
             if other_mode.find_matching_probes(formula).keys() != ranks.keys():
                 raise UnpatchableModuleError(f"{name} computes something else in training than in evaluation")
+            _check_matching_probes(module, formula, ranks, sizes)
             probe = next(iter(ranks.values()))
-            dtypes = probe.find_result_dtypes(), probe.find_autocast_dtypes()
+            dtypes = probe.find_result_dtypes(formula), probe.find_autocast_dtypes(formula)
             moves = formula.layout is not None and probe.returns_channels_last()
             return ProbedNorm(formula, eps_name, eps, frozenset(ranks), width, *dtypes, moves)
     if error := probes.find_error():
         raise UnpatchableModuleError(f"its forward of a few random samples raised {error}")
     raise UnpatchableModuleError(f"{name} computes {_join_alternatives(formulas)}")
+
+
+def _iterate_eps(module: nn.Module, eps_name: str | None, cols: int | None) -> Iterator[tuple[float, float | None]]:
+    """Yield each eps that a norm may add, with the scale of samples that show it; None for the default.
+
+    The last is for norms by torch.nn.functional.normalize with rows of `cols` columns.  They divide by the larger
+    of the Euclidean norm and 1e-12, so that rms_norm with eps 1e-24 / cols differs only near rows of norm 1e-12:
+    by 29 % there, and by less than 1e-6 for norms of less than 1e-15 or more than 1e-9, of which zero is one.
+    """
+    if eps_name is not None:
+        yield getattr(module, eps_name), None
+        return
+    for eps in _EPS_CONSTANTS:
+        yield eps, None
+    if cols is not None:
+        yield _NORMALIZE_EPS**2 / cols, 1e-3 * _NORMALIZE_EPS / math.sqrt(cols)
+
+
+def _check_matching_probes(
+    module: nn.Module, formula: NormFormula, probes: dict[int, ForwardProbe], sizes: list[tuple[int, ...]]
+) -> None:
+    """Check that a module computes a formula for all strides and sizes of x, and that its gradients are the same.
+
+    Args:
+        module: the module.
+        formula: a formula with which the results of the probes agree.
+        probes: a probe for each rank of x.
+        sizes: the shapes over which the norm has, or could have, parameters.
+
+    Raises:
+        UnpatchableModuleError: it does not, or cannot be run without data.
+    """
+    name = type(module).__name__
+    for rank, probe in probes.items():
+        if not probe.matches_strides(formula):
+            raise UnpatchableModuleError(f"{name} computes something else for an x that is not contiguous")
+        if not probe.matches_gradients(formula):
+            raise UnpatchableModuleError(f"{name} has other gradients than {formula.operation}")
+        for size in sizes:
+            try:
+                shape = find_deciding_shape(module, formula, rank, size, module.training)
+            # The forward of an unknown class may raise anything.
+            except Exception as error:
+                raise UnpatchableModuleError(f"its forward without data raised {type(error).__name__}") from error
+            if shape is not None:
+                raise UnpatchableModuleError(f"{name} chooses its steps by the sizes of x, as for {list(shape)}")
 
 
 def _check_arguments(module: nn.Module) -> None:
@@ -337,8 +390,8 @@ def _find_sizes(
 ) -> tuple[list[tuple[int, ...]], int | None]:
     """Find the shape of a norm's parameters, or the shapes that they could have; several if any width is possible.
 
-    A parameter [heads, cols] has a row for each head.  Also return the width that rows of a module without
-    parameters must have, or None.
+    A parameter [heads, cols] has a row for each head; one of [cols, 1, 1] counts as [cols].  Also return the width
+    that rows of a module without parameters must have, or None.
 
     Raises:
         UnpatchableModuleError: rows extend over several axes, or the parameters' shapes are none or two of these.
@@ -348,7 +401,11 @@ def _find_sizes(
         declared = (declared,)
     if declared is not None and len(declared) != 1:
         raise UnpatchableModuleError(f"normalized_shape {list(declared)} is of several axes")
-    shapes = {name: tuple(getattr(module, name).shape) for name in (weight_name, bias_name) if name is not None}
+    shapes = {
+        name: _drop_unit_axes(tuple(getattr(module, name).shape))
+        for name in (weight_name, bias_name)
+        if name is not None
+    }
     sizes = list(dict.fromkeys(shapes.values()))
     for name, size in shapes.items():
         if not 1 <= len(size) <= 2:
@@ -361,6 +418,12 @@ def _find_sizes(
     if declared is not None:
         return [tuple(declared)], declared[0]
     return [(width,) for width in _FREE_WIDTHS], None
+
+
+def _drop_unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return [cols] for a shape of three or more axes with one size other than 1, as [cols, 1, 1]."""
+    others = tuple(size for size in shape if size != 1)
+    return others if len(shape) > 2 and len(others) == 1 else shape
 
 
 def _join_alternatives(formulas: list[NormFormula]) -> str:

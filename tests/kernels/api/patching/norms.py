@@ -94,6 +94,56 @@ class MaskedRMSNorm(LlamaRMSNorm):
         return y if mask is None else y * mask
 
 
+class NormalizeRMSNorm(nn.Module):
+    """Divides by the Euclidean norm, or by 1e-12 if that is larger, over channels or the last axis."""
+
+    def __init__(self, size, *unit_axes):
+        super().__init__()
+        self.scale, self.axis = size**0.5, 1 if unit_axes else -1
+        self.gamma = nn.Parameter(torch.ones(size, *unit_axes))
+
+    def forward(self, x):
+        return F.normalize(x.float(), dim=self.axis).to(x.dtype) * self.scale * self.gamma
+
+
+class SizedAxisRMSNorm(LlamaRMSNorm):
+    """Over dim 1 of an x that has its width there, else over the last axis."""
+
+    def forward(self, x):
+        if x.shape[1] == len(self.weight):
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(x)
+
+
+class OneSampleRMSNorm(LlamaRMSNorm):
+    """Computes something else for one sample."""
+
+    def forward(self, x):
+        return super().forward(x) * (2 if len(x) == 1 else 1)
+
+
+class StridedRMSNorm(LlamaRMSNorm):
+    """Computes something else for an x that is not contiguous."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if x.is_contiguous() else 2)
+
+
+class DetachedRMSNorm(LlamaRMSNorm):
+    """Has no gradients of its statistics."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon).detach()
+
+
+class ClampedRMSNorm(LlamaRMSNorm):
+    """Limits its results in float16 alone."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.clamp(-0.5, 0.5) if x.dtype is torch.float16 else y
+
+
 class CohereLayerNorm(nn.Module):
     """A LayerNorm in float32 with a weight alone, which may have a row for each head."""
 
@@ -107,6 +157,24 @@ class CohereLayerNorm(nn.Module):
         centred = wide - wide.mean(-1, keepdim=True)
         x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return (self.weight.float() * x_hat).to(hidden_states.dtype)
+
+
+class BiasLayerNorm(nn.Module):
+    """A LayerNorm that adds a bias alone."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.eps, self.bias = 1e-5, nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], None, None, self.eps) + self.bias
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    """Over the channels of [N, C, length] alone."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
 
 
 class DebertaLayerNorm(nn.Module):

@@ -5,9 +5,19 @@ from fusednorm.api.patching.forward_probes import ForwardProbe, ProbeSet, copy_w
 from fusednorm.api.patching.norm_formulas import NormFormula
 from torch import nn
 
-from tests.kernels.api.patching.norms import FP32LayerNorm, GemmaRMSNorm, LlamaRMSNorm, T5LayerNorm
+from tests.kernels.api.patching.norms import (
+    ClampedRMSNorm,
+    DetachedRMSNorm,
+    FP32LayerNorm,
+    GemmaRMSNorm,
+    LlamaRMSNorm,
+    NormalizeRMSNorm,
+    StridedRMSNorm,
+    T5LayerNorm,
+)
 
 RMS_NORM = NormFormula("rms_norm", "weight", None)
+LAYER_NORM = NormFormula("layer_norm", "weight", "bias")
 LOW, HIGH = torch.bfloat16, torch.float32
 
 
@@ -25,7 +35,9 @@ def test_an_eps_is_told_from_others():
 
 def test_result_dtypes_are_those_of_the_forward():
     of_llama, of_t5, of_gemma = (
-        ForwardProbe(kind(8), (3, 8), 1e-6).find_result_dtypes()
+        ForwardProbe(kind(8), (3, 8), 1e-6).find_result_dtypes(
+            NormFormula("rms_norm", "weight", None, weight_offset=float(kind is GemmaRMSNorm))
+        )
         for kind in (LlamaRMSNorm, T5LayerNorm, GemmaRMSNorm)
     )
     assert (of_llama[LOW, HIGH], of_t5[LOW, HIGH], of_gemma[LOW, HIGH]) == (HIGH, HIGH, LOW)
@@ -38,8 +50,8 @@ def test_autocast_reaches_the_functions_of_a_forward():
             return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias)
 
     probe = ForwardProbe(FunctionalLayerNorm(8), (3, 8), 1e-5)
-    assert probe.find_result_dtypes()[LOW, LOW] is LOW
-    assert probe.find_autocast_dtypes()[LOW, LOW] is HIGH
+    assert probe.find_result_dtypes(LAYER_NORM)[LOW, LOW] is LOW
+    assert probe.find_autocast_dtypes(LAYER_NORM)[LOW, LOW] is HIGH
 
 
 class HighParametersNorm(FP32LayerNorm):
@@ -52,9 +64,52 @@ class HighParametersNorm(FP32LayerNorm):
 
 def test_parameters_in_float32_are_tried_if_others_are_refused():
     probe = ForwardProbe(HighParametersNorm(8), (3, 8), 1e-5)
-    assert probe.matches_formula(NormFormula("layer_norm", "weight", "bias"))
-    assert (LOW, LOW) not in probe.find_result_dtypes()
-    assert probe.find_result_dtypes()[LOW, HIGH] is LOW
+    assert probe.matches_formula(LAYER_NORM)
+    assert (LOW, LOW) not in probe.find_result_dtypes(LAYER_NORM)
+    assert probe.find_result_dtypes(LAYER_NORM)[LOW, HIGH] is LOW
+
+
+def test_dtypes_with_other_results_are_left_out():
+    found = ForwardProbe(ClampedRMSNorm(8), (3, 8), 1e-6).find_result_dtypes(RMS_NORM)
+    assert {x_dtype for x_dtype, _ in found} == {LOW, HIGH}
+
+
+def test_strides_and_gradients_are_compared():
+    for kind, strides, gradients in (
+        (LlamaRMSNorm, True, True),
+        (StridedRMSNorm, False, True),
+        (DetachedRMSNorm, True, False),
+    ):
+        for shape in ((3, 8), (3, 2, 8), (3, 2, 2, 8)):
+            probe = ForwardProbe(kind(8), shape, 1e-6)
+            assert probe.matches_formula(RMS_NORM)
+            assert (probe.matches_strides(RMS_NORM), probe.matches_gradients(RMS_NORM)) == (strides, gradients)
+
+
+def test_a_forward_without_gradients_does_not_match():
+    class InferenceNorm(LlamaRMSNorm):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    assert not ForwardProbe(InferenceNorm(8), (3, 8), 1e-6).matches_gradients(RMS_NORM)
+
+
+def test_a_changed_x_is_seen():
+    class InPlaceNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return x.copy_(super().forward(x))
+
+    probe = ForwardProbe(InPlaceNorm(8), (3, 8), 1e-6)
+    assert probe.matches_formula(RMS_NORM)
+    assert probe.changed == "x"
+
+
+def test_the_least_scale_shows_another_eps():
+    formula = NormFormula("rms_norm", "gamma", None)
+    for least_scale, matches in ((None, False), (1e-16, True)):
+        probe = ForwardProbe(NormalizeRMSNorm(8), (3, 8), 1e-24 / 8, least_scale=least_scale)
+        assert probe.matches_formula(formula) == matches
 
 
 class ImagesNorm(LlamaRMSNorm):

@@ -78,6 +78,18 @@ def test_samples_have_the_parameters_axes_where_the_norm_has_them(formula, rank,
     assert formula.make_sample_shape(rank, size) == shape
 
 
+def test_free_axes_have_the_given_sizes():
+    rows, channels = (NormFormula("layer_norm", None, None, layout=layout) for layout in (None, "nchw"))
+    assert rows.make_sample_shape(3, (8,), (5, 7, 9)) == (5, 7, 8)
+    assert channels.make_sample_shape(4, (8,), (5, 7, 9)) == (5, 8, 7, 9)
+
+
+def test_parameters_may_have_axes_of_one_element():
+    formula = NormFormula("layer_norm", "weight", "bias")
+    want = F.layer_norm(X, (8,), WEIGHT, BIAS, 1e-6)
+    torch.testing.assert_close(formula.compute(X, WEIGHT[:, None, None], BIAS[:, None, None], 1e-6), want)
+
+
 def test_an_offset_is_tried_with_a_weight_alone():
     assert {formula.weight_offset for formula in iterate_row_formulas("weight", None, NO_ACTIVATION)} == {0.0, 1.0}
     assert {formula.weight_offset for formula in iterate_row_formulas(None, "bias", NO_ACTIVATION)} == {0.0}

@@ -16,8 +16,10 @@ from torch import nn
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
     BiasedRMSNorm,
+    BiasLayerNorm,
     CohereLayerNorm,
     DebertaLayerNorm,
+    DetachedRMSNorm,
     FP32LayerNorm,
     FunctionalRMSNorm,
     GatedRMSNorm,
@@ -27,8 +29,13 @@ from tests.kernels.api.patching.norms import (
     LayerNorm2d,
     LayerNormAct,
     LlamaRMSNorm,
+    NormalizeRMSNorm,
     OlmoLayerNorm,
+    OneSampleRMSNorm,
     RmsNormAct,
+    SequenceLayerNorm,
+    SizedAxisRMSNorm,
+    StridedRMSNorm,
     T5LayerNorm,
     UnscaledSquareNorm,
     UnweightedRMSNorm,
@@ -69,13 +76,6 @@ class ChannelRMSNorm(LlamaRMSNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
-class SequenceLayerNorm(nn.LayerNorm):
-    """Over the channels of [N, C, length] alone."""
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
-
-
 class LayerNormAct2d(LayerNorm2d):
     """timm's LayerNorm2d with an activation of its own."""
 
@@ -85,17 +85,6 @@ class LayerNormAct2d(LayerNorm2d):
 
     def forward(self, x):
         return self.act(self.drop(super().forward(x)))
-
-
-class BiasLayerNorm(nn.Module):
-    """A LayerNorm that adds a bias alone."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.eps, self.bias = 1e-5, nn.Parameter(torch.zeros(size))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], None, None, self.eps) + self.bias
 
 
 RESULTS = {
@@ -119,6 +108,8 @@ RESULTS = {
     "over channels, no parameters": (LayerNorm2d(4, elementwise_affine=False), "layer_norm, layout=nchw"),
     "over channels, rms_norm": (ChannelRMSNorm(4), "rms_norm, layout=nchw"),
     "over channels, silu": (LayerNormAct2d(4), "layer_norm with silu, layout=nchw"),
+    "normalize": (NormalizeRMSNorm(8), "rms_norm"),
+    "normalize, over channels": (NormalizeRMSNorm(4, 1, 1), "rms_norm, layout=nchw"),
     "over channels of sequences": (SequenceLayerNorm(4), "layer_norm, layout=nchw"),
 }
 
@@ -131,7 +122,8 @@ def recognised(request, device):
 
 def make_x(norm, device, **kind):
     """An x of three axes, or an image for what takes one alone."""
-    return torch.randn(*((2, 4, 3, 8) if isinstance(norm, LayerNorm2d) else (2, 4, 8)), device=device, **kind)
+    takes_images = isinstance(norm, LayerNorm2d) or getattr(norm, "axis", -1) == 1
+    return torch.randn(*((2, 4, 3, 8) if takes_images else (2, 4, 8)), device=device, **kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,6 +221,21 @@ def test_a_declared_number_of_channels_is_kept(device):
     fusednorm.patch(norm)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         norm(torch.randn(2, 6, 3, 8, device=device))
+
+
+def test_rows_of_tiny_norms_are_divided_as_normalize_does(device):
+    norm = varied(NormalizeRMSNorm(8)).to(device)
+    x = F.normalize(torch.randn(4, 8, device=device)) * torch.tensor(
+        [[0.0], [1e-20], [1e-15], [1e-9]], device=device
+    )
+    patched, results = copy.deepcopy(norm), []
+    assert fusednorm.patch(patched).patched
+    for each in (norm, patched):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        (dx,) = torch.autograd.grad(y.sum(), leaf)
+        results.append((y, dx))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("change", ["activation", "slope", "hook"])
@@ -396,6 +403,10 @@ NONE = {
     RunningNorm: "{} normalises by running statistics",
     OffsetNorm: "{} has the parameter offset, which is unknown",
     MishNorm: "{} contains Mish, which is unknown",
+    SizedAxisRMSNorm: "{} chooses its steps by the sizes of x, as for [101, 8, 8]",
+    OneSampleRMSNorm: "{} chooses its steps by the sizes of x, as for [1, 8]",
+    StridedRMSNorm: "{} computes something else for an x that is not contiguous",
+    DetachedRMSNorm: "{} has other gradients than rms_norm",
     PositionNorm: "its weight is [8, 2, 2]: expected [cols] or [heads, cols]",
     HeadBiasNorm: "its weight [8] and its bias [2, 8] are of two shapes",
     PairNorm: "the forward of {} needs more than x: keys",

@@ -352,8 +352,12 @@ def test_what_is_no_model_is_refused(change, model, got):
         change(model)
 
 
-def test_the_example_of_the_documentation_is_true(capsys):
+def test_the_examples_of_the_documentation_are_true(capsys):
     text = (Path(__file__).parents[4] / "docs" / "patching.md").read_text()
-    (code,), (output,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
-    exec(code, {})
+    codes, (output,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    names = {}
+    for code in codes:
+        exec(code, names)
     assert capsys.readouterr().out == output
+    y, norm2, x, scale, shift = (names[name] for name in ("y", "norm2", "x", "scale", "shift"))
+    torch.testing.assert_close(y, norm2(x) * (1 + scale[:, None]) + shift[:, None])
