@@ -251,6 +251,7 @@ def _find_inputs(module: nn.Module) -> dict[str, Tensor]:
     _, x_parameter, *others = inspect.signature(type(module).forward).parameters.values()
     others = [each for each in others if each.kind not in _VARIABLE]
     needed = [each for each in others if each.default is each.empty]
+    found: list[dict[str, Tensor]] = []
     for shape in _SHAPES[hasattr(module, "num_groups") :]:
         x = torch.randn(_SAMPLES, *_fill_shape(shape, _find_size(module)))
         for chosen, condition in product((needed, others), ((_SAMPLES, _WIDTH), (_WIDTH,))):
@@ -259,9 +260,14 @@ def _find_inputs(module: nn.Module) -> dict[str, Tensor]:
                 inputs[each.name] = torch.randn(x.shape if each.name in _LIKE_X else condition)
             # So may a forward.
             with contextlib.suppress(Exception):
-                _call_and_differentiate(module, inputs)
-                return inputs
-    raise NotTriedError("its forward needs other arguments")
+                y, *_ = _call_and_differentiate(module, inputs)
+                # A weight [C, 1, 1, 1] may add an axis to an x that is not meant.
+                if y.shape == x.shape:
+                    return inputs
+                found.append(inputs)
+    if not found:
+        raise NotTriedError("its forward needs other arguments")
+    return found[0]
 
 
 def _fill_shape(shape: tuple[int | str, ...], size: tuple[int, ...]) -> list[int]:

@@ -18,6 +18,7 @@ from tests.kernels.api.patching.norms import (
     LayerNorm2d,
     LlamaRMSNorm,
     MaskedRMSNorm,
+    NormalizeRMSNorm,
     UnscaledSquareNorm,
     UnweightedRMSNorm,
 )
@@ -47,6 +48,13 @@ class ScalingNorm(nn.Module):
 
     def forward(self, x, factor):
         return self.norm(x) * factor[:, None]
+
+
+class VideoNorm(NormalizeRMSNorm):
+    """Over the channels of videos; its weight adds an axis to sequences of 32 columns."""
+
+    def __init__(self, dim):
+        super().__init__(dim, 1, 1, 1)
 
 
 class ChoosyNorm(LlamaRMSNorm):
@@ -89,6 +97,7 @@ OUTCOMES = {
     UnweightedRMSNorm: PatchOutcome("patched", "rms_norm"),
     GroupNormAct: PatchOutcome("patched", "group_norm with relu"),
     LayerNorm2d: PatchOutcome("patched", "layer_norm, layout=nchw"),
+    VideoNorm: PatchOutcome("patched", "rms_norm, layout=nchw"),
     MaskedRMSNorm: PatchOutcome("patched", "rms_norm"),
     ScalingNorm: PatchOutcome("inside", "layer_norm"),
     GatedRMSNorm: PatchOutcome("skipped", "multiplies by gate, which no kernel does"),
