@@ -2,8 +2,8 @@
 
 The functions of `fusednorm.reference` with the same arguments and results, except `out_dtype` and `precision`.
 `fusednorm.cpu.batch_invariant` computes calls that torch's kernels do not support or compute less accurately:
-dropout, parameters for each head, scale and shift, backward passes without saved statistics, rows of RMSNorm with
-more than 65536 columns, and channels-last groups whose mean is far from zero.  `fusednorm.cpu.fallback_passes`
+dropout, parameters for each head, scale, shift and gate (except a scale and a shift of float32 rows, forward),
+backward passes without saved statistics, rows of RMSNorm with more than 65536 columns, and channels-last groups whose mean is far from zero.  `fusednorm.cpu.fallback_passes`
 determines which of these the reference computes with float64; it also handles all calls that the checks here
 reject.
 

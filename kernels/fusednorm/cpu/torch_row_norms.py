@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import select_modulations
-from fusednorm.cpu import fallback_passes, modulated_norms
+from fusednorm.arguments.checks import count_samples, select_modulations
+from fusednorm.cpu import fallback_passes
+from fusednorm.cpu.batch_invariant.row_modulation import RowModulation, compute_sample_shape
 from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
 from fusednorm.cpu.epilogue import activate_, backpropagate_activation_into_z_
 from fusednorm.cpu.supported_arguments import (
@@ -19,6 +20,7 @@ from fusednorm.cpu.supported_arguments import (
     make_ones,
     to_float32,
 )
+from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.channel_rows import compute_backward_over_channels, compute_forward_over_channels
 
@@ -29,30 +31,56 @@ _backward_of_torch: Any = torch.ops.aten.native_layer_norm_backward
 
 
 def can_compute(
+    *,
     x: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
     residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    gate: Tensor | None,
     eps: float,
     weight_offset: float,
     activation: str,
     negative_slope: float,
     dropout: float,
+    bias: Tensor | None = None,
+    dy: Tensor | None = None,
+    dresidual_out: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    **others: Any,
 ) -> bool:
     """Return whether torch's kernels support a call over rows; if not, `fallback_passes` computes the call.
 
-    Rows of one value are not supported: their gradient is 0, but torch's is a rounding error times rstd.
+    Rows of one value are not supported: their gradient is 0, but torch's is a rounding error times rstd.  With a
+    gate, with a scale or shift in 16 bits or in a backward pass, `fallback_passes` takes less time.
     """
     shape = x.shape
     return (
-        has_torch_options(eps, activation, negative_slope, dropout)
-        and has_float_tensors(shape, x, residual)
+        gate is None
+        and (scale is shift is None or (dy is None and _has_valid_modulations(x, scale, shift)))
+        and has_torch_options(eps, activation, negative_slope, dropout)
+        and has_float_tensors(shape, x, residual, dy, dresidual_out)
         and has_float_tensors(shape[-1:], weight, bias)
+        and has_float_tensors(shape[:-1], mean, rstd)
+        and all(statistic is None or statistic.dtype == torch.float32 for statistic in (mean, rstd))
         and is_valid_offset(weight_offset, weight)
         and bool(shape)
         and shape[-1] > 1
         and x.numel() > 0
     )
+
+
+def _has_valid_modulations(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> bool:
+    """Return whether x is float32, and scale and shift fit it."""
+    modulations = select_modulations(scale, shift, None)
+    if x.dtype != torch.float32 or not all(has_float_tensors(each.shape, each) for each in modulations.values()):
+        return False
+    try:
+        count_samples(tuple(x.shape), modulations)
+    except KernelInputError:
+        return False
+    return True
 
 
 def layer_norm_forward(
@@ -79,36 +107,19 @@ def layer_norm_forward(
     """
     if layout is not None:
         return compute_forward_over_channels(layer_norm_forward, locals())
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
-    options |= {"activation": activation, "negative_slope": negative_slope}
-    modulations = select_modulations(scale, shift, gate)
-    if modulations:
-        more: dict[str, Any] = {
-            "weight": weight,
-            "bias": bias,
-            "residual": residual,
-            "dropout": dropout,
-            "seed": seed,
-        }
-        return modulated_norms.compute_forward(
-            layer_norm_forward, "layer_norm", modulations, x, stats, **options, **more
-        )
-    if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
-        more = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback_passes.compute_fallback_forward(
-            "layer_norm", x=x, weight=weight, bias=bias, **options, **more
-        )
-    cols, factor, shift = x.shape[-1:], _compute_weight_factor(weight, weight_offset), to_float32(bias)
+    if not can_compute(**locals()):
+        return fallback_passes.compute_fallback_forward("layer_norm", **locals())
+    cols, factor, addend = x.shape[-1:], _compute_weight_factor(weight, weight_offset), to_float32(bias)
     if x.dtype == torch.float32 or activation != "none" or residual is not None:
         h = add_residual(x, residual)
     else:
         h = x
         # With float32 parameters torch returns float32 statistics.
-        if stats and factor is None and shift is None:
+        if stats and factor is None and addend is None:
             factor = make_ones(x.shape[-1])
-    y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
+    y, mean, rstd = torch.native_layer_norm(h, cols, factor, addend, eps)
     return Forward(
-        activate_(y, activation, negative_slope).to(x.dtype),
+        activate_(_modulate_(y, scale, shift), activation, negative_slope).to(x.dtype),
         mean.squeeze_(-1) if stats else None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _cast_sum(h, residual),
@@ -138,21 +149,8 @@ def rms_norm_forward(
     """
     if layout is not None:
         return compute_forward_over_channels(rms_norm_forward, locals())
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
-    options |= {"activation": activation, "negative_slope": negative_slope}
-    modulations = select_modulations(scale, shift, gate)
-    if modulations:
-        more: dict[str, Any] = {"weight": weight, "residual": residual, "dropout": dropout, "seed": seed}
-        return modulated_norms.compute_forward(
-            rms_norm_forward, "rms_norm", modulations, x, stats, **options, **more
-        )
-    if (
-        x.ndim == 0
-        or x.shape[-1] > _LONGEST
-        or not can_compute(x, weight, None, residual, dropout=dropout, **options)
-    ):
-        more = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return fallback_passes.compute_fallback_forward("rms_norm", x=x, weight=weight, **options, **more)
+    if not can_compute(**locals()) or x.shape[-1] > _LONGEST:
+        return fallback_passes.compute_fallback_forward("rms_norm", **locals())
     h = add_residual(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
@@ -162,7 +160,7 @@ def rms_norm_forward(
     if factor is not None:
         y.mul_(factor)
     return Forward(
-        activate_(y, activation, negative_slope).to(x.dtype),
+        activate_(_modulate_(y, scale, shift), activation, negative_slope).to(x.dtype),
         None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _cast_sum(h, residual),
@@ -198,27 +196,8 @@ def layer_norm_backward(
     """
     if layout is not None:
         return compute_backward_over_channels(layer_norm_backward, locals())
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
-    options |= {"activation": activation, "negative_slope": negative_slope}
-    modulations = select_modulations(scale, shift, gate)
-    if modulations:
-        more: dict[str, Any] = {"weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "residual": residual}
-        more |= {"dresidual_out": dresidual_out, "dropout": dropout, "seed": seed}
-        more |= {"parameter_gradients": parameter_gradients}
-        return modulated_norms.compute_backward(
-            layer_norm_forward, layer_norm_backward, "layer_norm", modulations, dy, x, **options, **more
-        )
-    of_x = x.shape[:-1]
-    can_compute_call = (
-        can_compute(x, weight, bias, residual, dropout=dropout, **options)
-        and has_float_tensors(x.shape, dy, dresidual_out)
-        and _has_valid_statistics(of_x, mean, rstd)
-    )
-    if not can_compute_call or mean is None or rstd is None:
-        sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
-        sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
-        sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-        return fallback_passes.compute_fallback_backward("layer_norm", dy=dy, **options, **sums)
+    if mean is None or rstd is None or not can_compute(**locals()):
+        return fallback_passes.compute_fallback_backward("layer_norm", **locals())
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
     gradients = _ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
@@ -261,31 +240,8 @@ def rms_norm_backward(
     """
     if layout is not None:
         return compute_backward_over_channels(rms_norm_backward, locals())
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
-    options |= {"activation": activation, "negative_slope": negative_slope}
-    modulations = select_modulations(scale, shift, gate)
-    if modulations:
-        more: dict[str, Any] = {
-            "weight": weight,
-            "rstd": rstd,
-            "residual": residual,
-            "dresidual_out": dresidual_out,
-        }
-        more |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
-        return modulated_norms.compute_backward(
-            rms_norm_forward, rms_norm_backward, "rms_norm", modulations, dy, x, **options, **more
-        )
-    can_compute_call = (
-        can_compute(x, weight, None, residual, dropout=dropout, **options)
-        and x.shape[-1] <= _LONGEST
-        and has_float_tensors(x.shape, dy, dresidual_out)
-        and _has_valid_statistics(x.shape[:-1], rstd)
-    )
-    if not can_compute_call or rstd is None:
-        sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
-        sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
-        sums |= {"x": x, "weight": weight, "rstd": rstd}
-        return fallback_passes.compute_fallback_backward("rms_norm", dy=dy, **options, **sums)
+    if rstd is None or not can_compute(**locals()) or x.shape[-1] > _LONGEST:
+        return fallback_passes.compute_fallback_backward("rms_norm", **locals())
     of_weight = weight if parameter_gradients else None
     gradients = _ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
     factor = _compute_weight_factor(weight, weight_offset)
@@ -304,14 +260,21 @@ def rms_norm_backward(
     return gradients.get_result()
 
 
-def _has_valid_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:
-    return all(s is not None and s.dtype == torch.float32 and s.is_cpu and s.shape == shape for s in statistics)
-
-
 def _compute_weight_factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
     """Compute the factor of x_hat in float32."""
     factor = to_float32(weight)
     return factor + weight_offset if factor is not None and weight_offset else factor
+
+
+def _modulate_(z: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Compute z * (1 + scale) + shift in z's memory, contiguous float32 [..., cols], and return z."""
+    modulations = select_modulations(scale, shift, None)
+    if modulations:
+        samples, tokens, cols = compute_sample_shape(z, modulations)
+        of_samples = {name: each.reshape(samples, cols) for name, each in modulations.items()}
+        modulation = RowModulation(z.view(samples, tokens, cols), **of_samples)
+        modulation.apply_(z.view(-1, cols), slice(0, samples * tokens))
+    return z
 
 
 def _cast_sum(h: Tensor, residual: Tensor) -> Tensor:

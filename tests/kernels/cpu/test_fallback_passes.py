@@ -19,6 +19,8 @@ CALLS = {
     "rows of one value": ("rms_norm", (4, 1), {}),
     "scale": ("group_norm", (4, 6, 3), {"scale": torch.ones(4, 6)}),
     "shift": ("group_norm", (4, 6, 3), {"shift": torch.ones(4, 6)}),
+    "scale of rows": ("layer_norm", (4, 5, 6), {"scale": torch.ones(4, 6)}),
+    "dropout and shift of rows": ("rms_norm", (4, 5, 6), {"shift": torch.ones(4, 1, 6), **DROPOUT}),
 }
 
 

@@ -4,14 +4,26 @@ z is the norm of h = residual + gate * x, and followed by z * (1 + scale) + shif
 `split_rows`: complete samples, or some tokens of one sample.
 """
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.checks import count_samples
 from fusednorm.cpu.batch_invariant.channel_rows import ChannelRows
 from fusednorm.cpu.supported_arguments import add_residual
 from fusednorm.results import Backward
+
+
+def compute_sample_shape(x: Tensor, modulations: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Compute the shape [samples, tokens, cols] of the rows of x [..., cols], which is not empty.
+
+    Raises:
+        KernelInputError: the modulations have shapes that do not fit x, or differ.
+    """
+    samples, cols = count_samples(tuple(x.shape), modulations), x.shape[-1]
+    return samples, x.numel() // (samples * cols), cols
 
 
 class RowModulation:
