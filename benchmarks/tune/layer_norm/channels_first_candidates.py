@@ -42,8 +42,7 @@ def iterate_candidates(
     else:
         if channels <= _MOST_CHANNELS:
             for block_p, warps, programs in _iterate_tiles(channels, positions, itemsize, 2):
-                for stages in (1, 2, 3):
-                    yield ChannelsFirstBackwardTile(block_p, warps, programs, stages)
+                yield ChannelsFirstBackwardTile(block_p, warps, programs)
         for block_p, warps, programs in product((16, 32, 64), (4, 8), (2, 4)):
             yield ChannelsFirstBackwardSplit(block_p, warps, programs)
 

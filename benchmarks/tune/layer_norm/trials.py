@@ -17,11 +17,8 @@ from fusednorm.launch.launches import Launch
 from fusednorm.launch.recorded_launches import bind_to_meta_tensors
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
-from fusednorm.ops.layer_norm.channels_first import choices as channels_first
-from fusednorm.ops.layer_norm.channels_first.choices import ChannelsFirstBackwardConfig, ChannelsFirstForwardConfig
 from fusednorm.ops.layer_norm.checks import view_as_positions
-from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
-from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
+from fusednorm.ops.layer_norm.choices import AnyBackwardConfig, AnyForwardConfig, plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_as_array
 
@@ -29,7 +26,7 @@ from benchmarks.harness.timing import DeviceTimer
 from benchmarks.workload.benchmark_cells import compute_sweep_rows
 from benchmarks.workload.problems import EPS
 
-Config = ForwardConfig | BackwardConfig | ChannelsFirstForwardConfig | ChannelsFirstBackwardConfig
+Config = AnyForwardConfig | AnyBackwardConfig
 
 OPTIONS = NormOptions("layer_norm", eps=EPS)
 
@@ -79,25 +76,15 @@ class LayerNormTuningPass:
         """Launches that write into `results`; with the table's own choice when None."""
         arrays: dict[str, Any] = {name: describe_as_array(name, tensor) for name, tensor in self._tensors.items()}
         if self._is_channels_first:
-            return self._plan_channels_first(arrays, config)
+            for name in {"x", "y", "dy", "dx"} & arrays.keys():
+                arrays[name] = view_as_positions(arrays[name])
         if self._pass == "forward":
-            assert config is None or isinstance(config, ForwardConfig)
+            assert config is None or isinstance(config, AnyForwardConfig)
             out = Forward(arrays.pop("y"))
             return plan_forward(LayerNormForwardCall(**arrays, options=OPTIONS, out=out), config)
-        assert config is None or isinstance(config, BackwardConfig)
+        assert config is None or isinstance(config, AnyBackwardConfig)
         gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
         return plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
-
-    def _plan_channels_first(self, arrays: dict[str, Any], config: Config | None) -> list[Launch]:
-        for name in {"x", "y", "dy", "dx"} & arrays.keys():
-            arrays[name] = view_as_positions(arrays[name])
-        if self._pass == "forward":
-            assert config is None or isinstance(config, ChannelsFirstForwardConfig)
-            out = Forward(arrays.pop("y"))
-            return channels_first.plan_forward(LayerNormForwardCall(**arrays, options=OPTIONS, out=out), config)
-        assert config is None or isinstance(config, ChannelsFirstBackwardConfig)
-        gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
-        return channels_first.plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
 
     def run_launches(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._prims_common import is_contiguous_or_false, suggest_memory_format
+from torch._prims_common import is_contiguous_or_false
 from torch.autograd import forward_ad
 
 from fusednorm import reference
@@ -36,7 +36,7 @@ from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
-from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows
+from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows, suggests_channels_last
 
 Results = tuple[Tensor, ...]
 Plain = Callable[..., Results]
@@ -288,7 +288,7 @@ def _make_fake_result(options: NormOptions, x: Tensor, like: Tensor) -> Tensor:
         return torch.empty_like(x)
     if options.layout is not None and has_channel_rows(x):
         return torch.empty_like(x)
-    return convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
+    return convert_to_layout(x, suggests_channels_last(x))
 
 
 _LIBRARY = torch.library.Library("fusednorm", "DEF")

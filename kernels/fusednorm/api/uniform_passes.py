@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from fusednorm.arguments.arrays import merge_axes
 from fusednorm.arguments.checks import (
@@ -35,7 +34,7 @@ from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
-from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows, is_in_layout
+from fusednorm.tensors.layouts import convert_to_layout, has_channel_rows, is_in_layout, suggests_channels_last
 
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
@@ -145,7 +144,7 @@ def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None, modulat
                 return [t if t is None or keeps(t) else t.contiguous() for t in tensors]
         return tensors
     if not _has_sample_layout(x):
-        x = convert_to_layout(x, suggest_memory_format(x) is not torch.contiguous_format)
+        x = convert_to_layout(x, suggests_channels_last(x))
     channels_last = not x.is_contiguous()
     return [x, *(t if t is None or _has_sample_layout(t) else convert_to_layout(t, channels_last) for t in others)]
 
@@ -160,7 +159,7 @@ def _copy_to_one_layout(x: Tensor, *others: Tensor | None) -> list[Any]:
         return [x, *others]
     has_rows = has_channel_rows(x)
     if not (has_rows or x.is_contiguous()):
-        has_rows = suggest_memory_format(x) is not torch.contiguous_format
+        has_rows = suggests_channels_last(x)
         x = convert_to_layout(x, has_rows)
     has_layout = has_channel_rows if has_rows else Tensor.is_contiguous
     return [x, *(t if t is None or has_layout(t) else convert_to_layout(t, has_rows) for t in others)]

@@ -2,10 +2,10 @@
 
 The functions of `fusednorm.reference` with the same arguments and results, except `out_dtype` and `precision`.
 `fusednorm.cpu.batch_invariant` computes calls that torch's kernels do not support or compute less accurately:
-dropout, parameters for each head, scale, shift and gate (except a scale and a shift of float32 rows, forward),
-backward passes without saved statistics, rows of RMSNorm with more than 65536 columns, and channels-last groups whose mean is far from zero.  `fusednorm.cpu.fallback_passes`
-determines which of these the reference computes with float64; it also handles all calls that the checks here
-reject.
+dropout, parameters for each head, scale, shift and gate (except scale and shift of float32 rows in forward passes),
+backward passes without saved statistics, rows of RMSNorm with more than 65536 columns, and channels-last groups
+whose mean is far from zero.  `fusednorm.cpu.fallback_passes` determines which of these the reference computes with
+float64; it also handles all calls that the checks here reject.
 
 torch computes statistics of contiguous memory by Welford's algorithm, which has no cancellation for a mean far
 from zero, though the mean that it subtracts is rounded to float32; for channels-last groups it computes

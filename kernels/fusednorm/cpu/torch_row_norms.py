@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import count_samples, select_modulations
+from fusednorm.arguments.inputs import NormInputs, has_own_gradient
 from fusednorm.cpu import fallback_passes
 from fusednorm.cpu.batch_invariant.row_modulation import RowModulation, compute_sample_shape
 from fusednorm.cpu.chunks import compute_chunk_rows, split_rows
@@ -300,7 +301,7 @@ class _ChunkedRowGradients:
         self._dresidual_out = None if dresidual_out is None else dresidual_out.reshape(-1, cols)
         self._dx: Tensor | None = None
         self._dresidual: Tensor | None = None
-        self._has_own_dresidual = residual is not None and residual.dtype != x.dtype
+        self._has_own_dresidual = has_own_gradient("layer_norm", NormInputs(x, residual=residual))
         self._dweight: Tensor | None = None
         self._dbias: Tensor | None = None
         self._chunk = slice(0)

@@ -89,7 +89,7 @@ def add_weight_offset(weight, WEIGHT_OFFSET: tl.constexpr):
 @triton.jit
 def add_one(scale):
     """Compute the factor of adaptive norms, 1 + scale, in float32."""
-    return 1.0 + widen(scale)
+    return 1.0 + scale.to(tl.float32)
 
 
 @triton.jit

@@ -200,7 +200,7 @@ def store_normalised_chunk(
     if len(biases) > 0:
         y = y + widen(biases[0])
     if len(scales) > 0:
-        y = y * add_one(scales[0])
+        y = y * add_one(widen(scales[0]))
     if len(shifts) > 0:
         y = y + widen(shifts[0])
     if ACTIVATION != "none" or DROPOUT:

@@ -60,7 +60,7 @@ def normalise(
     if bias_ptr is not None:
         y = y + widen(tl.load(bias_ptr + at, mask=mask, other=0.0))
     if scale_ptr is not None:
-        y = y * add_one(tl.load(scale_ptr + at, mask=mask, other=0.0))
+        y = y * add_one(widen(tl.load(scale_ptr + at, mask=mask, other=0.0)))
     if shift_ptr is not None:
         y = y + widen(tl.load(shift_ptr + at, mask=mask, other=0.0))
     return y

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import ActivationName
+from fusednorm.arguments.inputs import NormInputs, has_own_gradient
 from fusednorm.arguments.options import NormOptions
 from fusednorm.reference.checks import check_optional_tensor, check_result_dtype
 from fusednorm.reference.dropout import compute_dropout_mask
@@ -367,7 +368,7 @@ def _compute_backward(
         dh = dh + dresidual_out.to(work).reshape(view.shape)
     dx = _convert_result(view, x, dh if gate is None else dh * _broadcast_sample_parameter(view, gate), x.dtype)
     dresidual = dx
-    if gate is not None or view.residual_dtype != x.dtype:
+    if has_own_gradient(options.op, NormInputs(x, residual=residual, gate=gate)):
         dresidual = _convert_result(view, x, dh, view.residual_dtype)
     return Backward(
         dx=dx,

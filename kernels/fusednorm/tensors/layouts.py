@@ -59,8 +59,13 @@ def select_channels_last(x: Tensor) -> bool:
     """
     is_contiguous, has_rows = x.is_contiguous(), has_channel_rows(x)
     if is_contiguous == has_rows:
-        return suggest_memory_format(x) is not torch.contiguous_format
+        return suggests_channels_last(x)
     return has_rows
+
+
+def suggests_channels_last(x: Tensor) -> bool:
+    """Return whether torch's own functions have channels-last results for the strides of x, whatever these are."""
+    return suggest_memory_format(x) is not torch.contiguous_format
 
 
 def convert_to_layout(tensor: Tensor, channels_last: bool) -> Tensor:

@@ -18,7 +18,6 @@ from benchmarks.fingerprints.cases import plan_case
 from fusednorm.ops.group_norm import config_tables as group_norm_tables
 from fusednorm.ops.layer_norm import choices as layer_norm_choice
 from fusednorm.ops.layer_norm import config_tables as layer_norm_tables
-from fusednorm.ops.layer_norm.channels_first import choices as channel_choice
 from fusednorm.ops.layer_norm.channels_first import config_tables as channel_tables
 
 cases = [*layer_norm_cases.iterate_cases(), *group_norm_cases.iterate_cases()]
@@ -52,11 +51,10 @@ for module in (layer_norm_tables, channel_tables, group_norm_tables):
     for name, value in vars(module).copy().items():
         if name.startswith(("FORWARD", "BACKWARD", "TILES", "FLOAT8", "CHAIN")):
             setattr(module, name, tagged(f"{module.__name__}.{name}", value))
-for module in (layer_norm_choice, channel_choice):
-    for name, value in vars(module).copy().items():
-        # plan_tile_forward and its like, not plan_forward, which chooses among them.
-        if name.startswith("plan_") and name.count("_") == 2:
-            setattr(module, name, noted(value))
+for name, value in vars(layer_norm_choice).copy().items():
+    # plan_tile_forward and its like, not plan_forward, which chooses among them.
+    if name.startswith("plan_") and name.count("_") > 1:
+        setattr(layer_norm_choice, name, noted(value))
 kernels = set()
 for case in cases:
     # Tables are by the bytes of an element, and all else is the same for both of two.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.inputs import NormInputs, has_own_gradient
 from fusednorm.cpu.batch_invariant.channel_rows import ChannelRows
 from fusednorm.cpu.batch_invariant.row_modulation import ModulationGradients, RowModulation
 from fusednorm.cpu.chunks import split_rows
@@ -394,7 +395,8 @@ class _RowGradients:
     ) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        if residual is not None and (of_samples.modulation.gate is not None or residual.dtype != x.dtype):
+        inputs = NormInputs(x, residual=residual, gate=of_samples.modulation.gate)
+        if residual is not None and has_own_gradient("layer_norm", inputs):
             self._dresidual = torch.empty_like(residual)
         self._dx_rows, self._dresidual_rows = _flatten_tensors(layout, self._dx, self._dresidual)
         self._of_samples = of_samples

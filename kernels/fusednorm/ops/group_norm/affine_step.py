@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
+from fusednorm.jit.loads import add_one
 
 
 class AffineParameters(NamedTuple):
@@ -93,7 +94,7 @@ def load_slope_and_offset(parameters, channel, sample_channel, mask):
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
     if parameters[2] is not None:
-        factor = 1.0 + tl.load(parameters[2] + sample_channel, mask=mask, other=0.0).to(tl.float32)
+        factor = add_one(tl.load(parameters[2] + sample_channel, mask=mask, other=0.0))
         weight = weight * factor
         bias = bias * factor
     if parameters[3] is not None:
@@ -115,7 +116,7 @@ def compute_slope_and_offset(affine, rstd, mean_rest):
     if len(affine[1]) > 0:
         b = b + affine[1][0].to(tl.float32)
     if len(affine[2]) > 0:
-        factor = 1.0 + affine[2][0].to(tl.float32)
+        factor = add_one(affine[2][0])
         a = a * factor
         b = b * factor
     if len(affine[3]) > 0:

@@ -11,6 +11,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
+from fusednorm.jit.loads import add_one
 from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.affine_step import AffineParameters
@@ -171,7 +172,7 @@ def _load_slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_col
         slope = tl.load(weight_ptr + first_column + column, mask=mask, other=0.0).to(tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + scale_at + first_column + column, mask=mask, other=0.0)
-        slope *= 1.0 + scale.to(tl.float32)
+        slope *= add_one(scale)
     return slope
 
 

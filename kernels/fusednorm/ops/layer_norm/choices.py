@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from math import prod
 from typing import TypeVar
 
 from fusednorm.arguments.arrays import new_workspace
+from fusednorm.errors import UnsupportedShapeError
 from fusednorm.launch.launches import REGISTERS_PER_SM, Launch
 from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative, plan_cooperative_backward
@@ -25,6 +27,22 @@ from fusednorm.ops.layer_norm.call import (
 )
 from fusednorm.ops.layer_norm.chain import ChainCall, plan_sweep_chain, plan_tile_chain
 from fusednorm.ops.layer_norm.channels_first import choices as channels_first
+from fusednorm.ops.layer_norm.channels_first.backward.split import (
+    ChannelsFirstBackwardSplit,
+    plan_channels_split_backward,
+)
+from fusednorm.ops.layer_norm.channels_first.backward.tile import (
+    ChannelsFirstBackwardTile,
+    plan_channels_tile_backward,
+)
+from fusednorm.ops.layer_norm.channels_first.forward.sweep import (
+    ChannelsFirstForwardSweep,
+    plan_channels_sweep_forward,
+)
+from fusednorm.ops.layer_norm.channels_first.forward.tile import (
+    ChannelsFirstForwardTile,
+    plan_channels_tile_forward,
+)
 from fusednorm.ops.layer_norm.config_tables import BackwardConfig, ForwardConfig
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative, plan_cooperative_forward
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident, plan_resident_forward
@@ -40,6 +58,9 @@ _REGISTERS_BESIDE = 48
 """The number of a thread's registers besides those for its part of the row."""
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
+
+AnyForwardConfig = ForwardConfig | channels_first.ChannelsFirstForwardConfig
+AnyBackwardConfig = BackwardConfig | channels_first.ChannelsFirstBackwardConfig
 
 
 def _iterate_entries_between(cols: int, table: tuple[tuple[int, int, Config], ...]) -> Iterator[Config]:
@@ -195,24 +216,15 @@ def choose_float8(cols: int, itemsize: int) -> LayerNormForwardTile | LayerNormF
     return find_float8_or_chain_tile(cols) or next(sweeps)
 
 
-def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
+def plan_forward(call: LayerNormForwardCall, config: AnyForwardConfig | None = None) -> list[Launch]:
     """Plan the launches of a forward pass by the algorithm that is chosen for its rows.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
+
+    Raises:
+        UnsupportedShapeError: y is float8, and channels are first in memory; or no kernel supports the heads.
     """
-    if call.is_channels_first:
-        return channels_first.plan_forward(call)
-    if config is None and call.y_scale is not None:
-        config = choose_float8(call.cols, call.itemsize)
-    config = config or choose_forward(
-        call.cols,
-        call.itemsize,
-        call.multiprocessors,
-        call.residual is not None,
-        call.x.ndim == 3,
-        call.rows == 1,
-        call.is_modulated,
-    )
+    config = config or _choose_forward_of_call(call)
     match config:
         case LayerNormForwardTile():
             return plan_tile_forward(call, config)
@@ -224,17 +236,40 @@ def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None
             return plan_split_forward(call, config)
         case LayerNormForwardSweep():
             return plan_sweep_forward(call, config)
+        case ChannelsFirstForwardTile():
+            return plan_channels_tile_forward(call, config)
+        case ChannelsFirstForwardSweep():
+            return plan_channels_sweep_forward(call, config)
 
 
-def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
+def _choose_forward_of_call(call: LayerNormForwardCall) -> AnyForwardConfig:
+    """Choose the configuration of a forward pass.
+
+    Raises:
+        UnsupportedShapeError: y is float8, and channels are first in memory.
+    """
+    has_residual = call.residual is not None
+    if call.is_channels_first:
+        if call.y_scale is not None:
+            raise UnsupportedShapeError(
+                "a float8 y needs channels that are adjacent in memory: convert x to torch.channels_last"
+            )
+        return channels_first.choose_forward(call.cols, call.rows, call.itemsize, has_residual)
+    if call.y_scale is not None:
+        return choose_float8(call.cols, call.itemsize)
+    has_heads, is_single_row = call.x.ndim == 3, call.rows == 1
+    return choose_forward(
+        call.cols, call.itemsize, call.multiprocessors, has_residual, has_heads, is_single_row, call.is_modulated
+    )
+
+
+def plan_backward(call: LayerNormBackwardCall, config: AnyBackwardConfig | None = None) -> list[Launch]:
     """Plan the launches of a backward pass by the algorithm that is chosen for its rows.
 
     The list includes the computation of mean and rstd if the chosen kernel needs both and the call has
     neither.  `config` overrides the choice, for tests, benchmarks and compile checks.
     """
-    if call.is_channels_first:
-        return channels_first.plan_backward(call)
-    config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
+    config = config or _choose_backward_of_call(call)
     if call.is_modulated and isinstance(config, LayerNormBackwardCooperative):
         # Its programs share rows without regard to samples.
         config = tables.BACKWARD_SPLIT[call.itemsize]
@@ -247,6 +282,18 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
             return statistics + plan_cooperative_backward(call, config)
         case LayerNormBackwardSplit():
             return plan_split_backward(call, config)
+        case ChannelsFirstBackwardTile():
+            return plan_channels_tile_backward(call, config)
+        case ChannelsFirstBackwardSplit():
+            call, statistics = _add_statistics(call)
+            return statistics + plan_channels_split_backward(call, config)
+
+
+def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
+    """Choose the configuration of a backward pass."""
+    if call.is_channels_first:
+        return channels_first.choose_backward(call.cols, call.rows, call.itemsize, call.residual is not None)
+    return choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:
@@ -264,10 +311,19 @@ def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall,
     """
     if call.rstd is not None:
         return call, []
-    rstd = new_workspace(call.x, call.rows)
-    mean = None if call.options.is_rms else new_workspace(call.x, call.rows)
-    config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
+    count = prod(call.x.shape[:-1])
+    rstd = new_workspace(call.x, count)
+    mean = None if call.options.is_rms else new_workspace(call.x, count)
+    config: AnyForwardConfig
+    if call.is_channels_first:
+        config = channels_first.choose_statistics(call.rows)
+    else:
+        config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
     statistics = LayerNormForwardCall(
-        x=call.x, residual=call.residual, options=call.options.statistics_options, out=RowStatistics(mean, rstd)
+        x=call.x,
+        residual=call.residual,
+        gate=call.gate,
+        options=call.options.statistics_options,
+        out=RowStatistics(mean, rstd),
     )
     return replace(call, mean=mean, rstd=rstd), plan_forward(statistics, config)

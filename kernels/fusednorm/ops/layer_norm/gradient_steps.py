@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import compute_tile_keep_mask, differentiate_activation
-from fusednorm.jit.loads import add_weight_offset, widen
+from fusednorm.jit.loads import add_one, add_weight_offset, widen
 
 
 @triton.jit
@@ -24,25 +24,55 @@ def load_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def load_affine_steps(
-    weight_ptr, bias_ptr, scale_ptr, shift_ptr, col, modulation, mask,
+    weight_ptr, bias_ptr, scale_ptr, shift_ptr, own, modulation, col, mask,
     WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Load the factor and the offset of x_hat in the argument of the activation, as float32.
 
-    Without an activation the offset is not needed, and 0.  The sample's scale and shift start at `modulation`.
+    Without an activation the offset is not needed, and 0.  The head's weight and bias start at `own`, the sample's
+    scale and shift at `modulation`.
     """
-    factor = add_weight_offset(load_parameter(weight_ptr, col, mask, 1.0), WEIGHT_OFFSET)
+    factor = add_weight_offset(load_parameter(weight_ptr, own + col, mask, 1.0), WEIGHT_OFFSET)
     if ACTIVATION == "none":
         offset = 0.0
     else:
-        offset = load_parameter(bias_ptr, col, mask, 0.0)
+        offset = load_parameter(bias_ptr, own + col, mask, 0.0)
     if scale_ptr is not None:
-        scale = 1.0 + load_parameter(scale_ptr, modulation + col, mask, 0.0)
+        scale = add_one(load_parameter(scale_ptr, modulation + col, mask, 0.0))
         factor = factor * scale
         if ACTIVATION != "none":
             offset = offset * scale
     if ACTIVATION != "none" and shift_ptr is not None:
         offset = offset + load_parameter(shift_ptr, modulation + col, mask, 0.0)
+    return factor, offset
+
+
+@triton.jit
+def combine_affine_steps(
+    weights, biases, scales, shifts, i: tl.constexpr, col, WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Compute the results of `load_affine_steps` at chunk i of loaded parameters, in the dtype of memory.
+
+    The tuple of a parameter that is None or not needed is empty.
+    """
+    if len(weights) > 0:
+        factor = widen(weights[i])
+    else:
+        factor = tl.full(col.shape, 1.0, tl.float32)
+    factor = add_weight_offset(factor, WEIGHT_OFFSET)
+    if ACTIVATION == "none":
+        offset = 0.0
+    elif len(biases) > 0:
+        offset = widen(biases[i])
+    else:
+        offset = tl.full(col.shape, 0.0, tl.float32)
+    if len(scales) > 0:
+        scale = add_one(widen(scales[i]))
+        factor = factor * scale
+        if ACTIVATION != "none":
+            offset = offset * scale
+    if len(shifts) > 0:
+        offset = offset + widen(shifts[i])
     return factor, offset
 
 

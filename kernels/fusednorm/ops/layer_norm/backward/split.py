@@ -182,7 +182,7 @@ def layer_norm_backward_split_sums_kernel(
         dy = widen(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0))
         x_hat = ((h - rough) - shift) * rstd
         weight, bias = load_affine_steps(
-            weight_ptr, bias_ptr, scale_ptr, shift_ptr, at, modulation, mask, WEIGHT_OFFSET, ACTIVATION
+            weight_ptr, bias_ptr, scale_ptr, shift_ptr, 0, modulation, at, mask, WEIGHT_OFFSET, ACTIVATION
         )
         dz = backpropagate_epilogue(
             dy,
@@ -277,7 +277,7 @@ def layer_norm_backward_split_apply_kernel(
     modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
     col_mask = make_column_mask(col, cols, EVEN)
     weight, bias = load_affine_steps(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, col, modulation, col_mask, WEIGHT_OFFSET, ACTIVATION
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, 0, modulation, col, col_mask, WEIGHT_OFFSET, ACTIVATION
     )
     gates = load_gate(gate_ptr, modulation + col, col_mask)
     if dweight_partial_ptr is not None:

@@ -23,8 +23,6 @@ from fusednorm.jit.heads import (
     locate_program_among_heads,
 )
 from fusednorm.jit.loads import (
-    add_one,
-    add_weight_offset,
     load_gate,
     load_row_residual_sum,
     make_column_mask,
@@ -37,7 +35,12 @@ from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
 from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, fit_stages
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.gradient_steps import backpropagate_epilogue, load_parameter, store_input_gradients
+from fusednorm.ops.layer_norm.gradient_steps import (
+    backpropagate_epilogue,
+    combine_affine_steps,
+    load_affine_steps,
+    store_input_gradients,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,30 +276,15 @@ def layer_norm_backward_tile_kernel(
                 x_hat = (chunks[i] - mean) * rstd
             else:
                 x_hat = (chunks[i] - mean) * rstd - shift * rstd
-            if HOLD_WEIGHT and weight_ptr is not None:
-                weight = widen(held[i])
+            if HOLD_WEIGHT:
+                weight, bias = combine_affine_steps(
+                    held, held_biases, held_scales, held_shifts, i, columns[i], WEIGHT_OFFSET, ACTIVATION
+                )
             else:
-                weight = load_parameter(weight_ptr, own + columns[i], col_masks[i], 1.0)
-            weight = add_weight_offset(weight, WEIGHT_OFFSET)
-            if ACTIVATION == "none":
-                bias = 0.0
-            elif HOLD_WEIGHT and bias_ptr is not None:
-                bias = widen(held_biases[i])
-            else:
-                bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
-            if scale_ptr is not None:
-                if HOLD_WEIGHT:
-                    factor = add_one(held_scales[i])
-                else:
-                    factor = 1.0 + load_parameter(scale_ptr, modulation + columns[i], col_masks[i], 0.0)
-                weight = weight * factor
-                if ACTIVATION != "none":
-                    bias = bias * factor
-            if ACTIVATION != "none" and shift_ptr is not None:
-                if HOLD_WEIGHT:
-                    bias = bias + widen(held_shifts[i])
-                else:
-                    bias = bias + load_parameter(shift_ptr, modulation + columns[i], col_masks[i], 0.0)
+                weight, bias = load_affine_steps(
+                    weight_ptr, bias_ptr, scale_ptr, shift_ptr, own, modulation, columns[i], col_masks[i],
+                    WEIGHT_OFFSET, ACTIVATION,
+                )  # fmt: skip
             dz = backpropagate_epilogue(
                 dys[i],
                 x_hat,

@@ -15,7 +15,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, compute_vector_width
 from fusednorm.jit.epilogue import activate, compute_transposed_keep_mask, differentiate_activation
-from fusednorm.jit.loads import add_residual, add_weight_offset, make_column_mask, widen
+from fusednorm.jit.loads import add_one, add_residual, add_weight_offset, make_column_mask, widen
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import MAX_VEC
 from fusednorm.ops.layer_norm.call import LayerNormCall
@@ -174,7 +174,7 @@ def compute_factor(weights, scales, i: tl.constexpr, BLOCK_C: tl.constexpr, WEIG
     if len(weights) > 0:
         factor = add_weight_offset(weights[i].to(tl.float32), WEIGHT_OFFSET)
     if len(scales) > 0:
-        factor = factor * (1.0 + scales[i].to(tl.float32))
+        factor = factor * add_one(scales[i])
     return factor[:, None]
 
 
@@ -185,7 +185,7 @@ def compute_addend(biases, scales, shifts, i: tl.constexpr, BLOCK_C: tl.constexp
     if len(biases) > 0:
         addend = biases[i].to(tl.float32)
         if len(scales) > 0:
-            addend = addend * (1.0 + scales[i].to(tl.float32))
+            addend = addend * add_one(scales[i])
     if len(shifts) > 0:
         addend = addend + shifts[i].to(tl.float32)
     return addend[:, None]

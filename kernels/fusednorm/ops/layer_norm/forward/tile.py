@@ -253,7 +253,7 @@ def _write_tile(
                 scale = scales[i]
             else:
                 scale = tl.load(scale_ptr + columns[i], mask=col_masks[i], other=0.0)
-            y = y * add_one(scale)
+            y = y * add_one(widen(scale))
         if shift_ptr is not None:
             if y_scale_ptr is None:
                 offset = shifts[i]

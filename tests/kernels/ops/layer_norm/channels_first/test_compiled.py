@@ -11,8 +11,8 @@ from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.channels_first import config_tables as tables
-from fusednorm.ops.layer_norm.channels_first.choices import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.checks import view_as_positions
+from fusednorm.ops.layer_norm.choices import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_as_array
 

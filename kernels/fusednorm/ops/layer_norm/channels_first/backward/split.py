@@ -41,7 +41,7 @@ class ChannelsFirstBackwardSplit:
     programs_per_sm: int
 
 
-def plan_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwardSplit) -> list[Launch]:
+def plan_channels_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwardSplit) -> list[Launch]:
     """Plan the launches for the sums of each position, dx and partial sums, and parameter gradients.
 
     The call has its statistics.
@@ -59,7 +59,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwa
         "num_warps": config.num_warps,
         **call.make_epilogue_constexprs(),
     }
-    inputs = (*call.tensors, *list_modulation_arguments(call), call.mean, call.rstd, sums)
+    inputs = (call.weight, call.bias, *list_modulation_arguments(call), call.mean, call.rstd, sums)
     scalars = (tiles.samples, *tiles.sizes, *call.options.epilogue_arguments)
     gradients = (*call.input_gradients, partials.dweight, partials.dbias, partials.dgate)
     apply_options = {
@@ -70,11 +70,16 @@ def plan_split_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwa
     }
     grids = (tiles.samples * tiles.tiles_per_sample,), (blocks * programs * shares,)
     return [
-        Launch(layer_norm_backward_channels_first_split_sums_kernel, grids[0], (*inputs, *scalars), options),
+        Launch(
+            layer_norm_backward_channels_first_split_sums_kernel,
+            grids[0],
+            (call.dy, call.x, call.residual, *inputs, *scalars),
+            options,
+        ),
         Launch(
             layer_norm_backward_channels_first_split_apply_kernel,
             grids[1],
-            (*inputs, *gradients, *scalars),
+            (*call.strided_inputs, *inputs, *gradients, *scalars),
             apply_options,
         ),
         *plan_partial_reduction(call, partials, resident),
@@ -115,7 +120,6 @@ def layer_norm_backward_channels_first_split_sums_kernel(
     dy_ptr,
     x_ptr,
     residual_ptr,
-    dresidual_out_ptr,
     weight_ptr,
     bias_ptr,
     scale_ptr,

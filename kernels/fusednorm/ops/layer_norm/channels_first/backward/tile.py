@@ -38,18 +38,14 @@ from fusednorm.ops.layer_norm.gradient_steps import store_input_gradients
 
 @dataclass(frozen=True, slots=True)
 class ChannelsFirstBackwardTile:
-    """A configuration in which each persistent program holds all channels of `block_p` positions at a time.
-
-    `stages` - 1 later tiles are loaded ahead into shared memory.
-    """
+    """A configuration in which each persistent program holds all channels of `block_p` positions at a time."""
 
     block_p: int
     num_warps: int
     programs_per_sm: int
-    stages: int = 1
 
 
-def plan_tile_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwardTile) -> list[Launch]:
+def plan_channels_tile_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwardTile) -> list[Launch]:
     """Plan the launch for dx and partial sums over tiles of positions, and the one for parameter gradients."""
     tiles = PositionTiles.of_call(call, config.block_p, *call.strided_inputs, *call.input_gradients)
     resident = call.multiprocessors * config.programs_per_sm
@@ -58,7 +54,6 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: ChannelsFirstBackwar
     options = {
         **tiles.make_channel_chunks(config.num_warps),
         "GROUP": tiles.group,
-        "STAGES": config.stages,
         "MODULATED": call.is_modulated,
         "EARLY_REDUCE": call.can_reduce_early,
         "IS_RMS": call.options.is_rms,
@@ -141,7 +136,6 @@ def layer_norm_backward_channels_first_tile_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr,
     MODULATED: tl.constexpr,
     EARLY_REDUCE: tl.constexpr,
     IS_RMS: tl.constexpr,
@@ -181,7 +175,7 @@ def layer_norm_backward_channels_first_tile_kernel(
         if dgate_partial_ptr is not None:
             dgates = dgates + (tl.zeros((BLOCK_C, BLOCK_P // GROUP), tl.float32),)
 
-    for tile in tl.range(first_tile, last_tile, step, num_stages=STAGES):
+    for tile in tl.range(first_tile, last_tile, step, num_stages=1):
         sample, first = locate_tile(tile, positions, BLOCK_P)
         position = first + tl.arange(0, BLOCK_P)[None, :]
         position_mask = make_column_mask(position, positions, EVEN_P)

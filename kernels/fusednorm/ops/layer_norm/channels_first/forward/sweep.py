@@ -30,7 +30,7 @@ class ChannelsFirstForwardSweep:
     num_warps: int
 
 
-def plan_sweep_forward(call: LayerNormForwardCall, config: ChannelsFirstForwardSweep) -> list[Launch]:
+def plan_channels_sweep_forward(call: LayerNormForwardCall, config: ChannelsFirstForwardSweep) -> list[Launch]:
     """Plan the launch of a pass over any number of channels; without a y it computes only mean and rstd."""
     y, residual_out, *_ = call.outputs
     tiles = PositionTiles.of_call(call, config.block_p, *call.strided_inputs, y, residual_out)

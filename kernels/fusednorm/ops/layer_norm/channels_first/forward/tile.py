@@ -36,7 +36,7 @@ class ChannelsFirstForwardTile:
     programs_per_sm: int
 
 
-def plan_tile_forward(call: LayerNormForwardCall, config: ChannelsFirstForwardTile) -> list[Launch]:
+def plan_channels_tile_forward(call: LayerNormForwardCall, config: ChannelsFirstForwardTile) -> list[Launch]:
     """Plan the launch of a pass whose channels fit a program."""
     y, residual_out, *_ = call.outputs
     tiles = PositionTiles.of_call(call, config.block_p, *call.strided_inputs, y, residual_out)
