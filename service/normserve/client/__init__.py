@@ -1,4 +1,4 @@
-"""The Python client: takes numpy arrays or torch tensors, and returns arrays of the same kind.
+"""The Python client: takes arrays of numpy, torch, JAX and other libraries, and returns arrays of the same kind.
 
     from normserve.client import Client
 

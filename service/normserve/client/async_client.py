@@ -50,9 +50,9 @@ def _make_method(
 class AsyncClient:
     """An asynchronous client of one server.
 
-    Its methods are coroutines that take numpy arrays, torch tensors or `HostTensor`s and return tensors of the
-    same kind.  A failed call that may succeed later is repeated as its `RetryPolicy` specifies.  Tasks may share a
-    client; close it, or use it in an `async with`.
+    Its methods are coroutines that take arrays of numpy, torch or any other library with DLPack, or `HostTensor`s,
+    and return tensors of the same kind.  A failed call that may succeed later is repeated as its `RetryPolicy`
+    specifies.  Tasks may share a client; close it, or use it in an `async with`.
 
     Examples:
         >>> import asyncio

@@ -48,9 +48,9 @@ def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client
 class Client:
     """A blocking client of one server.
 
-    Its methods take numpy arrays, torch tensors or `HostTensor`s and return tensors of the same kind.  A failed
-    call that may succeed later is repeated as its `RetryPolicy` specifies.  Threads may share a client; close it,
-    or use it in a `with`.
+    Its methods take arrays of numpy, torch or any other library with DLPack, or `HostTensor`s, and return tensors
+    of the same kind.  A failed call that may succeed later is repeated as its `RetryPolicy` specifies.  Threads may
+    share a client; close it, or use it in a `with`.
 
     Examples:
         >>> import numpy as np

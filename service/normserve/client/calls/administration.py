@@ -31,8 +31,8 @@ def put_layer(
     Args:
         name: one to 128 of the characters A-Z a-z 0-9 . _ - and neither "." nor "..".
         op: "layer_norm", "rms_norm" or "group_norm".
-        weight: [N], or [H, N] for a separate weight per head; [C] for group_norm: a numpy array, torch tensor (of
-            a CPU or a GPU) or `HostTensor`, float32, float16 or bfloat16.
+        weight: [N], or [H, N] for a separate weight per head; [C] for group_norm: an array of any library (on a
+            CPU or a GPU) or a `HostTensor`, float32, float16 or bfloat16.
         bias: of weight's shape, any of these dtypes; None (default) for zeros; not for rms_norm.
         eps: added to the variance; None (default) for 1e-5, for rms_norm 1e-6.
         num_groups: for group_norm, which requires it: divides C.

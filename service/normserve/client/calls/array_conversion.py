@@ -1,4 +1,4 @@
-"""Conversion of numpy arrays and torch tensors to and from `HostTensor`.
+"""Conversion of numpy arrays, torch tensors and arrays of other libraries to and from `HostTensor`.
 
 A `HostTensor` is accepted in place of an array as well.  CUDA tensors are copied to host memory only for
 transports that need their bytes there.  torch is imported only for results on a device: a caller that passes torch
@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
+from normserve.client.calls.foreign_arrays import make_foreign_array, view_foreign_array
 from normserve.memory.tensors import FLOATS, DType, HostTensor
 
 _FLOATS = {dtype.value: dtype for dtype in FLOATS}
@@ -27,7 +28,7 @@ _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 class TensorLike(Protocol):
-    """The type of array arguments, for type checkers: a numpy array, a torch tensor or a `HostTensor`.
+    """The type of array arguments, for type checkers: an array of any library, or a `HostTensor`.
 
     Anything with a shape and a dtype matches; `describe_array` checks the actual type.
     """
@@ -53,15 +54,18 @@ def describe_array(name: str, value: object) -> HostTensor:
     Args: name: the argument's name, for the error's message.
 
     Raises:
-        TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.
+        TypeError: it is no array, or of no element type of the API.
     """
     if isinstance(value, HostTensor):
         return value
-    if _is_torch_tensor(value):
-        return _describe_torch(name, value)
-    if isinstance(value, np.ndarray):
-        return _describe_numpy(name, value)
-    raise TypeError(f"{name} must be a numpy array or a torch tensor, got {type(value).__name__}")
+    if is_foreign_array(value):
+        value = view_foreign_array(name, value)
+    return _describe_numpy(name, value) if isinstance(value, np.ndarray) else _describe_torch(name, value)
+
+
+def is_foreign_array(value: object) -> bool:
+    """Return whether a value, if it is an array, is one of another library than numpy and torch."""
+    return not (isinstance(value, np.ndarray | HostTensor) or _is_torch_tensor(value))
 
 
 def convert_tensor(tensor: HostTensor, like: T) -> T:
@@ -74,7 +78,12 @@ def convert_tensor(tensor: HostTensor, like: T) -> T:
     """
     if isinstance(like, HostTensor):
         return cast(T, tensor)
-    return cast(T, _convert_to_torch(tensor, like) if _is_torch_tensor(like) else _convert_to_numpy(tensor))
+    if _is_torch_tensor(like):
+        return cast(T, _convert_to_torch(tensor, like))
+    if isinstance(like, np.ndarray):
+        return cast(T, _convert_to_numpy(tensor))
+    there = tensor.view_tensor if isinstance(tensor, TorchCudaTensor) else _convert_to_numpy(tensor)
+    return cast(T, make_foreign_array(there, like))
 
 
 def parse_dtype(dtype: object) -> tuple[DType, bool]:
@@ -88,10 +97,20 @@ def parse_dtype(dtype: object) -> tuple[DType, bool]:
     """
     if isinstance(dtype, DType):
         return dtype, False
+    return _find_dtype("dtype", name_dtype(dtype)), str(dtype).startswith("torch.")
+
+
+def name_dtype(dtype: object) -> str:
+    """Return the name of a dtype that is given by name, as torch's, or as numpy's or its scalar type.
+
+    Raises:
+        TypeError: it is no dtype.
+    """
     name = str(dtype)
-    if name.startswith("torch."):
-        return _find_dtype("dtype", name.removeprefix("torch.")), True
-    return _find_dtype("dtype", name if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name), False
+    if isinstance(dtype, str) or name.startswith("torch."):
+        return name.removeprefix("torch.")
+    found: np.dtype[Any] = np.dtype(cast(Any, dtype))
+    return found.name
 
 
 def make_array(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
@@ -141,14 +160,14 @@ def make_device_tensor(device: object, dtype: DType, shape: tuple[int, ...]) -> 
 
 
 def check_dtype_support(like: object, dtype: str) -> None:
-    """Raise TypeError if `like` is a numpy array and numpy lacks the dtype that is requested for a result.
+    """Raise TypeError if a result would be made by numpy and numpy lacks its dtype.
 
-    It is called before a request is sent, whose result could not be converted to numpy.
+    It is called before a request is sent, whose result could not be converted.
 
     Raises:
-        TypeError: `like` is a numpy array, and numpy has no such type.
+        TypeError: `like` is neither torch's nor a `HostTensor`, and numpy has no such type.
     """
-    if isinstance(like, np.ndarray) and dtype in _NOT_OF_NUMPY:
+    if dtype in _NOT_OF_NUMPY and not (isinstance(like, HostTensor) or _is_torch_tensor(like)):
         get_numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 

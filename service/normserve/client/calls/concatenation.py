@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from normserve.client.calls.array_conversion import is_foreign_array
+from normserve.client.calls.foreign_arrays import make_foreign_array, view_foreign_array
+from normserve.client.calls.operation_calls import get_first_tensor
 from normserve.codec.api_names import OF_ROWS, OF_SAMPLES, PARAMETER_GRADIENTS
 
 R = TypeVar("R")
@@ -56,10 +59,22 @@ class TensorListCall:
         """Args: build: the operation that the arguments belong to.
 
         Raises:
-            TypeError: they are not the operation's.
+            TypeError: they are not the operation's, or one is no array.
             ValueError: tensors cannot be joined.
         """
         self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
+        get_first_tensor(self._arguments["x"])
+        # The first array of each list that has arrays of another library.
+        self._foreign: dict[str, object] = {}
+        for name in OF_ROWS & self._arguments.keys():
+            parts = self._arguments[name]
+            if type(parts) in SEVERAL and any(map(is_foreign_array, parts)):
+                if is_foreign_array(parts[0]):
+                    self._foreign[name] = parts[0]
+                self._arguments[name] = [
+                    view_foreign_array(f"{name}.{number}", part) if is_foreign_array(part) else part
+                    for number, part in enumerate(parts)
+                ]
         self._row_counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
     def iterate_plans(self) -> Iterator[tuple[str, ConcatenationPlan]]:
@@ -96,15 +111,22 @@ class TensorListCall:
     def split_result(self, result: R) -> R:
         """Split each concatenated tensor of a result into a list of views, one for each tensor in the list x.
 
-        The timing and the gradients of weight and bias, which all tensors share, stay as they are.
+        Views are arrays of the library of the tensors that they belong to.  The timing and the gradients of weight
+        and bias, which all tensors share, stay as they are.
         """
         ends = list(accumulate(self._row_counts, initial=0))
         untyped_result: Any = result
         lists = {
-            field.name: [value[start:stop] for start, stop in pairwise(ends)]
+            field.name: [self._convert_view(field.name, value[start:stop]) for start, stop in pairwise(ends)]
             for field in dataclasses.fields(untyped_result)
             if field.name not in (*PARAMETER_GRADIENTS, "timing")
             and (value := getattr(untyped_result, field.name)) is not None
         }
         divided: R = dataclasses.replace(untyped_result, **lists)
         return divided
+
+    def _convert_view(self, name: str, view: Any) -> Any:
+        """Convert a result to the library of x; a gradient to that of the argument that it belongs to."""
+        owner = name.removeprefix("d") if name.startswith("d") else "x"
+        like = self._foreign.get(owner)
+        return view if like is None else make_foreign_array(view, like)

@@ -33,15 +33,15 @@ def make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall
     Results have x's kind of array and device; `arguments` are all arguments of the public function, by name.
     """
     tensors, params = _split_arguments(arguments)
+    like = get_first_tensor(x)
+    sent = describe_tensors(tensors)
     if "out_dtype" in params:
-        params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
-        array_conversion.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
-
-    sent, query = describe_tensors(tensors), make_query(params)
+        params["out_dtype"] = array_conversion.name_dtype(params["out_dtype"])
+        array_conversion.check_dtype_support(like, str(params["out_dtype"]))
+    query = make_query(params)
     expected = expected_results.expect_forward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> ForwardResult[T]:
-        like = _get_first_tensor(x)
         found = _group_numbered(
             {
                 name: array_conversion.convert_tensor(tensor, like)
@@ -62,13 +62,13 @@ def make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
     Gradients of a registered layer's parameters have x's kind of array and device.
     """
     tensors, params = _split_arguments(arguments)
+    like = get_first_tensor(x)
     sent, query = describe_tensors(tensors), make_query(params)
     expected = expected_results.expect_backward(op, sent, query)
 
     def read_result(answer: ApiResponse) -> BackwardResult[T]:
         results = _read_checked_tensors(answer, expected)
         try:
-            like = _get_first_tensor(x)
             found = _group_numbered(
                 {
                     name: array_conversion.convert_tensor(tensor, _find_gradient_source(name, like, tensors))
@@ -85,8 +85,14 @@ def make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
     )
 
 
-def _get_first_tensor(x: T) -> Any:
-    """Return x, or the first tensor where x is a list of several."""
+def get_first_tensor(x: T) -> Any:
+    """Return x, or the first tensor where x is a list of several.
+
+    Raises:
+        TypeError: x is None, or a list without tensors.
+    """
+    if x is None or (isinstance(x, list | tuple) and not x):
+        raise TypeError(f"x must be an array or a list of at least one array, got {x}")
     return x[0] if isinstance(x, list | tuple) else x
 
 

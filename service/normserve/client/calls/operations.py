@@ -43,10 +43,10 @@ def layer_norm(
     awaited.
 
     Args:
-        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: a numpy array, torch
-            tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters, differ
-            only in the size of the first axis and have at least two axes: then every argument with a value per row
-            is a list, too, and so are such results.
+        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: an array of any library
+            (on a CPU or a GPU) or a `HostTensor`.  Or a list of such tensors that share parameters, differ only in
+            the size of the first axis and have at least two axes: then every argument with a value per row is a
+            list, too, and so are such results.
         weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
             [..., H, N].  [C] with layout="nchw".
         bias: [N] or [H, N], or [C] with layout="nchw", any of these dtypes; None (default) for zeros.
@@ -65,9 +65,9 @@ def layer_norm(
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only with
-            channels that are last and without parameters per head, adds a `scale` per row to the result.  numpy x:
-            needs ml_dtypes for bfloat16 and float8.
+        out_dtype: y's dtype, by name, of numpy or of torch; None (default) for x's.  "float8_e4m3fn", only with
+            channels that are last and without parameters per head, adds a `scale` per row to the result.  bfloat16
+            and float8 need ml_dtypes, except for a torch x.
         stats: whether to return `mean` and `rstd`, float32 [...], or [B, *spatial] with layout="nchw", too; False
             by default.
         layer: name of a registered layer, in place of weight, bias, eps, weight_offset, activation and
@@ -126,10 +126,10 @@ def rms_norm(
     weight + weight_offset.  The method of `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
-        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: a numpy array, torch
-            tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters, differ
-            only in the size of the first axis and have at least two axes: then every argument with a value per row
-            is a list, too, and so are such results.
+        x: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16: an array of any library
+            (on a CPU or a GPU) or a `HostTensor`.  Or a list of such tensors that share parameters, differ only in
+            the size of the first axis and have at least two axes: then every argument with a value per row is a
+            list, too, and so are such results.
         weight: [N], any of these dtypes; None (default) for ones.  [H, N] for a separate weight per head of x
             [..., H, N].  [C] with layout="nchw".
         layout: "nhwc" (default) for a norm over the last axis of x; "nchw" for one over the channels of x [B, C,
@@ -147,9 +147,9 @@ def rms_norm(
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, by name or of torch; None (default) for x's.  "float8_e4m3fn", only with
-            channels that are last and without parameters per head, adds a `scale` per row to the result.  numpy x:
-            needs ml_dtypes for bfloat16 and float8.
+        out_dtype: y's dtype, by name, of numpy or of torch; None (default) for x's.  "float8_e4m3fn", only with
+            channels that are last and without parameters per head, adds a `scale` per row to the result.  bfloat16
+            and float8 need ml_dtypes, except for a torch x.
         stats: whether to return `rstd`, float32 [...], or [B, *spatial] with layout="nchw", too; False by default.
         layer: name of a registered layer, in place of weight, eps, weight_offset, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -206,10 +206,10 @@ def group_norm(
     `AsyncClient` is a coroutine with these arguments, to be awaited.
 
     Args:
-        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", float32, float16 or bfloat16: a numpy array,
-            torch tensor (of a CPU or a GPU) or `HostTensor`.  Or a list of such tensors that share parameters,
-            differ only in the size of the first axis and have at least two axes: then every argument with a value
-            per sample is a list, too, and so are such results.
+        x: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", float32, float16 or bfloat16: an array of any
+            library (on a CPU or a GPU) or a `HostTensor`.  Or a list of such tensors that share parameters, differ
+            only in the size of the first axis and have at least two axes: then every argument with a value per
+            sample is a list, too, and so are such results.
         num_groups: divides C; None (default) only with `layer`.
         weight, bias: [C], any of these dtypes; None (default) for ones and zeros.
         layout: "nchw" (default) or "nhwc": the position of the channel axis in x.
@@ -221,8 +221,8 @@ def group_norm(
         negative_slope: leaky_relu's factor of negative values, finite; 0.01 by default.  Only it takes another.
         dropout: probability of a zero, in [0, 1); 0 by default.
         seed: int64, determines the mask of dropout, and is required with it.
-        out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
-            for a numpy x needs ml_dtypes.
+        out_dtype: y's dtype, float32, float16 or bfloat16, by name, of numpy or of torch; None (default) for x's.
+            bfloat16 needs ml_dtypes, except for a torch x.
         stats: whether to return `mean` and `rstd`, float32 [B, num_groups], too; False by default.
         layer: name of a registered layer, in place of num_groups, weight, bias, eps, activation and negative_slope.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
@@ -270,7 +270,7 @@ def layer_norm_chain(
     these arguments, to be awaited.
 
     Args:
-        x: [..., N], float32, float16 or bfloat16: a numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.
+        x: [..., N], float32, float16 or bfloat16: an array of any library (on a CPU or a GPU) or a `HostTensor`.
             Or a list of such tensors that differ only in the size of the first axis and have at least two axes;
             then y is a list, too.
         weights: of 1 to 8 norms, each [N], any of these dtypes; None, or a shorter sequence, for norms without a
@@ -278,8 +278,8 @@ def layer_norm_chain(
         biases: of the same norms, each [N], any of these dtypes; None, or a shorter sequence, for norms without a
             bias.
         eps: added to each variance; above 0; None (default) for 1e-5.
-        out_dtype: y's dtype, float32, float16 or bfloat16, by name or of torch; None (default) for x's.  bfloat16
-            for a numpy x needs ml_dtypes.
+        out_dtype: y's dtype, float32, float16 or bfloat16, by name, of numpy or of torch; None (default) for x's.
+            bfloat16 needs ml_dtypes, except for a torch x.
         layers: names of registered layers of layer_norm, of one size and eps, in place of weights, biases and eps.
         timeout_ms: milliseconds from the request's arrival at the server in which execution must begin; None
             (default) for the default limit of the server.
@@ -344,8 +344,8 @@ def layer_norm_backward(
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
-        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, a
-            numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each
+        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, an
+            array of any library (on a CPU or a GPU) or a `HostTensor`.  A list if forward had one; then each
             argument with a value per row is a list, too.
         weight, bias: the forward call's: [N] or [H, N], or [C] with layout="nchw"; None (default) for none.
         layout: the forward call's: "nhwc" (default) or "nchw", the position of the channel axis in x.
@@ -420,8 +420,8 @@ def rms_norm_backward(
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
-        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, a
-            numpy array, torch tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each
+        x: the forward call's: [..., N], or [B, C, *spatial] with layout="nchw", float32, float16 or bfloat16, an
+            array of any library (on a CPU or a GPU) or a `HostTensor`.  A list if forward had one; then each
             argument with a value per row is a list, too.
         weight: the forward call's: [N] or [H, N], or [C] with layout="nchw"; None (default) for none.
         layout: the forward call's: "nhwc" (default) or "nchw", the position of the channel axis in x.
@@ -496,9 +496,9 @@ def group_norm_backward(
 
     Args:
         dy: gradient of y: x's shape, float32, float16 or bfloat16; a list if x is a list.
-        x: the forward call's: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", a numpy array, torch
-            tensor (of a CPU or a GPU) or `HostTensor`.  A list if forward had one; then each argument with a value
-            per sample is a list, too.
+        x: the forward call's: [B, C, *spatial], or [B, *spatial, C] with layout="nhwc", an array of any library
+            (on a CPU or a GPU) or a `HostTensor`.  A list if forward had one; then each argument with a value per
+            sample is a list, too.
         num_groups: divides C; None (default) only with `layer`.
         weight, bias: the forward call's: [C], or None (default).
         layout: "nchw" (default) or "nhwc": the position of the channel axis in x.

@@ -1,7 +1,7 @@
 """The device memory that a server offers to a connection, divided into blocks by the client alone.
 
 A block returns after its last view, once the stream that was current at the end of that view is found idle: until
-then, kernels may still read or write the memory.
+then, kernels may still read or write the memory.  Where other libraries have views, too, the device must be idle.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from normserve.client.calls.foreign_arrays import EXPORTED_DEVICES
 from normserve.client.local.allocator import ArenaAllocator, HostArena, MappedSegment
 from normserve.codec.local_messages import SegmentRange
 from normserve.memory.device_segments import DeviceMemoryError, DeviceSegment, ShareableDevice
@@ -30,6 +31,9 @@ _UNKNOWN = object()
 
 # Of a stream: its number, the index of its device and the type of that, as torch has them.
 _StreamKey = tuple[int, int, int]
+
+# In place of a stream: kernels of any stream may use the range, also of one that torch does not know.
+_ANY_STREAM = (0, 0, 0)
 
 
 class DeviceBlock:
@@ -207,10 +211,12 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             if key is None:
                 # A replay of the graph that is being captured uses this memory.
                 return
+            if self.ordinal in EXPORTED_DEVICES:
+                key = _ANY_STREAM
             if self._on_empty is None:
                 self._pending_returns.append((place, key))
                 return
-            self._get_or_make_stream(key).synchronize()
+            self._synchronise(key)
         except Exception:
             # The process ends, or the device has failed: the range may still be in use.
             return
@@ -224,7 +230,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         with self._lock:
             dying = self._take_pending_returns()
             for key in {key for _, key in dying}:
-                self._get_or_make_stream(key).synchronize()
+                self._synchronise(key)
             self._returned_ranges.extend(place for place, _ in dying)
         super().call_when_empty(then)
 
@@ -237,9 +243,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         """Free the queued ranges whose streams are idle; ranges whose streams are still busy stay queued."""
         if self._pending_returns:
             dying = self._take_pending_returns()
-            self._return_idle(
-                dying, {key: self._get_or_make_stream(key).query() for key in {key for _, key in dying}}
-            )
+            self._return_idle(dying, {key: self._is_idle(key) for key in {key for _, key in dying}})
         super()._collect_returned()
 
     def _take_pending_returns(self) -> list[tuple[SegmentRange, _StreamKey]]:
@@ -259,6 +263,20 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
                 self._returned_ranges.append(place)
             else:
                 self._pending_returns.append((place, key))
+
+    def _is_idle(self, key: _StreamKey) -> bool:
+        """Return whether a stream is idle.  For any stream the answer is yes, after waiting for the device."""
+        if key != _ANY_STREAM:
+            return bool(self._get_or_make_stream(key).query())
+        self._synchronise(key)
+        return True
+
+    def _synchronise(self, key: _StreamKey) -> None:
+        """Wait until a stream has finished its work; for any stream, until the device has."""
+        if key == _ANY_STREAM:
+            self._torch.cuda.synchronize(self.ordinal)
+        else:
+            self._get_or_make_stream(key).synchronize()
 
     def _get_stream_key_unless_capturing(self) -> _StreamKey | None:
         """Return the key of this thread's current stream; None while a CUDA graph is captured on the stream."""

@@ -69,7 +69,6 @@ def test_contiguous_memory_is_not_copied():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "x.0 must be a numpy array or a torch tensor, got float"),
         (np.zeros(2), r"float32, float16, bfloat16, got float64; x\.astype\(np\.float32\) converts it"),
         (np.zeros(2, np.int32), "got int32"),
         (torch.zeros(2, dtype=torch.float64), "got float64"),

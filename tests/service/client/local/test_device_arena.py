@@ -255,3 +255,27 @@ def test_answers_that_lie(arena, located):
     unknown = frames.LocalResponse(200, results={"z": frames.TensorReference(3, 0, "float32", (4,))})
     with pytest.raises(UnexpectedAnswerError):
         make_device_response(unknown, arena, prepared.result_blocks).read_tensors()
+
+
+def test_a_place_that_another_library_may_read_waits_for_the_whole_device(arena, fake, monkeypatch):
+    monkeypatch.setattr(device_arena, "EXPORTED_DEVICES", {arena.ordinal})
+    before = fake.synchronised
+    block = taken(arena, GRANULARITY)
+    del block
+    assert fake.synchronised == before
+    assert arena.allocate(GRANULARITY) is not None
+    assert fake.synchronised == before + 1
+
+
+def test_the_end_waits_for_the_whole_device_if_another_library_may_read(arena, fake, monkeypatch):
+    monkeypatch.setattr(device_arena, "EXPORTED_DEVICES", {arena.ordinal})
+    ended = []
+    before = fake.synchronised
+    early, late = taken(arena, 64), taken(arena, 64)
+    del early
+    arena.call_when_empty(lambda: ended.append(True))
+    assert fake.synchronised == before + 1
+    assert not ended
+    del late
+    assert ended
+    assert fake.synchronised == before + 2
