@@ -26,6 +26,7 @@ from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.cpu import plain_norms
 from fusednorm.devices.device_properties import HAS_TRITON, INTERPRETED, make_missing_triton_error
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import check_tensors
 
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
@@ -56,7 +57,7 @@ def layer_norm(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -82,7 +83,7 @@ def layer_norm(
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
             these dtypes; None (default) for zeros.  Both have one shape.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -119,7 +120,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -144,7 +145,7 @@ def rms_norm(
         scale, shift: one row for each sample of x, or for each of its leading axes: x.shape[:k] and the last axis,
             with axes of one element between or without ([N, cols] or [N, 1, cols] for x [N, tokens, cols]), any of
             these dtypes; None (default) for zeros.  Both have one shape.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -181,7 +182,7 @@ def group_norm(
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -203,7 +204,7 @@ def group_norm(
         bias: [C], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
         scale, shift: [N, C], any of these dtypes; None (default) for zeros.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout of x.
@@ -241,7 +242,7 @@ def add_layer_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -270,7 +271,7 @@ def add_layer_norm(
             these dtypes; None (default) for zeros.
         gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
             have one shape.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -309,7 +310,7 @@ def add_rms_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -337,7 +338,7 @@ def add_rms_norm(
             these dtypes; None (default) for zeros.
         gate: the factor of x, shaped as scale, any of these dtypes; None (default) for ones.  Scale, shift and gate
             have one shape.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, determines the mask of dropout; None (default) draws a seed from torch's CPU generator.
@@ -376,7 +377,7 @@ def add_group_norm(
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -399,7 +400,7 @@ def add_group_norm(
         bias: [C], any of these dtypes; None (default) for zeros.
         eps: added to the variance; at least 0 and finite; default 1e-5.
         scale, shift: [N, C], any of these dtypes; None (default) for zeros.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout of x.
@@ -436,6 +437,8 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     residual the sum has no meaning.  A call that torch traces, transforms or observes goes to the registered
     operator, any other one directly to its pass.
     """
+    if values[4] is None:
+        values = (*values[:4], "none", *values[5:])
     extension = get_extension() if HAS_TRITON and not is_compiling() else None
     if extension is not None and can_bypass_triton():
         made: tuple[Tensor, Any] | None = extension.run_differentiable(values, encode_policy(), *tensors)
@@ -444,9 +447,12 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
         if is_replayable(values):
             _define_extension_call(extension, values)
     x, _, _, residual, *_ = tensors
+    observed = is_observed(*tensors)
+    if observed or x is None:
+        # Also calls with an argument of another type are observed.
+        check_tensors(NormInputs._fields, tensors)
     if x.is_nested:
         return compute_nested_norm(_dispatch_norm, NormOptions._make(values), NormInputs._make(tensors))
-    observed = is_observed(*tensors)
     differentiated = not observed and is_differentiated(*tensors)
     if x.is_cpu and not observed and residual is None and (values[3:6], values[7]) == _PLAIN and x.numel():
         norm = (

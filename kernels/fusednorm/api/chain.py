@@ -79,7 +79,7 @@ def layer_norm_chain(
         raise KernelInputError(f"weights must hold 1 to {MAX_NORMS} norms, got {len(weights)}")
     if len(biases) != len(weights):
         raise KernelInputError(f"biases must be as many as weights, {len(weights)}, got {len(biases)}")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in inputs):
         raise KernelInputError("layer_norm_chain has no derivative: call it under torch.no_grad()")
     given = None if out is None else Forward(out)
     repeated = CHAIN.try_replay(inputs, options, given)

@@ -33,7 +33,7 @@ def group_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -64,7 +64,7 @@ def group_norm_forward(
         scale: [N, C], any of these dtypes, or None (default) for zeros; each sample's channels contiguous.
         shift: [N, C], any of these dtypes, or None (default) for zeros; with scale's stride between samples: both
             may be halves of one [N, 2 * C].
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  The mask counts a sample's elements in memory
             order, so it depends on the layout.
@@ -143,7 +143,7 @@ def group_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,

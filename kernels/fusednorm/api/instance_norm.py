@@ -11,6 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fusednorm.api.autograd import group_norm
 from fusednorm.api.modules import ActivationMixin
 from fusednorm.arguments.checks import ActivationName
+from fusednorm.tensors.arrays import check_tensors
 
 
 def instance_norm(
@@ -21,7 +22,7 @@ def instance_norm(
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -43,7 +44,7 @@ def instance_norm(
         eps: added to the variance; at least 0 and finite; default 1e-5.
         scale: [N, C], any of these dtypes; None (default) for zeros.
         shift: [N, C], any of these dtypes; None (default) for zeros.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout of x.
@@ -67,6 +68,7 @@ def instance_norm(
         >>> y.shape, x.grad.shape
         (torch.Size([2, 32, 8, 8, 8]), torch.Size([2, 32, 8, 8, 8]))
     """
+    check_tensors(("x",), (x,))
     # An x without channels is refused for its shape, whatever the groups are.
     groups = x.shape[1] if x.dim() > 1 else 1
     return group_norm(
@@ -116,7 +118,7 @@ class _InstanceNormModule(ActivationMixin, _InstanceNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = 0.01,
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}
@@ -170,8 +172,8 @@ class InstanceNorm1d(_InstanceNormModule, nn.InstanceNorm1d):
         device, dtype: of the parameters; None (default) for torch's defaults.
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose InstanceNorm1d has
             this argument (2.13).
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     The input of a call is [N, C, L], or [C, L] without a batch, in float32, float16 or bfloat16, on the
@@ -213,8 +215,8 @@ class InstanceNorm2d(_InstanceNormModule, nn.InstanceNorm2d):
         device, dtype: of the parameters; None (default) for torch's defaults.
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose InstanceNorm2d has
             this argument (2.13).
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     The input of a call is [N, C, H, W], or [C, H, W] without a batch, in float32, float16 or bfloat16, on the
@@ -256,8 +258,8 @@ class InstanceNorm3d(_InstanceNormModule, nn.InstanceNorm3d):
         device, dtype: of the parameters; None (default) for torch's defaults.
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose InstanceNorm3d has
             this argument (2.13).
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     The input of a call is [N, C, D, H, W], or [C, D, H, W] without a batch, in float32, float16 or bfloat16, on the

@@ -36,7 +36,7 @@ def layer_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -71,7 +71,7 @@ def layer_norm_forward(
             without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -123,7 +123,7 @@ def rms_norm_forward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -156,7 +156,7 @@ def rms_norm_forward(
             without, any of these dtypes; None (default) for zeros.  Not with parameters of each head.
         gate: the factor of x in each sample, shaped as scale, any of these dtypes; None (default) for ones.  It
             needs a residual.  Scale, shift and gate have one shape, and one stride between samples.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
@@ -213,7 +213,7 @@ def layer_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -294,7 +294,7 @@ def rms_norm_backward(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | None = None,

@@ -9,6 +9,7 @@ from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
 from fusednorm.arguments.checks import LayoutName
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
+from fusednorm.tensors.arrays import check_tensors
 
 AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
 """Whether CUDA's autocast casts rms_norm, as in newer versions of torch."""
@@ -52,9 +53,13 @@ def compute_layer_norm_over_shape(
     if layout is not None:
         _check_normalized_channels(x, normalized_shape)
         return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, layout=layout, **options)
-    # Most shapes have one axis; then the function checks x against the weight.
+    # Most shapes have one axis; then the function checks x against the weight, which costs the host nothing here.
     if len(normalized_shape) == 1 and weight is not None:
-        return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, **options)
+        try:
+            return layer_norm(x, weight, bias, eps, scale=scale, shift=shift, **options)
+        except KernelInputError:
+            _check_normalized_axes("x", x, normalized_shape)
+            raise
     rows = _flatten_normalized_axes("x", x, normalized_shape)
     scale, shift = (
         each if each is None else _flatten_normalized_axes(name, each, normalized_shape)
@@ -97,7 +102,11 @@ def compute_rms_norm_module(
         _check_normalized_channels(x, normalized_shape)
         return rms_norm(x, weight, eps, scale=scale, shift=shift, layout=layout, **options)
     if len(normalized_shape) == 1 and weight is not None:
-        return rms_norm(x, weight, eps, scale=scale, shift=shift, **options)
+        try:
+            return rms_norm(x, weight, eps, scale=scale, shift=shift, **options)
+        except KernelInputError:
+            _check_normalized_axes("x", x, normalized_shape)
+            raise
     rows = _flatten_normalized_axes("x", x, normalized_shape)
     scale, shift = (
         each if each is None else _flatten_normalized_axes(name, each, normalized_shape)
@@ -187,13 +196,19 @@ def _flatten_normalized_axes(name: str, x: Tensor, normalized_shape: tuple[int, 
     Raises:
         KernelInputError: the tensor has another shape, or normalized_shape has no axes.
     """
+    _check_normalized_axes(name, x, normalized_shape)
+    return x.flatten(-len(normalized_shape))
+
+
+def _check_normalized_axes(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> None:
+    """Raise KernelInputError unless a tensor ends in the sizes normalized_shape, of at least one axis."""
+    check_tensors((name,), (x,))
     axes = len(normalized_shape)
     if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
         raise KernelInputError(
             f"{name} must end in normalized_shape {list(normalized_shape)}, of at least one axis, "
             f"got {list(x.shape)}"
         )
-    return x.flatten(-axes)
 
 
 def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:

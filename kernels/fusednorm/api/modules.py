@@ -17,9 +17,9 @@ from fusednorm.arguments.checks import (
     DEFAULT_SLOPE,
     ActivationName,
     LayoutName,
-    check_activation,
     check_layout,
     check_weight_offset,
+    validate_activation,
     validate_negative_slope,
 )
 from fusednorm.errors import KernelInputError
@@ -37,11 +37,11 @@ class ActivationMixin(nn.Module):
     #: leaky_relu's factor of negative values; here for modules that an earlier version pickled.
     negative_slope: float = DEFAULT_SLOPE
 
-    def __init__(self, *args: Any, activation: ActivationName, negative_slope: float, **kwargs: Any) -> None:
-        check_activation(activation)
-        slope = validate_negative_slope(negative_slope, activation)
+    def __init__(self, *args: Any, activation: ActivationName | None, negative_slope: float, **kwargs: Any) -> None:
+        name = validate_activation(activation)
+        slope = validate_negative_slope(negative_slope, name)
         super().__init__(*args, **kwargs)
-        self.activation, self.negative_slope = activation, slope
+        self.activation, self.negative_slope = name, slope
 
     def extra_repr(self) -> str:
         """Return torch's text, followed by the options that torch's module does not have.
@@ -96,8 +96,8 @@ class LayerNorm(_RowNormMixin, nn.LayerNorm):
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         bias: whether there is a bias beside the weight; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
@@ -124,7 +124,7 @@ class LayerNorm(_RowNormMixin, nn.LayerNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = 0.01,
         weight_offset: float = 0.0,
         layout: LayoutName | None = None,
@@ -201,8 +201,8 @@ class RMSNorm(_RowNormMixin, nn.RMSNorm):
             16-bit x.
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
@@ -228,7 +228,7 @@ class RMSNorm(_RowNormMixin, nn.RMSNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = 0.01,
         weight_offset: float = 0.0,
         layout: LayoutName | None = None,
@@ -304,8 +304,8 @@ class GroupNorm(ActivationMixin, nn.GroupNorm):
         device, dtype: of the parameters; None (default) for torch's defaults.
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
             this argument (2.13).
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     Raises:
@@ -330,7 +330,7 @@ class GroupNorm(ActivationMixin, nn.GroupNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = 0.01,
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}

@@ -39,7 +39,7 @@ def warmup(
     scale: bool = False,
     shift: bool = False,
     gate: bool = False,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     dropout: float = 0.0,
     backward: bool = True,
     device: torch.device | None = None,
@@ -60,7 +60,7 @@ def warmup(
         parameter_dtype: dtype of weight, bias, scale, shift and gate; None (default) for `dtype`.
         residual: whether calls have a residual, of `dtype`; default False.
         scale, shift, gate: whether calls have them; default False.  A gate needs a residual.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
             kernels of "leaky_relu" serve any negative_slope.
         dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
         backward: whether to compile the backward passes too; default True.
@@ -115,7 +115,7 @@ def warmup_group_norm(
     scale: bool = False,
     shift: bool = False,
     residual: bool = False,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     dropout: float = 0.0,
     backward: bool = True,
     device: torch.device | None = None,
@@ -136,7 +136,7 @@ def warmup_group_norm(
         parameter_dtype: dtype of weight, bias, scale and shift; None (default) for `dtype`.
         scale, shift: whether calls have them; default False.
         residual: whether calls have a residual, of `dtype`; default False.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh"; the
             kernels of "leaky_relu" serve any negative_slope.
         dropout: probability of a zero, in [0, 1); only whether it is 0 (default) matters here.
         backward: whether to compile the backward passes too; default True.

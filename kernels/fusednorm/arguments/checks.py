@@ -6,7 +6,7 @@ They read descriptions of arrays; `tensors.arrays` checks what only tensors have
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from fusednorm.arguments.arrays import FLOAT_DTYPES, Array, contiguous_strides, merge_axes
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
@@ -34,10 +34,17 @@ MAX_HEADS = 65535
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-def check_activation(name: str) -> None:
-    """Raise KernelInputError unless there is an activation of that name."""
+def validate_activation(name: str | None) -> ActivationName:
+    """Check the name of an activation and return it, "none" for None.
+
+    Raises:
+        KernelInputError: there is no activation of that name.
+    """
+    if name is None:
+        return "none"
     if not (isinstance(name, str) and name in ACTIVATIONS):
         raise KernelInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return cast(ActivationName, name)
 
 
 def validate_negative_slope(negative_slope: float, activation: str) -> float:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from fusednorm.arguments.checks import (
     DEFAULT_SLOPE,
-    check_activation,
     check_dropout,
     check_layout,
+    validate_activation,
     validate_eps,
     validate_negative_slope,
 )
@@ -21,7 +21,7 @@ _OF_ROWS = dict.fromkeys(("weight_offset", "layout"), ROW_OPERATIONS)
 _OPERATIONS_WITH = {"num_groups": ("group_norm",), **_OF_ROWS, **OPERATIONS_WITH}
 """The operations that have each option or tensor; a name that is not listed belongs to all operations."""
 
-OptionValues = tuple[str, int, float, float, str, float, int | None, float, str | None]
+OptionValues = tuple[str, int, float, float, str | None, float, int | None, float, str | None]
 """The values of `NormOptions` in their order, equal to it as a key.
 
 A replayed call needs no more; a named tuple would cost the host 0.5 us.
@@ -88,20 +88,20 @@ class NormOptions(NamedTuple):
         return NormOptions(self.op, self.num_groups, self.eps)
 
     def validate(self) -> "NormOptions":
-        """Check the options and return them with eps and negative_slope as floats.
+        """Check the options and return them with eps and negative_slope as floats, and no activation as "none".
 
         Options that depend on a tensor, such as num_groups, are checked together with the tensor.
 
         Raises:
             KernelInputError: an option has a wrong type or value.
         """
-        check_activation(self.activation)
+        activation = validate_activation(self.activation)
         check_dropout(self.dropout, self.seed)
         check_layout(self.layout)
-        eps, slope = validate_eps(self.eps), validate_negative_slope(self.negative_slope, self.activation)
-        if eps is self.eps and slope is self.negative_slope:
+        eps, slope = validate_eps(self.eps), validate_negative_slope(self.negative_slope, activation)
+        if eps is self.eps and slope is self.negative_slope and activation is self.activation:
             return self
-        return self._replace(eps=eps, negative_slope=slope)
+        return self._replace(eps=eps, negative_slope=slope, activation=activation)
 
 
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int", str | None: "str?"}

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import check_activation, validate_negative_slope
+from fusednorm.arguments.checks import validate_activation, validate_negative_slope
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
@@ -33,7 +33,7 @@ def is_zero_dropout(dropout: float) -> bool:
 def is_valid_activation(activation: str, negative_slope: float) -> bool:
     """Return whether there is an activation of that name, and it takes that slope."""
     try:
-        check_activation(activation)
+        validate_activation(activation)
         validate_negative_slope(negative_slope, activation)
     except KernelInputError:
         return False

@@ -211,7 +211,8 @@ class ReplayablePass(Generic[Result]):
                 return made
         try:
             call_replay = self._find_replay(inputs, options)
-        except TypeError:  # An option without a hash; the checks raise the right error.
+        except (TypeError, AttributeError):
+            # An option without a hash, or an argument that is no tensor: the checks raise the right error.
             return None
         if call_replay is None:
             return None

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from fusednorm.arguments.checks import check_shape
 from fusednorm.errors import KernelInputError
-from fusednorm.tensors.arrays import FLOAT8, FLOAT_DTYPES
+from fusednorm.tensors.arrays import FLOAT8, FLOAT_DTYPES, check_tensors
 
 DTYPES = (*FLOAT_DTYPES, torch.float64)
 PRECISIONS = (torch.float32, torch.float64)
 
 
 def check_float(name: str, tensor: Tensor) -> None:
-    """Raise KernelInputError unless the tensor is float32, float16, bfloat16 or float64."""
+    """Raise KernelInputError unless the argument is a tensor of float32, float16, bfloat16 or float64."""
+    check_tensors((name,), (tensor,))
     if tensor.dtype not in DTYPES:
         raise KernelInputError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
 

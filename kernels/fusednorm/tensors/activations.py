@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fusednorm.arguments.checks import DEFAULT_SLOPE, check_activation
+from fusednorm.arguments.checks import DEFAULT_SLOPE, validate_activation
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
@@ -80,7 +80,7 @@ def activation_of(name: str, negative_slope: float = DEFAULT_SLOPE) -> Activatio
     Raises:
         KernelInputError: there is no such activation.
     """
-    check_activation(name)
+    validate_activation(name)
     if name == "leaky_relu":
         return Activation(
             partial(F.leaky_relu, negative_slope=negative_slope),

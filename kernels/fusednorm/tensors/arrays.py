@@ -29,6 +29,30 @@ def name_dtype(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype) or str(dtype)
 
 
+def check_tensors(names: Iterable[str], values: Iterable[object]) -> None:
+    """Raise KernelInputError unless each argument of a call is a tensor, or None except for x and dy.
+
+    The message says what to write for an array of another library, and for torch's normalized_shape.
+    """
+    for name, value in zip(names, values, strict=True):
+        is_required = name in ("x", "dy")
+        if isinstance(value, Tensor) or (value is None and not is_required):
+            continue
+        expected = "a torch tensor" if is_required else "a torch tensor or None"
+        if name == "weight" and _is_shape(value):
+            raise KernelInputError(
+                f"weight must be {expected}, got {value}: there is no normalized_shape before weight, because the "
+                f"norm is over x's last axis"
+            )
+        remedy = f": torch.from_dlpack({name}) makes one" if hasattr(value, "__dlpack__") else ""
+        raise KernelInputError(f"{name} must be {expected}, got {type(value).__name__}{remedy}")
+
+
+def _is_shape(value: object) -> bool:
+    sizes = value if isinstance(value, Sequence) else (value,)
+    return all(type(size) is int for size in sizes)
+
+
 def is_misaligned(tensor: Tensor) -> bool:
     """Return whether a tensor's memory does not start at a multiple of 16 bytes."""
     return tensor.data_ptr() % 16 != 0
@@ -49,9 +73,11 @@ def describe_as_arrays(
     """Check the devices of a call's tensors, x first; return their descriptions, and the tensors by name.
 
     Raises:
-        KernelInputError: a tensor is not on x's device, or x's is no CUDA device; or a lazy negation
-            (`torch.conj(z).imag`), whose memory holds values of the opposite sign.
+        KernelInputError: an argument is no tensor; a tensor is not on x's device, or x's is no CUDA device; or a
+            lazy negation (`torch.conj(z).imag`), whose memory holds values of the opposite sign.
     """
+    names = tuple(names)
+    check_tensors(names, tensors)
     x: Any = tensors[0]
     place = x.device
     if not x.is_cuda and not INTERPRETED and not is_absent_gpu(place):

@@ -49,6 +49,12 @@ def test_state_dicts_fit_both_ways(client, kind, library):
         assert all(map(torch.equal, sink.state_dict().values(), source.state_dict().values()))
 
 
+def test_none_is_no_activation(client):
+    named, none = (remote.GroupNorm(3, 6, activation=each, client=client) for each in ("none", None))
+    assert none.activation == named.activation
+    assert repr(none) == repr(named)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_modules_begin_as_torchs(client, kind):
     name, arguments, options = KINDS[kind]

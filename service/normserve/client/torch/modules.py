@@ -44,8 +44,9 @@ class _ServiceNormModule(nn.Module):
     _client_holder: _ClientHolder
 
     def __init__(
-        self, *args: Any, client: Client, activation: ActivationName, negative_slope: float, **kwargs: Any
+        self, *args: Any, client: Client, activation: ActivationName | None, negative_slope: float, **kwargs: Any
     ) -> None:
+        activation = "none" if activation is None else activation
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         if negative_slope != DEFAULT_SLOPE and activation != "leaky_relu":
@@ -177,8 +178,8 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         bias: whether there is a bias beside the weight; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
@@ -211,7 +212,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         client: Client,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
         layout: Literal["nchw"] | None = None,
@@ -275,8 +276,8 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         elementwise_affine: whether the module has parameters of normalized_shape; default True.
         device, dtype: of the parameters; None (default) for torch's defaults.
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         weight_offset: added to the weight: 0 (default), or 1 for a weight that is kept around zero and starts
             there.
@@ -308,7 +309,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         client: Client,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = DEFAULT_SLOPE,
         weight_offset: float = 0.0,
         layout: Literal["nchw"] | None = None,
@@ -372,8 +373,8 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
         bias: whether there is a bias beside the weight; default True.  False needs a torch whose GroupNorm has
             this argument (2.13).
         client: a `Client`, which sends the calls; modules and threads may share one.
-        activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied to the
-            output.
+        activation: "none" (default) or None, "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh", applied
+            to the output.
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
 
     Raises:
@@ -403,7 +404,7 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
         *,
         bias: bool = True,
         client: Client,
-        activation: ActivationName = "none",
+        activation: ActivationName | None = "none",
         negative_slope: float = DEFAULT_SLOPE,
     ) -> None:
         of_bias = {} if bias else {"bias": bias}
