@@ -58,7 +58,7 @@ def describe_array(name: str, value: object) -> HostTensor:
     """
     if isinstance(value, HostTensor):
         return value
-    if is_foreign_array(value):
+    if not (isinstance(value, np.ndarray) or _is_torch_tensor(value)):
         value = view_foreign_array(name, value)
     return _describe_numpy(name, value) if isinstance(value, np.ndarray) else _describe_torch(name, value)
 
