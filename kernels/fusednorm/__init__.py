@@ -13,74 +13,135 @@ the batch.
 Differentiable functions and modules take tensors of any strides, and copy those that no kernel supports.  They also
 take CPU tensors, with or without Triton.  Without Triton, launchers and
 warm-up functions raise ModuleNotFoundError when they are called.
+
+Importing this package imports neither torch nor Triton: each name is imported at its first use, and raises
+ModuleNotFoundError then if it needs torch, which is not installed.  The operators `torch.ops.fusednorm` are defined
+as soon as torch has been imported, too, before or after this package (adr/0055).
 """
 
-from importlib import metadata, util
-from typing import TYPE_CHECKING
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
 
-if util.find_spec("torch") is None:
-    raise ModuleNotFoundError("fusednorm needs torch: pip install 'normserve[kernels]'", name="torch")
+from fusednorm.import_hooks import call_after_import
 
-from fusednorm.api import operators
-from fusednorm.api.autograd import (
-    Added,
-    add_group_norm,
-    add_layer_norm,
-    add_rms_norm,
-    group_norm,
-    layer_norm,
-    rms_norm,
-)
-from fusednorm.api.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, instance_norm
-from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
-from fusednorm.api.patching.patch import patch, unpatch
-from fusednorm.api.patching.report import PatchReport
-from fusednorm.arguments.checks import ActivationName
-from fusednorm.devices.device_properties import HAS_TRITON
-from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.policy.batch_invariance import require_batch_invariance
-from fusednorm.policy.cooperative_launches import allow_waiting
-from fusednorm.results import Backward, Forward
-
-if TYPE_CHECKING or HAS_TRITON:
+if TYPE_CHECKING:
+    from fusednorm import reference as reference
+    from fusednorm.api.autograd import (
+        Added,
+        add_group_norm,
+        add_layer_norm,
+        add_rms_norm,
+        group_norm,
+        layer_norm,
+        rms_norm,
+    )
     from fusednorm.api.chain import layer_norm_chain
     from fusednorm.api.group_norm import group_norm_backward, group_norm_forward
+    from fusednorm.api.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, instance_norm
     from fusednorm.api.layer_norm import (
         layer_norm_backward,
         layer_norm_forward,
         rms_norm_backward,
         rms_norm_forward,
     )
+    from fusednorm.api.modules import GroupNorm, LayerNorm, RMSNorm
+    from fusednorm.api.patching.patch import patch, unpatch
+    from fusednorm.api.patching.report import PatchReport
     from fusednorm.api.warmup import warmup, warmup_group_norm
-else:
-    from fusednorm.api.missing_triton import (
-        group_norm_backward,
-        group_norm_forward,
-        layer_norm_backward,
-        layer_norm_chain,
-        layer_norm_forward,
-        rms_norm_backward,
-        rms_norm_forward,
-        warmup,
-        warmup_group_norm,
-    )
+    from fusednorm.arguments.checks import ActivationName
+    from fusednorm.errors import KernelInputError, UnsupportedShapeError
+    from fusednorm.policy.batch_invariance import require_batch_invariance
+    from fusednorm.policy.cooperative_launches import allow_waiting
+    from fusednorm.results import Backward, Forward
 
-operators.register_operators()
+    __version__: str
+
+_MODULES = {
+    "ActivationName": "arguments.checks",
+    "Added": "api.autograd",
+    "Backward": "results",
+    "Forward": "results",
+    "GroupNorm": "api.modules",
+    "InstanceNorm1d": "api.instance_norm",
+    "InstanceNorm2d": "api.instance_norm",
+    "InstanceNorm3d": "api.instance_norm",
+    "KernelInputError": "errors",
+    "LayerNorm": "api.modules",
+    "PatchReport": "api.patching.report",
+    "RMSNorm": "api.modules",
+    "UnsupportedShapeError": "errors",
+    "add_group_norm": "api.autograd",
+    "add_layer_norm": "api.autograd",
+    "add_rms_norm": "api.autograd",
+    "allow_waiting": "policy.cooperative_launches",
+    "group_norm": "api.autograd",
+    "group_norm_backward": "api.group_norm",
+    "group_norm_forward": "api.group_norm",
+    "instance_norm": "api.instance_norm",
+    "layer_norm": "api.autograd",
+    "layer_norm_backward": "api.layer_norm",
+    "layer_norm_chain": "api.chain",
+    "layer_norm_forward": "api.layer_norm",
+    "patch": "api.patching.patch",
+    "require_batch_invariance": "policy.batch_invariance",
+    "rms_norm": "api.autograd",
+    "rms_norm_backward": "api.layer_norm",
+    "rms_norm_forward": "api.layer_norm",
+    "unpatch": "api.patching.patch",
+    "warmup": "api.warmup",
+    "warmup_group_norm": "api.warmup",
+}
+"""The module that defines each public name."""
+
+_TRITON_MODULES = {"api.chain", "api.group_norm", "api.layer_norm", "api.warmup"}
+"""Modules that need Triton, for which `api.missing_triton` has replacements."""
 
 
-def __getattr__(name: str) -> str:
-    """Return `__version__`: the installed distribution's version, or "0+unknown" if it is not installed."""
+def __getattr__(name: str) -> Any:
+    """Import a public name, or return `__version__`: "0+unknown" if the distribution is not installed."""
     if name == "__version__":
         try:
             return metadata.version("normserve")
         except metadata.PackageNotFoundError:
             return "0+unknown"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "reference" and name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = _import_name(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = f"fusednorm.{name} needs torch: pip install 'normserve[kernels]'"
+        raise ModuleNotFoundError(message, name="torch") from error
+    # The next use finds it without this function.
+    globals()[name] = value
+    return value
+
+
+def _import_name(name: str) -> Any:
+    """Import the module that has a public name, and return what the name stands for."""
+    if name == "reference":
+        return import_module("fusednorm.reference")
+    module = _MODULES[name]
+    if module in _TRITON_MODULES:
+        from fusednorm.devices.device_properties import HAS_TRITON
+
+        module = module if HAS_TRITON else "api.missing_triton"
+    return getattr(import_module(f"fusednorm.{module}"), name)
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__", "reference"]
 
+
+def _define_operators() -> None:
+    """Define the operators, to which exported programs refer."""
+    from fusednorm.api.operator_definitions import define_operators
+
+    define_operators()
+
+
+call_after_import("torch", _define_operators)
 
 __all__ = [
     "ActivationName",

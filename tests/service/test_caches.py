@@ -36,6 +36,7 @@ UNBOUNDED = {
     "normserve.jobs.job.list_options": "one for each pass of each operation",
     "normserve.memory.device_segments._import_driver": "one",
     "normserve.requests.request_parameters.list_operation_parameters": "one for each pass of each operation",
+    "fusednorm.api.operator_definitions.define_operators": "one",
     "fusednorm.arguments.inputs.group_names_by_role": "one for each pass of each operation",
     "fusednorm.arguments.options._select_fields": "one for each operation",
     "fusednorm.launch.memories._kept": "one for each stream",

@@ -1,4 +1,4 @@
-"""`torch.library` operators with fakes and derivatives, for torch.compile, export and other tracers.
+"""Implementations, fakes and derivatives of the operators, for torch.compile, export and other tracers.
 
 `fusednorm::<op>` and `fusednorm::<op>_backward` for `layer_norm`, `rms_norm` and `group_norm` are single nodes in
 a traced graph.  CUDA tensors are computed by the kernels, CPU tensors (including float64) by `fusednorm.cpu`, as
@@ -27,11 +27,7 @@ from fusednorm.api.uniform_passes import (
     run_forward,
 )
 from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, has_own_gradient
-from fusednorm.arguments.operator_arguments import (
-    format_argument_schema,
-    list_operator_arguments,
-    parse_operator_arguments,
-)
+from fusednorm.arguments.operator_arguments import list_operator_arguments, parse_operator_arguments
 from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
@@ -52,22 +48,20 @@ _TRANSFORMED = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def register_derivatives_and_vmap(
-    library: torch.library.Library, name: str, plain: Plain, setup: Setup, derivative: Derivative
-) -> None:
-    """Make an operator differentiable in reverse and forward mode, and usable in `torch.vmap`.
+def make_differentiable(name: str, plain: Plain, setup: Setup, derivative: Derivative) -> Callable[..., Results]:
+    """Make an operator's implementation for autograd: differentiable in reverse and forward mode.
 
     Unlike with `torch.library.register_autograd`, the operator works in (nested) transforms of `torch.func`, and
     tangents are not lost.
 
     Args:
-        library, name: where the operator was defined, and its name there.
-        plain: computes the operator in plain torch; forward mode and vmap use this function.
+        name: the operator's name in the namespace `fusednorm`.
+        plain: computes the operator in plain torch; forward mode uses this function.
         setup: saves the tensors that `derivative` needs in a context.
         derivative: computes the gradients of the arguments from the context and the gradients of the
             results.
     """
-    operator = getattr(getattr(torch.ops, library.ns), name).default
+    operator = getattr(torch.ops.fusednorm, name).default
     below_autograd = torch._C._after_autograd_keyset
 
     def redispatch_below_autograd(keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Results:
@@ -100,8 +94,7 @@ def register_derivatives_and_vmap(
                 return apply(keyset, *arguments)
         return redispatch_below_autograd(keyset, arguments)
 
-    library.impl(name, dispatch_forward, "Autograd", with_keyset=True)
-    library.impl(name, plain, "FuncTorchBatched")
+    return dispatch_forward
 
 
 def has_tangent(argument: Any) -> bool:
@@ -142,15 +135,6 @@ def differentiate_plain_operator(
     return tuple(found)
 
 
-_FORWARD_SCHEMA = (
-    f"({format_argument_schema(NormInputs, 'x')}) -> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
-)
-_BACKWARD_SCHEMA = (
-    f"({format_argument_schema(BackwardInputs, 'dy', 'x', 'rstd')}) "
-    f"-> ({', '.join(f'Tensor d{name}' for name in NormInputs._fields)})"
-)
-
-
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
     """Raise KernelInputError for a tensor whose dtype no device supports.
 
@@ -177,8 +161,8 @@ def _list_backward_results(op: str, inputs: BackwardInputs, result: Backward) ->
     return tuple(_make_placeholder(inputs.x) if tensor is None else tensor for tensor in result)
 
 
-def _define_operators(library: torch.library.Library, op: str) -> None:
-    """Define the operators `op` and `op`_backward in `library`, with their kernels, fakes and derivatives."""
+def _make_implementations(op: str) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Make the implementations of the operators `op` and `op`_backward."""
 
     def run_library_forward(*arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
         inputs, options = parse_operator_arguments(NormInputs, op, arguments)
@@ -261,19 +245,22 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         # Without the first argument, which is the dispatcher's.
         return differentiate_plain_operator(run_plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 
-    for name, schema, kernel, fake in (
-        (op, _FORWARD_SCHEMA, run_library_forward, make_fake_forward_results),
-        (f"{op}_backward", _BACKWARD_SCHEMA, run_library_backward, make_fake_backward_results),
-    ):
-        library.define(name + schema)
-        library.impl(name, kernel, "CPU")
-        library.impl(name, kernel, "CUDA")
-        torch.library.register_fake(f"fusednorm::{name}", fake, lib=library)
-    plain_forward = partial(run_library_forward, library=reference)
-    register_derivatives_and_vmap(library, op, plain_forward, save_forward_context, differentiate_forward)
-    register_derivatives_and_vmap(
-        library, f"{op}_backward", run_plain_backward, save_backward_context, differentiate_backward
-    )
+    backward_op = f"{op}_backward"
+    run_plain_forward = partial(run_library_forward, library=reference)
+    return {
+        (op, "fake"): make_fake_forward_results,
+        (op, "CPU"): run_library_forward,
+        (op, "CUDA"): run_library_forward,
+        (op, "Autograd"): make_differentiable(op, run_plain_forward, save_forward_context, differentiate_forward),
+        (op, "FuncTorchBatched"): run_plain_forward,
+        (backward_op, "fake"): make_fake_backward_results,
+        (backward_op, "CPU"): run_library_backward,
+        (backward_op, "CUDA"): run_library_backward,
+        (backward_op, "Autograd"): make_differentiable(
+            backward_op, run_plain_backward, save_backward_context, differentiate_backward
+        ),
+        (backward_op, "FuncTorchBatched"): run_plain_backward,
+    }
 
 
 def _make_fake_result(options: NormOptions, x: Tensor, like: Tensor) -> Tensor:
@@ -291,10 +278,5 @@ def _make_fake_result(options: NormOptions, x: Tensor, like: Tensor) -> Tensor:
     return convert_to_layout(x, suggests_channels_last(x))
 
 
-_LIBRARY = torch.library.Library("fusednorm", "DEF")
-
-
-def register_operators() -> None:
-    """Register the operators with torch, once in a process."""
-    for op in OPERATIONS:
-        _define_operators(_LIBRARY, op)
+IMPLEMENTATIONS = {place: call for op in OPERATIONS for place, call in _make_implementations(op).items()}
+"""What `operator_definitions` calls, by an operator's name and a dispatch key, or "fake"."""
