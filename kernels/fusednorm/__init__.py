@@ -19,7 +19,7 @@ ModuleNotFoundError then if it needs torch, which is not installed.  The operato
 as soon as torch has been imported, too, before or after this package (adr/0055).
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusednorm.import_hooks import call_after_import
@@ -100,6 +100,8 @@ _TRITON_MODULES = {"api.chain", "api.group_norm", "api.layer_norm", "api.warmup"
 def __getattr__(name: str) -> Any:
     """Import a public name, or return `__version__`: "0+unknown" if the distribution is not installed."""
     if name == "__version__":
+        from importlib import metadata
+
         try:
             return metadata.version("normserve")
         except metadata.PackageNotFoundError:

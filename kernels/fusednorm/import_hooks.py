@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ def call_after_import(module: str, action: Callable[[], object]) -> None:
         action()
 
 
-class _ImportHook(MetaPathFinder):
+class _ImportHook:
     """A finder that calls a function after a module's import, and leaves the search to the finders after it."""
 
     def __init__(self, module: str, action: Callable[[], object]) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 from tests.kernels.harness.compiled import compile_elsewhere
 
@@ -86,14 +88,17 @@ calls = [*(rows(shape, "silu") for shape in ROWS), *(samples(shape, 32) for shap
 print(json.dumps([describe(launch) for call in calls for launch in call]))
 """
 
-# The package itself has the functions for tensors.
 WITHOUT_TORCH = """
-import importlib.util, sys, types
+import sys
 sys.modules["torch"] = None
-found = importlib.util.find_spec("fusednorm")
-package = types.ModuleType("fusednorm")
-package.__path__ = found.submodule_search_locations
-sys.modules["fusednorm"] = package
+"""
+
+IMPORTS = """
+import importlib, pkgutil
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
+        importlib.import_module(found.name)
 """
 
 WITH_TENSORS = """
@@ -127,3 +132,15 @@ def test_plans_without_torch_are_those_of_tensors():
     plans = json.loads(done.stdout)
     assert len({kernel for kernel, *_ in plans}) > 10
     assert plans == compile_elsewhere(COMMON + WITH_TENSORS)
+
+
+def test_modules_that_may_not_know_torch_are_imported_without_it():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    (contract,) = (
+        contract
+        for contract in project["tool"]["importlinter"]["contracts"]
+        if contract["name"] == "checks and plans know no torch"
+    )
+    command = [sys.executable, "-c", WITHOUT_TORCH + IMPORTS, *contract["source_modules"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
