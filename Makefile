@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends test-jax corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -98,6 +98,22 @@ test-frontends: .venv/.dev
 # What a client, an operator and the audit trail see of every transport, compared with what is recorded of it.
 corpus: .venv/.dev
 	$(BIN)/python -m tests.corpus replay
+
+# JAX needs Python 3.12, and its environment has no torch: results are compared with those that torch's has written.
+JAX_PYTHON ?= $(shell $(PYTHON) .ci/find_python.py)
+JAX_BIN ?= .venv/jax/bin
+
+.venv/jax/.done: pyproject.toml constraints.txt | .venv/bin/python
+	@test -n "$(JAX_PYTHON)" || { echo 'test-jax needs Python 3.12 or newer, on PATH or as JAX_PYTHON'; exit 1; }
+	$(JAX_PYTHON) -m venv --clear .venv/jax
+	.venv/jax/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[jax]' pytest pytest-timeout
+	@touch $@
+
+# Without the settings of the other tests, which import torch.
+test-jax: .venv/.dev .venv/jax/.done
+	$(BIN)/python -m tests.jax.reference_values
+	$(JAX_BIN)/python -m pytest --confcutdir tests/jax tests/jax
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.

@@ -5,12 +5,14 @@ README's curl command.  torch and Triton are always those of constraints.txt: ot
 and each is made for one Triton.  For that reason a newer Python tests what needs no torch: the client, which calls
 a server of .venv.  Pythons that this machine does not have are left out.
 
-Usage: versions.py [lowest | newest | VERSION OF PYTHON] ...
+The newest JAX is tested, too, also one that pyproject.toml excludes.  Whether the tests pass with it is reported,
+and fails nothing: each release of JAX may change what jax-triton uses of it.
+
+Usage: versions.py [lowest | newest | VERSION OF PYTHON | newest-jax] ...
 """
 
 import contextlib
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,11 +22,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from find_python import JAX_VERSIONS, find_python
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = ("lowest", "newest", "3.12", "3.13")
+VARIANTS = ("lowest", "newest", "3.12", "3.13", "newest-jax")
 _OF_CONSTRAINTS = ("torch", "triton")
 _COMMAND_S = 900
 _START_S = 60
@@ -34,6 +37,8 @@ def main(variants: list[str]) -> None:
     for variant in variants or VARIANTS:
         if variant in ("lowest", "newest"):
             test_packages(variant)
+        elif variant == "newest-jax":
+            report_newest_jax()
         elif (python := find_python(variant)) is None:
             say(f"Python {variant} is left out: this machine does not have it")
         else:
@@ -63,6 +68,25 @@ def test_client(version: str, python: Path) -> None:
     say(f"Python {version} compiles the source, and the client works with it; what needs torch is not tested")
 
 
+def report_newest_jax() -> None:
+    """Run the tests of JAX with its newest version, and print whether they pass."""
+    python = find_python(*JAX_VERSIONS)
+    if python is None:
+        say(f"the newest JAX is left out: this machine has no Python {' or '.join(JAX_VERSIONS)}")
+        return
+    folder = ROOT / ".venv" / "newest-jax"
+    also = ("jax", "jax-triton", "triton", "pytest", "pytest-timeout")
+    try:
+        make_environment(folder, python, str(ROOT), constraints("newest"), *also)
+        run(folder / "bin" / "pip", "--disable-pip-version-check", "list")
+        made = ("--assume-old=.venv/.dev", "--assume-old=.venv/jax/.done")
+        run("make", *made, f"JAX_BIN={folder / 'bin'}", "test-jax")
+    except (SystemExit, subprocess.TimeoutExpired) as failure:
+        say(f"THE NEWEST JAX DOES NOT PASS, which fails nothing here: {failure}")
+    else:
+        say("the newest JAX passes the tests")
+
+
 def declared() -> Iterator[Requirement]:
     """Every requirement of the project and of its extras, without those on the project itself."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,22 +111,14 @@ def constraints(variant: str) -> list[str]:
     return lines
 
 
-def find_python(version: str) -> Path | None:
-    """Return an interpreter of a version, from PATH or pyenv; None if there is none that starts."""
-    pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")
-    for python in (shutil.which(f"python{version}"), *map(str, pyenv)):
-        if python and subprocess.run([python, "--version"], capture_output=True).returncode == 0:
-            return Path(python)
-    return None
-
-
-def make_environment(folder: Path, python: Path, requirement: str, constrained: list[str]) -> None:
+def make_environment(folder: Path, python: Path, requirement: str, constrained: list[str], *also: str) -> None:
     """Make an environment anew.  pip fails if there is no version that is declared as the lowest."""
     run(python, "-m", "venv", "--clear", folder)
     listed = folder / "constraints.txt"
     listed.write_text("".join(f"{line}\n" for line in constrained))
     pip = folder / "bin" / "pip"
-    run(pip, "install", "--quiet", "--disable-pip-version-check", "--constraint", listed, "--editable", requirement)
+    options = ("--quiet", "--disable-pip-version-check", "--constraint", listed)
+    run(pip, "install", *options, "--editable", requirement, *also)
 
 
 @contextlib.contextmanager
