@@ -35,9 +35,20 @@ print(json.dumps(reports))
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_stay_in_registers_and_are_accessed_128_bits_at_a_time(dtype):
-    for what, spilled, shared, widest in compile_elsewhere(COMPILE, dtype, json.dumps(CHAINS)):
+# One that is held and one that is swept.
+SOME = ((1024, 3), (32768, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chains"),
+    [
+        ("bfloat16", SOME),
+        pytest.param("bfloat16", CHAINS, marks=pytest.mark.slow),
+        pytest.param("float32", CHAINS, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_stay_in_registers_and_are_accessed_128_bits_at_a_time(dtype, chains):
+    for what, spilled, shared, widest in compile_elsewhere(COMPILE, dtype, json.dumps(chains)):
         # The assembler gives up a few registers where that makes room for another program on a multiprocessor.
         assert spilled <= 32, what
         assert shared <= 512, what

@@ -50,10 +50,21 @@ print(json.dumps(reports))
 """
 
 
-@pytest.mark.parametrize(("dtype", "vector"), [("bfloat16", 8), ("float32", 4)])
-def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype, vector):
-    reports = compile_elsewhere(COMPILE, dtype, json.dumps([COLS, FUSED_COLS]))
-    assert len(reports) == len(COLS) + len(FUSED_COLS)
+# One that is held and one that is swept, plain and fused.
+SOME = ((1024, 32768), (1024,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vector", "cols"),
+    [
+        ("bfloat16", 8, SOME),
+        pytest.param("bfloat16", 8, (COLS, FUSED_COLS), marks=pytest.mark.slow),
+        pytest.param("float32", 4, (COLS, FUSED_COLS), marks=pytest.mark.slow),
+    ],
+)
+def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype, vector, cols):
+    reports = compile_elsewhere(COMPILE, dtype, json.dumps(cols))
+    assert len(reports) == sum(map(len, cols))
     for what, activation, spilled, shared, widest in reports:
         assert spilled == 0, what
         assert shared <= 512, what
