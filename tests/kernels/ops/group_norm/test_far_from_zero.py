@@ -38,7 +38,7 @@ MOST_UNITS = 12
 
 # Groups of 8, 10 and 16 channels: of whole vectors, and of vectors that two groups share.
 SHAPES = (((1, 40, 8, 8), 4), ((1, 16, 20, 20), 2), ((2, 48, 5, 7), 3))
-MEANS = (0.0, 1e3, 1e6)
+MEANS = (1e3, 1e6)
 """In standard deviations."""
 
 # A CPU counts as two multiprocessors, which must hold all programs of a group.

@@ -29,14 +29,12 @@ def check(x):
     assert_close_to_oracle(ours.group_norm_forward(x, GROUPS).y, exact.double(), F.group_norm(x, GROUPS))
 
 
-@pytest.mark.parametrize("mean", [1e4, 1e6])
-def test_large_mean_does_not_cancel(mean, lay, device):
-    check(lay(torch.randn(SHAPE, device=device) + mean))
+def test_large_mean_does_not_cancel(lay, device):
+    check(lay(torch.randn(SHAPE, device=device) + 1e6))
 
 
-@pytest.mark.parametrize("mean", [1e4, 1e6])
-def test_large_mean_does_not_cancel_in_backward(mean, lay, device):
-    x, dy = lay(torch.randn(SHAPE, device=device) + mean), lay(torch.randn(SHAPE, device=device))
+def test_large_mean_does_not_cancel_in_backward(lay, device):
+    x, dy = lay(torch.randn(SHAPE, device=device) + 1e6), lay(torch.randn(SHAPE, device=device))
     weight = torch.randn(SHAPE[1], device=device)
     actual = ours.group_norm_backward(dy, x, GROUPS, weight)
     exact = reference.group_norm_backward(dy, x, GROUPS, weight, precision=torch.float64)

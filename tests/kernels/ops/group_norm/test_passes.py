@@ -2,7 +2,10 @@
 
 Shapes are small, so the algorithms for larger ones are forced: see `group_norm_cases`.  What the grid leaves
 out is every pairing of algorithm, dtype and activation; those meet only in the epilogue, which they share.
+`make test` runs each algorithm once in a test, and `make test-slow` with each of the other values.
 """
+
+from itertools import product
 
 import fusednorm.api.group_norm as ours
 import pytest
@@ -12,7 +15,6 @@ from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.results import Backward, Forward
 
-from tests.kernels.harness.cells import sampled
 from tests.kernels.ops.group_norm.cases import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -22,18 +24,18 @@ from tests.kernels.ops.group_norm.cases import (
     make_case,
     use_configuration,
 )
+from tests.sampling import mark_rest_slow
 
 ALGORITHMS = (*CONTIGUOUS, *CHANNELS_LAST)
 
 
-# In the interpreter `test_without_parameters` has float16.
 @pytest.mark.parametrize(
-    "dtype", sampled([torch.float32, torch.float16, torch.bfloat16], [torch.float32, torch.bfloat16])
+    ("algorithm", "dtype"),
+    mark_rest_slow(product(ALGORITHMS, (torch.float32, torch.float16, torch.bfloat16)), together=1),
 )
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_passes_match_the_oracle(algorithm, dtype, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
-    case = make_case((2, 6, 8, 10), 3, dtype, device, last)
+    case = make_case((2, 4, 8, 10), 2, dtype, device, last)
     check_forward(case)
     check_backward(case, saved=True)
 
@@ -53,9 +55,11 @@ def test_any_spatial_rank_and_odd_sizes(shape, last, device, poisoned):
         check_backward(case)
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(6, 6), (6, 2), (20, 2), (10, 1)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_any_channels_a_group(algorithm, channels, groups, device, poisoned, monkeypatch):
+@pytest.mark.parametrize(
+    ("algorithm", "of"), mark_rest_slow(product(ALGORITHMS, ((4, 4), (6, 2), (20, 2), (10, 1))), together=1)
+)
+def test_any_channels_a_group(algorithm, of, device, poisoned, monkeypatch):
+    channels, groups = of
     # 29 positions: prime, so no vector access, and a last tile, split and run that are not full.
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((1, channels, 29), groups, torch.float32, device, last)
@@ -63,8 +67,9 @@ def test_any_channels_a_group(algorithm, channels, groups, device, poisoned, mon
     check_backward(case)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("algorithm", ["tile", "stream"])
+@pytest.mark.parametrize(
+    ("algorithm", "activation"), mark_rest_slow(product(("tile", "stream"), ACTIVATIONS), together=1)
+)
 def test_activation_and_residual(algorithm, activation, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((2, 6, 4, 5), 2, torch.float32, device, last, residual=True, activation=activation)
@@ -112,8 +117,9 @@ def test_outside_gradient_of_the_residual_sum_is_added(algorithm, device, monkey
     torch.testing.assert_close(case.backward(ours, dy, dresidual_out=outside).dx, plain + outside)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("given", ["scale", "shift", "both"])
+@pytest.mark.parametrize(
+    ("algorithm", "given"), mark_rest_slow(product(ALGORITHMS, ("scale", "shift", "both")), together=1)
+)
 def test_scale_and_shift_of_each_sample(algorithm, given, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((2, 6, 7, 6), 2, torch.float32, device, last, activation="silu")
@@ -192,8 +198,10 @@ def test_tensors_laid_out_otherwise_are_refused(device):
 
 
 # Blocks of the copy that are whole, that end at a vector, and that end between two.
-@pytest.mark.parametrize("shape", [(2, 6, 5, 9), (1, 64, 8, 8), (1, 72, 10, 10)])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    mark_rest_slow(product([(2, 6, 5, 9), (1, 64, 8, 8), (1, 72, 10, 10)], (False, True)), together=1),
+)
 def test_companions_of_the_other_format_give_the_same_bits(last, shape, device, poisoned):
     case = make_case(shape, 2, torch.float32, device, last, residual=True, activation="silu")
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
@@ -236,10 +244,9 @@ def test_companions_keep_their_dtype_and_what_results_are_written_to(dtype, devi
 
 
 @pytest.mark.parametrize(
-    ("affine", "activation"),
-    sampled([(a, b) for a in (True, False) for b in ("none", "silu")], [(True, "silu"), (False, "none")]),
+    ("algorithm", "affine", "activation"),
+    mark_rest_slow(product(ALGORITHMS, (True, False), ("none", "silu")), together=1),
 )
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_scale_and_shift_of_samples_have_gradients(algorithm, affine, activation, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     case = make_case((2, 6, 5, 7), 2, torch.float32, device, last, affine=affine, activation=activation)

@@ -4,6 +4,8 @@ Row lengths cover a tile of several rows, one and several chunks that are held, 
 numbers of norms, both directions in which a sweep ends.
 """
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fusednorm.reference import chain as reference_chain
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
 from tests.kernels.ops.layer_norm.cases import DTYPES
+from tests.sampling import mark_rest_slow
 
 COLS = (1, 7, 64, 100, 768, 1200)
 SWEPT = 17001
@@ -41,9 +44,7 @@ def check(x, weights, biases, **options):
     assert_close_to_oracle(actual, exact, torch_chain(x, weights, biases), "y")
 
 
-@pytest.mark.parametrize("norms", [1, 2, 4])
-@pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cols", "norms"), mark_rest_slow(product(DTYPES, COLS, (1, 2, 4))))
 def test_rows_that_are_held_match_the_oracle(dtype, cols, norms, device, poisoned):
     check(*make_chain(dtype, 5, cols, norms, device))
 

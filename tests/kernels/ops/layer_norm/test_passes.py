@@ -191,9 +191,9 @@ def test_output_dtype_is_as_asked(device):
 
 @pytest.mark.parametrize("cols", [24, 9008])
 def test_rows_may_be_strided_views(cols, device):
-    wide = torch.randn(6, cols + 9, device=device)
+    wide = torch.randn(4, cols + 9, device=device)
     weight = torch.randn(cols, device=device)
-    for view in (wide[:, :cols], wide[::2, 5 : cols + 5], wide[1:2, :cols].expand(4, cols)):
+    for view in (wide[:, :cols], wide[::2, 5 : cols + 5], wide[1:2, :cols].expand(3, cols)):
         dy = torch.randn(view.shape[0], 2 * cols, device=device)[:, cols:]
         expected = fusednorm.layer_norm_forward(view.contiguous(), weight).y
         torch.testing.assert_close(fusednorm.layer_norm_forward(view, weight).y, expected)

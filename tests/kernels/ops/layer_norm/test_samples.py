@@ -64,16 +64,14 @@ def assert_same(actual, exact, rtol, atol):
             )
 
 
-@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
+@pytest.mark.parametrize(("op", "names"), [("layer_norm", NAMES), ("layer_norm", NAMES[:2]), ("rms_norm", NAMES)])
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_each_sample_has_its_own(op, cols, names, poisoned, device):
-    x = torch.randn(3, 5, cols, device=device)
+    x = torch.randn(2, 3, cols, device=device)
     check(op, x, of_samples(x, 1, names))
 
 
-@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("op", "names"), [("layer_norm", NAMES[:2]), ("rms_norm", NAMES)])
 def test_rows_too_long_for_a_tile(op, names, poisoned, device):
     x = torch.randn(2, 2, LONG, device=device)
     check(op, x, of_samples(x, 1, names), activation="silu")
@@ -92,8 +90,9 @@ def test_parts_of_a_wider_tensor_are_not_copied(between, device):
     check("layer_norm", x, of_samples(x, 2, between=between, padded=True))
 
 
-@pytest.mark.parametrize("cols", [40, 2050, LONG])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "cols"), [*((name, cols) for name in NAMES for cols in (40, 2050)), ("gate", LONG)]
+)
 def test_one_of_them_alone(name, cols, device):
     x = torch.randn(2, 3, cols, device=device)
     check("layer_norm", x, of_samples(x, 1, (name,)), affine=cols != 40)
@@ -105,9 +104,9 @@ def test_before_activation_and_dropout_with_a_residual(device):
     check("layer_norm", x, of_samples(x, 1), weight_offset=1.0, **options)
 
 
-@pytest.mark.parametrize("cols", [72, 1152, 2050, LONG])
+@pytest.mark.parametrize("cols", [72, 2050, LONG])
 def test_types_are_mixed(cols, device):
-    x = torch.randn(2, 3, cols, device=device).to(torch.bfloat16)
+    x = torch.randn(2, 2, cols, device=device).to(torch.bfloat16)
     dtypes = zip(NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True)
     modulations = {name: torch.randn(2, 6 * cols, device=device).to(dtype)[:, :cols] for name, dtype in dtypes}
     check("layer_norm", x, modulations, rtol=1e-2, atol=1e-2)
@@ -123,7 +122,7 @@ def test_without_a_gate_a_residual_of_xs_dtype_has_xs_gradient(device):
 
 @pytest.mark.parametrize("cols", [72, LONG])
 def test_rows_with_gaps(cols, device):
-    x = torch.randn(2, 3, cols + 28, device=device)[..., :cols]
+    x = torch.randn(2, 1, cols + 28, device=device)[..., :cols]
     check("layer_norm", x, of_samples(x, 1))
 
 
@@ -158,7 +157,7 @@ def test_a_large_mean_does_not_cancel(cols, device):
 
 @pytest.mark.parametrize("cols", [260, LONG])
 def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols, device):
-    x, residual = torch.randn(2, 3, 5, cols, device=device)
+    x, residual = torch.randn(2, 3, 2, cols, device=device)
     modulations = of_samples(x, 1)
     call = {"residual": residual, **modulations}
     first, again = (fusednorm.layer_norm_forward(x, **call) for _ in range(2))

@@ -20,7 +20,7 @@ OPS = ("layer_norm", "rms_norm")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = (
     (2, 48, 4, 8),  # full tiles, wide accesses
-    (3, 20, 7, 7),  # accesses of one element, a last tile of one position
+    (2, 20, 17),  # accesses of one element, a last tile of one position
     (1, 70, 2, 6),  # accesses of four elements, a last chunk of few channels
     (2, 5, 3),  # fewer positions than a tile
     (2, 3, 2, 2, 2, 2),
@@ -66,8 +66,10 @@ def assert_same(actual, exact):
 
 
 @pytest.mark.parametrize("dtype", sampled(DTYPES, DTYPES[:1]))
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+# Samples with the channels last are rows to the kernels, whatever their shape.
+@pytest.mark.parametrize(
+    ("shape", "channels_last"), [*((shape, False) for shape in SHAPES), (SHAPES[1], True), (SHAPES[-1], True)]
+)
 @pytest.mark.parametrize("op", OPS)
 def test_every_position_is_a_row(op, shape, channels_last, dtype, device, poisoned):
     check(op, make_samples(shape, device, channels_last, dtype))
@@ -82,21 +84,22 @@ def test_results_of_16_bits(channels_last, dtype, device, poisoned):
     check("rms_norm", x, residual=residual, scale=scale, shift=shift, gate=gate, dresidual_out=torch.randn_like(x))
 
 
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels_last", "affine"), [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("op", OPS)
 def test_each_sample_has_its_scale_and_shift(op, channels_last, affine, device, poisoned):
-    wide = torch.randn(3, 60, device=device)
+    wide = torch.randn(2, 60, device=device)
     options = {"scale": wide[:, :20], "shift": wide[:, 40:], "activation": "silu"}
-    check(op, make_samples((3, 20, 5, 5), device, channels_last), affine=affine, **options)
+    check(op, make_samples((2, 20, 17), device, channels_last), affine=affine, **options)
 
 
-@pytest.mark.parametrize("modulations", [("gate",), ("scale", "shift", "gate")])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("channels_last", "modulations"),
+    [(False, ("gate",)), (False, ("scale", "shift", "gate")), (True, ("scale", "shift", "gate"))],
+)
 @pytest.mark.parametrize("op", OPS)
 def test_each_sample_has_its_gate(op, channels_last, modulations, device, poisoned):
-    x, residual, dresidual_out = (make_samples((3, 20, 5, 5), device, channels_last) for _ in range(3))
-    parts = torch.randn(3, 60, device=device).chunk(3, 1)
+    x, residual, dresidual_out = (make_samples((2, 20, 17), device, channels_last) for _ in range(3))
+    parts = torch.randn(2, 60, device=device).chunk(3, 1)
     options = dict(zip(modulations, parts, strict=False)) | {"activation": "silu"}
     check(op, x, residual=residual, dresidual_out=dresidual_out, **options)
 
@@ -156,16 +159,16 @@ def few_channels_fit(monkeypatch):
 
 @pytest.mark.usefixtures("few_channels_fit")
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("shape", [(2, 67, 3, 5), (2, 128, 4, 4)])
+@pytest.mark.parametrize("shape", [(2, 19, 3, 5), (1, 64, 4, 4)])
 def test_channels_that_do_not_fit_a_program_are_read_twice(op, shape, device):
     check(op, make_samples(shape, device))
 
 
 @pytest.mark.usefixtures("few_channels_fit")
 def test_all_options_of_channels_that_do_not_fit(device):
-    x, residual, dresidual_out = (make_samples((2, 70, 3, 4), device) for _ in range(3))
+    x, residual, dresidual_out = (make_samples((2, 38, 3, 4), device) for _ in range(3))
     options = {"activation": "silu", "dropout": 0.25, "seed": 7, "weight_offset": 1.0}
-    options |= {name: torch.randn(2, 70, device=device) for name in ("scale", "shift", "gate")}
+    options |= {name: torch.randn(2, 38, device=device) for name in ("scale", "shift", "gate")}
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
@@ -173,10 +176,10 @@ def test_all_options_of_channels_that_do_not_fit(device):
 def test_leaky_relu_has_the_slope_of_the_call(fits, request, device):
     if not fits:
         request.getfixturevalue("few_channels_fit")
-    check("layer_norm", make_samples((2, 40, 3, 4), device), activation="leaky_relu", negative_slope=0.3)
+    check("layer_norm", make_samples((2, 38, 3, 4), device), activation="leaky_relu", negative_slope=0.3)
 
 
-@pytest.mark.parametrize("channels", [48, 67])
+@pytest.mark.parametrize("channels", [35, 64])
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_mean_far_from_zero(channels, fits, request, device):
     if not fits:

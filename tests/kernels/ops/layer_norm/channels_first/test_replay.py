@@ -14,8 +14,10 @@ def make_samples(shape, memory_format):
     return torch.randn(shape).to(memory_format=memory_format)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("makes_natively", [False, True])
+@pytest.mark.parametrize(
+    ("makes_natively", "memory_format"),
+    [(False, torch.contiguous_format), (True, torch.contiguous_format), (True, torch.channels_last)],
+)
 def test_each_shape_and_layout_is_a_kind_of_its_own(makes_natively, memory_format, request):
     replaying = request.getfixturevalue("natively" if makes_natively else "replaying")
     replaying.runs = True
