@@ -10,10 +10,10 @@ from fusednorm.results import Backward
 # Of most algorithms one: shape, groups or none, channels-last.
 SHAPES = {
     "tiles of rows": ((6, 80), 0, False),
-    "rows in parts": ((2, 70_000), 0, False),
+    "rows in parts": ((2, 20_000), 0, False),
     "rows of heads": ((3, 4, 32), 0, False),
     "tiles of groups": ((3, 8, 5), 4, False),
-    "groups that programs share": ((1, 8, 96, 96), 2, False),
+    "groups that programs share": ((1, 8, 48, 48), 2, False),
     "channels-last": ((2, 16, 9, 5), 4, True),
     "channels-last, one position": ((4, 16, 1, 1), 4, True),
 }
@@ -34,11 +34,10 @@ class Call:
         return getattr(library, f"{self.op}_backward")(*self.arguments, activation="silu", **options)
 
 
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "rms"), [*((name, False) for name in SHAPES), ("tiles of rows", True), ("rows of heads", True)]
+)
 def test_dx_is_the_same_without_gradients_of_parameters(name, rms, device, poisoned):
-    if rms and SHAPES[name][1]:
-        pytest.skip("groups have a mean")
     call = Call(name, device, rms)
     whole = call()
     alone = call(parameter_gradients=False)

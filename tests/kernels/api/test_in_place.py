@@ -34,8 +34,8 @@ def check(compute, leaves):
 @pytest.mark.parametrize("op", OPS)
 def test_results_of_functions_may_be_changed_in_place(op, dtype):
     x, weight, bias, residual, _ = (None if t is None else t.requires_grad_() for t in tensors(op, dtype))
-    scale = {} if of_rows(op) else {"scale": torch.randn(x.shape[:2], requires_grad=True)}
-    choices = [None, residual], ["none", "silu"], [0.0, 0.5], [True, False], [{}, scale]
+    scales = [{}] if of_rows(op) else [{}, {"scale": torch.randn(x.shape[:2], requires_grad=True)}]
+    choices = [None, residual], ["none", "silu"], [0.0, 0.5], [True, False], scales
     for added, activation, dropout, affine, more in product(*choices):
         parameters = (weight, bias) if affine else (None, None)
         options = {"residual": added, "activation": activation, **more}

@@ -67,7 +67,7 @@ def test_torch_compile_has_no_graph_break():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("slope", [(), (0.01,), (0.25,)])
+@pytest.mark.parametrize("slope", [(), (0.25,)])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
 def test_operators_take_a_slope_or_none(op, slope):
     x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)

@@ -3,6 +3,8 @@
 On a GPU they run on the kernels, for which there is no float64.
 """
 
+from functools import partial
+
 import fusednorm
 import pytest
 import torch
@@ -27,8 +29,8 @@ def ours(op, x, residual, weight, wide):
     return getattr(fusednorm, f"add_{op}")(x, residual, weight, scale=scale, shift=shift, gate=gate)
 
 
-def tensors(dtype=torch.float32, tokens=3, **kind):
-    shapes = (2, tokens, 8), (2, tokens, 8), (8,), (2, 48)
+def tensors(dtype=torch.float32, tokens=3, cols=8, **kind):
+    shapes = (2, tokens, cols), (2, tokens, cols), (cols,), (2, 6 * cols)
     return [torch.randn(shape, dtype=dtype, **kind).requires_grad_() for shape in shapes]
 
 
@@ -77,7 +79,7 @@ def test_after_a_gated_addition(op, dtypes, device):
 
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives(op):
-    given = tensors(torch.float64)
+    given = tensors(torch.float64, tokens=2, cols=3)
     assert torch.autograd.gradcheck(lambda *each: ours(op, *each), given)
     assert torch.autograd.gradgradcheck(lambda *each: ours(op, *each), given)
 
@@ -98,19 +100,18 @@ def test_forward_mode_and_vmap(op):
     torch.testing.assert_close(found, torch.vmap(lambda *each: plain(op, *each))(*batches))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_torch_compile_has_no_graph_break_and_takes_any_sizes(op, device):
+def test_torch_compile_has_no_graph_break_and_takes_any_sizes(device):
     torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
+    block = partial(ours, "layer_norm")
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (3, 5):
         given = tensors(tokens=tokens, device=device)
         outside = torch.randn_like(given[0]), torch.randn_like(given[0])
-        results = [torch.autograd.grad(tuple(run(op, *given)), given, outside) for run in (ours, compiled)]
+        results = [torch.autograd.grad(tuple(run(*given)), given, outside) for run in (block, compiled)]
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "gated"), [("layer_norm", True), ("rms_norm", False)])
 def test_operators_are_consistent(op, gated):
     x, residual, weight, wide = tensors()
     shift, scale, gate = (each.detach().clone().requires_grad_() for each in wide.chunk(6, -1)[:3])

@@ -1,6 +1,7 @@
 """Results do not depend on torch's default dtype and device, and nothing is kept from a call under others."""
 
 import contextlib
+from itertools import product
 
 import fusednorm
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from tests.kernels.api.patching.norms import GemmaRMSNorm, varied
 from tests.kernels.cpu.calls import OPS, call, of_rows, tensors
+from tests.sampling import mark_rest_slow
 
 
 @contextlib.contextmanager
@@ -61,8 +63,9 @@ def results(op, leaves, dy):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype"), mark_rest_slow(product(OPS, (torch.float32, torch.bfloat16, torch.float64)), together=1)
+)
 def test_functions_compute_the_same_under_other_defaults(op, dtype, other_defaults):
     x, weight, bias, residual, dy = tensors(op, dtype)
     leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual)]

@@ -153,6 +153,8 @@ CASES = {
     "groups": (AdaGroupNorm(), EMB, f"group_norm {WITH_BOTH}"),
     "groups, silu": (AdaGroupNorm(nn.SiLU()), EMB, f"group_norm {WITH_BOTH}"),
 }
+COMPILED = ("zero, of labels", "continuous, rms_norm", "groups, silu")
+"""One of each operation, which `make test` compiles; `make test-slow` compiles the others."""
 
 
 @pytest.fixture(params=CASES)
@@ -211,6 +213,11 @@ def test_copies(case, copied):
     assert operators(other, x, others) == [described.split()[0]]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    indirect=True,
+)
 def test_compilers_see_rows_as_if_nothing_were_patched(case):
     norm, x, others, described = case
     graphs = []

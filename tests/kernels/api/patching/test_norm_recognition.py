@@ -112,6 +112,8 @@ RESULTS = {
     "normalize, over channels": (NormalizeRMSNorm(4, 1, 1), "rms_norm, layout=nchw"),
     "over channels of sequences": (SequenceLayerNorm(4), "layer_norm, layout=nchw"),
 }
+COMPILED = ("layer_norm, leaky_relu", "biased", "group_norm, relu", "over channels, silu")
+"""One of each operation and layout, which `make test` compiles; `make test-slow` compiles the others."""
 
 
 @pytest.fixture(params=RESULTS)
@@ -163,6 +165,11 @@ def test_copies_of_norms_known_by_their_results(recognised, copied, device):
     torch.testing.assert_close(other(x), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "recognised",
+    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in RESULTS],
+    indirect=True,
+)
 def test_compilers_see_norms_known_by_their_results_unpatched(recognised, device):
     norm, described = recognised
     graphs = []
