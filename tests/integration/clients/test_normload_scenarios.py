@@ -44,8 +44,16 @@ def shortened(long: scenarios.LoadScenario) -> scenarios.LoadScenario:
     ).with_duration(0.3)
 
 
+# With phases of each kind of arrivals, over either transport; `make test-slow` runs the others.
+QUICK = ("mixed", "overload")
+
+
 @pytest.mark.parametrize(
-    ("name", "transport"), list(zip(SCENARIOS, itertools.cycle(["shared memory", "HTTP"]), strict=False))
+    ("name", "transport"),
+    [
+        pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
+        for case in zip(SCENARIOS, itertools.cycle(["shared memory", "HTTP"]), strict=False)
+    ],
 )
 def test_it_runs_and_all_answers_are_right(urls, transport, name):
     short = shortened(SCENARIOS[name])

@@ -50,9 +50,16 @@ class Combination(NamedTuple):
 
 
 def combinations(
-    op: Op, direction: PassDirection, dtype: torch.dtype, layout: ChannelLayout | None
+    op: Op,
+    direction: PassDirection,
+    dtype: torch.dtype,
+    layout: ChannelLayout | None,
+    chosen: range = range(MOST_COMBINATIONS),
 ) -> Iterator[Combination]:
-    """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
+    """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn.
+
+    Args: chosen: the numbers of those that are made.
+    """
     parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
     statistics = ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
     optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, "scale", "shift")]
@@ -64,8 +71,10 @@ def combinations(
         options = [{"stats": stats, "out_dtype": out} for stats, out in product((False, True), (None, other))]
     # A gate needs a residual.
     of_sum = ((), ("residual",)) if op is Op.GROUP_NORM else ((), ("residual",), ("residual", "gate"))
-    chosen = product(*[((), names) for names in optional], of_sum)
-    for number, (names, asked) in enumerate(product([sum(each, ()) for each in chosen], options)):
+    subsets = product(*[((), names) for names in optional], of_sum)
+    for number, (names, asked) in enumerate(product([sum(each, ()) for each in subsets], options)):
+        if number not in chosen:
+            continue
         # The number's own digits would pair each epilogue with the same tensors again and again.
         epilogue = EPILOGUES[number.bit_count() % len(EPILOGUES)]
         choices = random.Random(number)

@@ -7,7 +7,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from normserve.codec import safetensors as codec
@@ -32,8 +32,10 @@ arrays = st.dictionaries(
     hnp.arrays(st.sampled_from(["<f4", "<f2"]), hnp.array_shapes(min_dims=0, min_side=0, max_side=5)),
     max_size=6,
 )
+few = settings(max_examples=30)
 
 
+@few
 @given(arrays)
 def test_reads_what_the_library_writes(tensors):
     decoded = codec.decode(memoryview(safetensors.numpy.save(tensors)))
@@ -43,6 +45,7 @@ def test_reads_what_the_library_writes(tensors):
         assert bytes(decoded[name].data) == array.tobytes()
 
 
+@few
 @given(arrays)
 def test_the_library_reads_what_we_write(tensors):
     body = b"".join(codec.encode({name: host_tensor(array) for name, array in tensors.items()}))
@@ -54,6 +57,7 @@ def test_the_library_reads_what_we_write(tensors):
         assert loaded[name].tobytes() == array.tobytes()
 
 
+@few
 @given(arrays)
 def test_what_we_write_we_read(tensors):
     described = {name: host_tensor(array) for name, array in tensors.items()}

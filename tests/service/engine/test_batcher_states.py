@@ -110,5 +110,5 @@ class Batching(RuleBasedStateMachine):
         assert len(self.memory) <= len(self.waiting)
 
 
-Batching.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
+Batching.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestBatching = Batching.TestCase

@@ -150,5 +150,5 @@ class Serving(RuleBasedStateMachine):
         self.loop.close()
 
 
-Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+Serving.TestCase.settings = settings(max_examples=20, stateful_step_count=30)
 TestServing = Serving.TestCase

@@ -147,8 +147,9 @@ class TestCompany:
         assert [job.rows for job in jobs] == [1, 2, 3]
         assert_same_bits_alone(backend, jobs)
 
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    @pytest.mark.parametrize("direction", PassDirection)
+    @pytest.mark.parametrize(
+        ("direction", "activation"), mark_rest_slow(product(PassDirection, ACTIVATIONS), together=1)
+    )
     def test_no_activation_tells_where_an_element_lies(self, backend, direction, activation):
         for cols in (1, 37, 40_003):
             jobs = row_jobs(Op.LAYER_NORM, direction, torch.float32, cols, [1, 2, 5], activation)

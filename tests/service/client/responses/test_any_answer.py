@@ -141,7 +141,7 @@ POLICY = api.RetryPolicy(tries=2, first_pause_s=0, longest_pause_s=0)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(status=statuses, headers=header_lists, body=bodies)
 def test_any_status_headers_and_body(call, status, headers, body):
     server = FakeServer(httpx.Response(status, headers=headers, stream=httpx.ByteStream(body)))
