@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.kernels.api.norm_calls import CALLS, Dispatched, inputs
 from tests.kernels.cpu.calls import OPS, call, of_rows, tensors
+from tests.sampling import mark_rest_slow
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -30,8 +31,7 @@ def check(compute, leaves):
     assert not any(result._is_view() for result in compute())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "dtype"), mark_rest_slow(product(OPS, DTYPES), together=1))
 def test_results_of_functions_may_be_changed_in_place(op, dtype):
     x, weight, bias, residual, _ = (None if t is None else t.requires_grad_() for t in tensors(op, dtype))
     scales = [{}] if of_rows(op) else [{}, {"scale": torch.randn(x.shape[:2], requires_grad=True)}]
