@@ -134,8 +134,16 @@ def test_tangents_go_through_the_backward_pass(name):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
-def test_backward_operators_keep_torchs_contract(op):
+@pytest.mark.parametrize(
+    ("op", "dispatches"),
+    [
+        ("layer_norm", False),
+        ("rms_norm", False),
+        ("group_norm", False),
+        pytest.param("group_norm", True, marks=pytest.mark.slow),
+    ],
+)
+def test_backward_operators_keep_torchs_contract(op, dispatches):
     x, w, b, r = inputs(op, dtype=torch.float32)
     dy, outside = (torch.randn_like(x).requires_grad_() for _ in range(2))
     scale = shift = None
@@ -148,7 +156,7 @@ def test_backward_operators_keep_torchs_contract(op):
     operator = getattr(torch.ops.fusednorm, f"{op}_backward").default
     statistics = None if op == "rms_norm" else mean, rstd
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if op == "group_norm":
+    if dispatches:
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(
         operator, (dy, x, w, bias, *statistics, r, scale, shift, outside, *settings), test_utils=checks

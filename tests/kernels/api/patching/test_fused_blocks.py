@@ -232,7 +232,7 @@ def test_residual_blocks_without_an_embedding_or_with_hooks(x):
     assert seen == ["norm2"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_residual_blocks_compile_whole(backend, x):
     block = varied(ResnetBlock2D(embedding="scale_shift")).to(x.device)
     temb = torch.randn(2, 5, device=x.device)

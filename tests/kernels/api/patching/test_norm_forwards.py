@@ -249,7 +249,7 @@ def test_compilers_see_what_they_can_fuse(x):
     assert seen == {"fusednorm.group_norm"}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_strides_that_no_kernel_takes_are_compiled(backend, device):
     norm = varied(nn.LayerNorm(8)).to(device)
     fusednorm.patch(norm)
