@@ -13,6 +13,9 @@ from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     select_gate,
 )
 
+SUMMED_BLOCKS = tl.constexpr(64)
+"""The number of terms that one float32 sum adds up before it is added to another: sums of thousands lose digits."""
+
 
 @triton.jit
 def load_channel_block(
@@ -79,20 +82,26 @@ def compute_swept_mean_and_variance(
     else:
         sum_2 = tl.zeros(pivot.shape, tl.float32)
     count = tl.full(pivot.shape, 1.0, tl.float32)
-    for block in range(1, tl.cdiv(channels, BLOCK_C)):
-        first_channel = block * BLOCK_C
-        _, _, _, h, _ = load_channel_block(
-            x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
-            channels, positions, BLOCK_C,
-        )  # fmt: skip
-        if IS_RMS:
-            sum_2 += h * h
-        else:
-            exists = first_channel + tl.arange(0, BLOCK_C)[:, None] < channels
-            d = tl.where(exists, h - pivot, 0.0)
-            sum_1 += d
-            sum_2 += d * d
-            count += exists.to(tl.float32)
+    blocks = tl.cdiv(channels, BLOCK_C)
+    for first_block in range(1, blocks, SUMMED_BLOCKS):
+        run_1 = tl.zeros(pivot.shape, tl.float32)
+        run_2 = tl.zeros(pivot.shape, tl.float32)
+        for block in range(first_block, tl.minimum(first_block + SUMMED_BLOCKS, blocks)):
+            first_channel = block * BLOCK_C
+            _, _, _, h, _ = load_channel_block(
+                x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+                channels, positions, BLOCK_C,
+            )  # fmt: skip
+            if IS_RMS:
+                run_2 += h * h
+            else:
+                exists = first_channel + tl.arange(0, BLOCK_C)[:, None] < channels
+                d = tl.where(exists, h - pivot, 0.0)
+                run_1 += d
+                run_2 += d * d
+                count += exists.to(tl.float32)
+        sum_1 += run_1
+        sum_2 += run_2
     if IS_RMS:
         rough = tl.zeros((1, pivot.shape[1]), tl.float32)
         shift = rough

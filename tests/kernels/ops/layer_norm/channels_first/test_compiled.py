@@ -64,6 +64,7 @@ SPILLED = {("float32", "residual", 49): 176}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", ["plain", "residual"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_chosen_configurations_access_whole_vectors_and_load_a_parameter_once(dtype, variant):

@@ -17,7 +17,11 @@ from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
-from fusednorm.ops.layer_norm.channels_first.channel_blocks import load_channel_block, load_factor_and_addend
+from fusednorm.ops.layer_norm.channels_first.channel_blocks import (
+    SUMMED_BLOCKS,
+    load_channel_block,
+    load_factor_and_addend,
+)
 from fusednorm.ops.layer_norm.channels_first.position_tiles import (
     PositionTiles,
     backpropagate_channel_epilogue,
@@ -160,24 +164,30 @@ def layer_norm_backward_channels_first_split_sums_kernel(
     mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, position_mask, IS_RMS)
     products = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
     total = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
-    for block in range(0, tl.cdiv(channels, BLOCK_C)):
-        first_channel = block * BLOCK_C
-        at, mask, _, h, _ = load_channel_block(
-            x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
-            channels, positions, BLOCK_C,
-        )  # fmt: skip
-        factor, addend = load_factor_and_addend(
-            weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation, first_channel, channels,
-            BLOCK_C, WEIGHT_OFFSET, ACTIVATION != "none",
-        )  # fmt: skip
-        x_hat, dz = _compute_x_hat_and_dz(
-            h, load_masked(dy_ptr, at, mask, ""), mean, rstd, factor, addend, row, first_channel,
-            seed, dropout_threshold, dropout_scale, negative_slope, IS_RMS, ACTIVATION, DROPOUT,
-        )  # fmt: skip
-        g = dz * factor
-        products += tl.where(mask, g * x_hat, 0.0)
-        if not IS_RMS:
-            total += tl.where(mask, g, 0.0)
+    blocks = tl.cdiv(channels, BLOCK_C)
+    for first_block in range(0, blocks, SUMMED_BLOCKS):
+        product_run = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
+        run = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
+        for block in range(first_block, tl.minimum(first_block + SUMMED_BLOCKS, blocks)):
+            first_channel = block * BLOCK_C
+            at, mask, _, h, _ = load_channel_block(
+                x_ptr, residual_ptr, gate_ptr, start, modulation, first_channel, position, position_mask,
+                channels, positions, BLOCK_C,
+            )  # fmt: skip
+            factor, addend = load_factor_and_addend(
+                weight_ptr, bias_ptr, scale_ptr, shift_ptr, modulation, first_channel, channels,
+                BLOCK_C, WEIGHT_OFFSET, ACTIVATION != "none",
+            )  # fmt: skip
+            x_hat, dz = _compute_x_hat_and_dz(
+                h, load_masked(dy_ptr, at, mask, ""), mean, rstd, factor, addend, row, first_channel,
+                seed, dropout_threshold, dropout_scale, negative_slope, IS_RMS, ACTIVATION, DROPOUT,
+            )  # fmt: skip
+            g = dz * factor
+            product_run += tl.where(mask, g * x_hat, 0.0)
+            if not IS_RMS:
+                run += tl.where(mask, g, 0.0)
+        products += product_run
+        total += run
     c1, c2 = sum_pair(products, total, 0)
     tl.store(sums_ptr + row, c1 * inverse_n, mask=position_mask)
     if not IS_RMS:
