@@ -27,7 +27,6 @@ from fusednorm.import_hooks import call_after_import
 if TYPE_CHECKING:
     from fusednorm import reference as reference
     from fusednorm.api.autograd import (
-        Added,
         add_group_norm,
         add_layer_norm,
         add_rms_norm,
@@ -52,13 +51,13 @@ if TYPE_CHECKING:
     from fusednorm.errors import KernelInputError, UnsupportedShapeError
     from fusednorm.policy.batch_invariance import require_batch_invariance
     from fusednorm.policy.cooperative_launches import allow_waiting
-    from fusednorm.results import Backward, Forward
+    from fusednorm.results import Added, Backward, Forward
 
     __version__: str
 
 _MODULES = {
     "ActivationName": "arguments.checks",
-    "Added": "api.autograd",
+    "Added": "results",
     "Backward": "results",
     "Forward": "results",
     "GroupNorm": "api.modules",

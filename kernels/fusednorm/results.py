@@ -65,6 +65,18 @@ for _name in ("__new__", "_replace"):
     setattr(Forward, _name, _accept_old_name(getattr(Forward, _name)))
 
 
+class Added(NamedTuple, Generic[A]):
+    """Result of a norm after a residual addition.
+
+    Attributes:
+        y: the normalised sum.
+        residual_out: residual + gate * x, in the residual's dtype; for a group norm in x's dtype.
+    """
+
+    y: A
+    residual_out: A
+
+
 class Backward(NamedTuple, Generic[A]):
     """The gradients of a backward pass; gradients that the call does not have are None.
 

@@ -8,7 +8,7 @@ torch's own.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.cpu import plain_norms
 from fusednorm.devices.device_properties import HAS_TRITON, INTERPRETED, make_missing_triton_error
-from fusednorm.results import Backward, Forward
+from fusednorm.results import Added, Backward, Forward
 from fusednorm.tensors.arrays import check_tensors
 
 if HAS_TRITON:
@@ -34,18 +34,6 @@ if HAS_TRITON:
     from fusednorm.launch.extension_calls import load_extension
     from fusednorm.launch.prepared_kernels import can_bypass_triton
     from fusednorm.launch.replay_cache import MAX_KINDS, encode_policy, get_extension, set_extension_loader
-
-
-class Added(NamedTuple):
-    """Result of a norm after a residual addition.
-
-    Attributes:
-        y: the normalised sum.
-        residual_out: residual + gate * x, in the residual's dtype; for a group norm in x's dtype.
-    """
-
-    y: Tensor
-    residual_out: Tensor
 
 
 def layer_norm(

@@ -29,11 +29,14 @@ class GpuModel(NamedTuple):
         name: the name of the model.
         capability: its compute capability, major and minor.
         multiprocessors: the number of its multiprocessors.
+        has_launch_options: whether launches may be cooperative, and may start before the previous kernel ends;
+            False if the library that launches the kernels has no such options.
     """
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
+    has_launch_options: bool = True
 
     @property
     def arch(self) -> int:
@@ -58,3 +61,8 @@ def is_hopper_or_newer(device: GpuModel) -> bool:
     These are bulk prefetches into L2, and launches of a kernel before the kernel that it depends on ends.
     """
     return device.capability >= (9, 0)
+
+
+def can_start_early(device: GpuModel) -> bool:
+    """Return whether a kernel may start before the previous kernel ends."""
+    return device.has_launch_options and is_hopper_or_newer(device)

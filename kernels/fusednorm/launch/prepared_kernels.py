@@ -10,33 +10,22 @@ The driver's launch function is called directly instead of through Triton's laun
 launcher, which takes about as much Python time as all other steps of a prepared launch.  The constants differ
 between Triton 3.6 and 3.7 to 3.9, so they are determined once, by calling the launcher with a driver function that
 records its arguments.
-
-Keys of kernels in Triton's cache are equal in every process.  Triton's key of a function includes the constants
-used by the functions it calls, but only of functions that were hashed before, so processes that compile the same
-kernels in another order would not find each other's kernels (Triton 3.6 and 3.7).  Here called functions are
-hashed first.
 """
 
-import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from threading import RLock
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from fusednorm.arguments.arrays import ITEMSIZES, Array
 from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.launch.launches import Launch
 from fusednorm.launch.memories import PlanTensors
-
-# While one thread computes a key, other threads would treat the key as complete.
-_SETTLING = RLock()
+from fusednorm.launch.stable_keys import store_stable_key
 
 _GRID_AND_STREAM = (2, 3, 5, 7)
 _PARAMETERS = (object(), object())
@@ -236,33 +225,3 @@ def _select_integer_key_property(parameter: Any) -> str:
 def _classify_integer(value: int, look: str) -> Any:
     width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
     return width if look == "width" else (width, value == 1, value % 16 == 0)
-
-
-def store_stable_key(function: Any) -> None:
-    """Make Triton compute and store a jit function's cache key, after the keys of all functions called in it.
-
-    In this order the key is equal in every process.  Other values than jit functions are ignored.
-    """
-    if not isinstance(function, JITFunction):
-        return
-    with _SETTLING:
-        if function.hash is None:
-            for called in _iterate_called(function):
-                if called is not function:
-                    store_stable_key(called)
-            _ = function.cache_key
-
-
-def _iterate_called(function: Any) -> Iterator[Any]:
-    for node in ast.walk(function.parse()):
-        yield _try_resolve_name(node, function.__globals__)
-
-
-def _try_resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
-    """Return the object to which a name or `module.attribute` in a function's source refers; else None."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        module = _try_resolve_name(node.value, names)
-        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
-    return None

@@ -17,8 +17,8 @@ import fusednorm
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.launches import Launch
-from fusednorm.launch.prepared_kernels import store_stable_key
 from fusednorm.launch.recorded_launches import bind_to_meta_tensors, recording_launches
+from fusednorm.launch.stable_keys import store_stable_key
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
 from fusednorm.warm.absent_driver import build_launcher

@@ -67,6 +67,7 @@ def test_without_torch_it_is_imported_and_names_that_need_it_say_so():
     assert done.returncode == 0, done.stderr
     works = {
         "ActivationName",
+        "Added",
         "Backward",
         "Forward",
         "KernelInputError",

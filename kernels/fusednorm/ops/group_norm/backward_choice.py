@@ -75,7 +75,8 @@ def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig |
     call, copies = plan_layout_copies(call)
     x, sample = call.x, call.sample
     if config is None:
-        config = choose_backward(sample, x.element_size(), count_multiprocessors(x.device), may_wait())
+        can_wait = x.device.has_launch_options and may_wait()
+        config = choose_backward(sample, x.element_size(), count_multiprocessors(x.device), can_wait)
     if call.mean is not None or not config.needs_statistics:
         return copies + config.plan_launches(call)
     mean, rstd = allocate_statistics(x, sample)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device_properties import count_multiprocessors, is_hopper_or_newer
+from fusednorm.devices.device_properties import can_start_early, count_multiprocessors
 from fusednorm.launch.launches import (
     Launch,
     ResidentConfig,
@@ -46,7 +46,7 @@ class GroupNormCall:
     @property
     def can_start_early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
-        return is_hopper_or_newer(self.x.device)
+        return can_start_early(self.x.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,9 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
     sample, size = call.sample, call.x.element_size()
     choices: tuple[GroupNormForwardConfig, ...] = (config,) if config is not None else ()
     if config is None:
-        choices = list_candidates(sample, size, count_multiprocessors(call.x.device), may_wait())
+        device = call.x.device
+        can_wait = device.has_launch_options and may_wait()
+        choices = list_candidates(sample, size, count_multiprocessors(device), can_wait)
     fitting = (fits for choice in choices if (fits := choice.reduce_residency(call)) is not None)
     config = next(fitting, None) or find_two_pass_forward(sample, size)
     return copies + config.plan_launches(call)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device_properties import is_hopper_or_newer
+from fusednorm.devices.device_properties import can_start_early
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments
@@ -44,7 +44,7 @@ def plan_moment_reduction(
     )  # fmt: skip
     options = {
         **choose_reduction_tile(splits, group_columns),
-        **make_early_options(is_hopper_or_newer(mean.device)),
+        **make_early_options(can_start_early(mean.device)),
     }
     return Launch(group_norm_reduce_moments_kernel, (mean.numel(),), arguments, options)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import MAX_HEADS, has_heads
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device_properties import count_multiprocessors, is_hopper_or_newer
+from fusednorm.devices.device_properties import can_start_early, count_multiprocessors
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import compute_vector_width
 from fusednorm.launch.launches import MAX_VEC, RowDependence, can_prefetch, has_one_lane_per_thread
@@ -108,7 +108,7 @@ class LayerNormCall:
     @property
     def can_start_early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
-        return is_hopper_or_newer(self.x.device)
+        return can_start_early(self.x.device)
 
     @property
     def strided_inputs(self) -> tuple[Array | None, ...]:

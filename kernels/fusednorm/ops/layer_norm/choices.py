@@ -91,15 +91,18 @@ def choose_forward(
     has_heads: bool = False,
     is_single_row: bool = False,
     is_modulated: bool = False,
+    can_wait: bool = True,
 ) -> ForwardConfig:
     """Choose the forward configuration for rows of `cols` elements of `itemsize` bytes.
 
     A residual needs more registers.  Programs that share rows do not support heads.  A single row may use another
     algorithm than several rows, with the same bits.  With a scale and a shift for each sample, programs of short
-    rows process several rows of a sample.
+    rows process several rows of a sample.  `can_wait`: whether the device's launches may be cooperative; the
+    process's setting may forbid it, too.
     """
+    can_wait = can_wait and may_wait()
     return _choose_forward(
-        cols, itemsize, multiprocessors, has_residual, has_heads, is_single_row, is_modulated, may_wait()
+        cols, itemsize, multiprocessors, has_residual, has_heads, is_single_row, is_modulated, can_wait
     )
 
 
@@ -164,9 +167,11 @@ def _fit_programs_with_residual(choice: LayerNormForwardResident, itemsize: int)
     return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs), prefetch_distance_per_sm=ahead)
 
 
-def choose_statistics(cols: int, itemsize: int, multiprocessors: int, has_residual: bool) -> ForwardConfig:
+def choose_statistics(
+    cols: int, itemsize: int, multiprocessors: int, has_residual: bool, can_wait: bool = True
+) -> ForwardConfig:
     """Choose the configuration of a pass that computes only mean and rstd."""
-    choice = choose_forward(cols, itemsize, multiprocessors, has_residual)
+    choice = choose_forward(cols, itemsize, multiprocessors, has_residual, can_wait=can_wait)
     return choose_sweep(cols) if isinstance(choice, LayerNormForwardTile | LayerNormForwardResident) else choice
 
 
@@ -176,12 +181,15 @@ def choose_sweep(cols: int) -> LayerNormForwardSweep:
     return LayerNormForwardSweep(block, num_warps=max(1, block // 256))
 
 
-def choose_backward(cols: int, itemsize: int, multiprocessors: int, is_plain: bool) -> BackwardConfig:
+def choose_backward(
+    cols: int, itemsize: int, multiprocessors: int, is_plain: bool, can_wait: bool = True
+) -> BackwardConfig:
     """Choose the backward configuration for rows of `cols` elements of `itemsize` bytes.
 
     `is_plain`: whether there is no residual, activation or dropout; each of these needs more registers.
+    `can_wait`: as for `choose_forward`.
     """
-    return _choose_backward(cols, itemsize, multiprocessors, is_plain, may_wait())
+    return _choose_backward(cols, itemsize, multiprocessors, is_plain, can_wait and may_wait())
 
 
 @lru_cache(maxsize=4096)
@@ -257,9 +265,15 @@ def _choose_forward_of_call(call: LayerNormForwardCall) -> AnyForwardConfig:
         return channels_first.choose_forward(call.cols, call.rows, call.itemsize, has_residual)
     if call.y_scale is not None:
         return choose_float8(call.cols, call.itemsize)
-    has_heads, is_single_row = call.x.ndim == 3, call.rows == 1
     return choose_forward(
-        call.cols, call.itemsize, call.multiprocessors, has_residual, has_heads, is_single_row, call.is_modulated
+        call.cols,
+        call.itemsize,
+        call.multiprocessors,
+        has_residual,
+        has_heads=call.x.ndim == 3,
+        is_single_row=call.rows == 1,
+        is_modulated=call.is_modulated,
+        can_wait=call.x.device.has_launch_options,
     )
 
 
@@ -293,7 +307,8 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     """Choose the configuration of a backward pass."""
     if call.is_channels_first:
         return channels_first.choose_backward(call.cols, call.rows, call.itemsize, call.residual is not None)
-    return choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
+    can_wait = call.x.device.has_launch_options
+    return choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:
@@ -318,7 +333,8 @@ def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall,
     if call.is_channels_first:
         config = channels_first.choose_statistics(call.rows)
     else:
-        config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
+        can_wait, has_residual = call.x.device.has_launch_options, call.residual is not None
+        config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, has_residual, can_wait)
     statistics = LayerNormForwardCall(
         x=call.x,
         residual=call.residual,

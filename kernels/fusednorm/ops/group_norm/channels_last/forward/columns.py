@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array, new_workspace
-from fusednorm.devices.device_properties import is_hopper_or_newer
+from fusednorm.devices.device_properties import can_start_early
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
@@ -240,7 +240,7 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         options = {
             "ROWS": self.tile_rows,
             "UNROLL": self.unroll,
-            "EARLY": is_hopper_or_newer(x.device),
+            "EARLY": can_start_early(x.device),
             **tile,
         }
         grid = (x.shape[0] * splits * blocks,)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device_properties import is_hopper_or_newer
+from fusednorm.devices.device_properties import can_start_early
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.launch.launches import Launch, make_early_options
@@ -92,7 +92,7 @@ class GroupNormForwardSplit(GroupNormForwardConfig):
             "VEC": vec,
             "UNITS": self.tile_vectors,
             "WIDE": sample.group_length >= WIDE_GROUP,
-            "EARLY": is_hopper_or_newer(x.device),
+            "EARLY": can_start_early(x.device),
             "num_warps": self.num_warps,
         }
         grid = (x.shape[0] * sample.groups * splits,)

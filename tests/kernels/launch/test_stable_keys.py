@@ -9,7 +9,7 @@ import json, sys
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
 from fusednorm.devices.device_properties import H200
-from fusednorm.launch.prepared_kernels import store_stable_key
+from fusednorm.launch.stable_keys import store_stable_key
 from fusednorm.warm.warm_calls import list_warm_launches
 
 kernels = {launch.kernel.__name__: launch.kernel for launch in list_warm_launches(H200, 1024, False)}
