@@ -1,0 +1,64 @@
+"""Wrong arguments, and calls that no pass computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusednorm.jax import KernelInputError, add_group_norm, add_layer_norm, group_norm, layer_norm, rms_norm
+
+X = jnp.ones((2, 3, 8))
+IMAGE = jnp.ones((2, 12, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer_norm(X, jnp.ones(7)), r"x \[2, 3, 8\] needs weight \[8\], got \[7\]"),
+        (lambda: layer_norm(X.astype(int)), "x must be float32, float16 or bfloat16, got int32"),
+        (lambda: layer_norm(X, eps=-1.0), "eps must be at least 0 and finite, got -1.0"),
+        (lambda: layer_norm(X, activation="swish"), "activation must be one of none, relu, "),
+        (lambda: layer_norm(X, dropout=0.5), "dropout needs a seed, got None"),
+        (lambda: layer_norm(X, weight_offset=1.0), "weight_offset needs a weight, got None"),
+        (lambda: layer_norm(X, layout="nhwc"), "layout must be None or \"nchw\", got 'nhwc'"),
+        (lambda: rms_norm(X, scale=jnp.ones((3, 8))), "needs scale with the shape of leading axes of x"),
+        (lambda: rms_norm(jnp.ones((2, 0))), r"x must be \[..., cols\] with cols >= 1"),
+        (lambda: add_layer_norm(X, X[0]), r"residual must have x's shape \[2, 3, 8\], got \[3, 8\]"),
+        (lambda: group_norm(IMAGE, 5), "num_groups must be at least 1 and divide C = 12, got num_groups = 5"),
+        (lambda: group_norm(IMAGE, 3, layout="nhwc"), "divide C = 4, got num_groups = 3"),
+        (lambda: group_norm(IMAGE, 3, layout="chwn"), 'layout must be "nchw" or "nhwc", got \'chwn\''),
+        (lambda: group_norm(IMAGE, 3, scale=jnp.ones(12)), r"needs scale \[2, 12\], got \[12\]"),
+    ],
+)
+def test_wrong_arguments_are_refused_as_those_of_torch(call, message):
+    with pytest.raises(KernelInputError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("given", [[[1.0, 2.0]], 1.0, None])
+def test_what_is_no_array_is_refused(given):
+    with pytest.raises(TypeError, match=r"x must be an array of JAX or numpy, got .*: write jnp.asarray\(x\)"):
+        layer_norm(given)
+
+
+def test_arrays_of_numpy_are_taken():
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    assert (layer_norm(x, np.ones(8, np.float32)) == layer_norm(jnp.asarray(x), jnp.ones(8))).all()
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(KernelInputError, match="eps must be at least 0 and finite"):
+        jax.jit(lambda x, eps: layer_norm(x, eps=eps))(X, 1e-5)
+
+
+def test_calls_without_rows_return_nothing_and_have_gradients_of_zero():
+    x, weight = jnp.ones((0, 8), jnp.bfloat16), jnp.ones(8)
+    y, residual_out = add_layer_norm(x, jnp.ones((0, 8)), weight)
+    assert (y.shape, y.dtype, residual_out.dtype) == ((0, 8), jnp.bfloat16, jnp.float32)
+    assert (jax.grad(lambda weight: layer_norm(x, weight).sum())(weight) == 0).all()
+    _, sums = add_group_norm(jnp.ones((0, 4, 4, 12), jnp.bfloat16), jnp.ones((0, 4, 4, 12)), 3, layout="nhwc")
+    assert sums.dtype == jnp.bfloat16
+
+
+def test_forward_mode_is_refused_with_a_reason():
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        jax.jvp(layer_norm, (X,), (X,))

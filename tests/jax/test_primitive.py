@@ -1,0 +1,140 @@
+"""JAX's transformations: each gives what the same transformation of the formula gives."""
+
+from functools import partial
+
+import fusednorm.jax
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+B, ROWS, COLS = 3, 4, 24
+
+
+def formula(x, weight=None, scale=None):
+    """LayerNorm in jax.numpy."""
+    centred = x - x.mean(-1, keepdims=True)
+    y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    y = y if weight is None else y * weight
+    return y if scale is None else y * (1.0 + scale[..., None, :])
+
+
+def loss(norm, *arrays):
+    y = norm(*arrays)
+    return (y**3 * jnp.cos(jnp.arange(y.shape[-1]))).sum()
+
+
+def draw(*shape):
+    return jax.random.normal(jax.random.key(sum(shape)), shape) * 2.0 + 0.5
+
+
+def norm(x, weight=None, scale=None):
+    return fusednorm.jax.layer_norm(x, weight, scale=scale)
+
+
+XS, WEIGHT, WEIGHTS, SCALES = draw(B, ROWS, COLS), draw(COLS), draw(B, COLS), draw(B, COLS)
+
+GRADIENT = partial(jax.grad, argnums=(1, 2))
+TRANSFORMATIONS = {
+    "jit": lambda f: jax.jit(f)(XS, WEIGHT),
+    "vmap": lambda f: jax.vmap(f, (0, None))(XS, WEIGHT),
+    "vmap of another axis": lambda f: jax.vmap(f, (1, None), 1)(XS, WEIGHT),
+    "vmap of parameters": lambda f: jax.vmap(f, (None, 0))(XS[0], WEIGHTS),
+    "vmap of all": lambda f: jax.vmap(f)(XS, WEIGHTS),
+    "vmap of scale": lambda f: jax.vmap(f, (None, None, 0))(XS[0], WEIGHT, SCALES),
+    "vmap of samples": lambda f: jax.vmap(f, (0, None, 0))(XS, WEIGHT, SCALES),
+    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None))(XS, WEIGHT),
+    "grad": lambda f: GRADIENT(loss)(f, XS, WEIGHT),
+    "grad of jit": lambda f: GRADIENT(loss)(jax.jit(f), XS, WEIGHT),
+    "grad of x alone": lambda f: jax.grad(loss, 1)(f, XS, WEIGHT),
+    "grad of the weight alone": lambda f: jax.grad(loss, 2)(f, XS, WEIGHT),
+    "grad of scale": lambda f: jax.grad(loss, (1, 2, 3))(f, XS, WEIGHT, SCALES),
+    "vmap of grad": lambda f: jax.vmap(partial(GRADIENT(loss), f), (0, None))(XS, WEIGHT),
+    "vmap of grad of x": lambda f: jax.vmap(partial(jax.grad(loss, 1), f), (0, None))(XS, WEIGHT),
+    "vmap of grad of scale": lambda f: jax.vmap(partial(jax.grad(loss, (1, 2)), lambda x, s: f(x, None, s)))(
+        XS, SCALES
+    ),
+    "grad of vmap": lambda f: GRADIENT(loss)(jax.vmap(f, (0, None)), XS, WEIGHT),
+    "grad of vmap of parameters": lambda f: GRADIENT(loss)(jax.vmap(f), XS, WEIGHTS),
+    "scan": lambda f: lax.scan(lambda h, w: (f(h, w), h.sum()), XS, WEIGHTS),
+    "grad of scan": lambda f: GRADIENT(loss)(
+        lambda x, w: lax.scan(lambda h, w: (f(h, w), None), x, w)[0], XS, WEIGHTS
+    ),
+    "checkpoint": lambda f: GRADIENT(loss)(jax.checkpoint(f), XS, WEIGHT),
+    "cond": lambda f: lax.cond(XS[0, 0, 0] > 100, lambda: XS, lambda: f(XS, WEIGHT)),
+}
+
+
+def assert_all_close(values, wanted):
+    for value, expected in zip(jax.tree.leaves(values), jax.tree.leaves(wanted), strict=True):
+        assert value.shape == expected.shape
+        assert jnp.abs(value - expected).max() <= 2e-5 * (1.0 + jnp.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_transformation_gives_what_it_gives_of_the_formula(name, device):
+    transform = TRANSFORMATIONS[name]
+    assert_all_close(transform(norm), transform(formula))
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("weight_axis", [None, 0])
+def test_a_batch_of_group_norms_is_each_of_them(layout, weight_axis, device):
+    images, weights, scales = draw(B, 2, 8, 5, 8), draw(B, 8), draw(B, 2, 8)
+    weights = weights if weight_axis == 0 else weights[0]
+
+    def call(x, weight, scale):
+        return fusednorm.jax.group_norm(x, 4, weight, scale=scale, activation="silu", layout=layout)
+
+    def differentiate(x, weight, scale):
+        return jax.grad(lambda *arrays: loss(call, *arrays), (0, 1, 2))(x, weight, scale)
+
+    for function in (call, differentiate):
+        batched = jax.vmap(function, (0, weight_axis, 0))(images, weights, scales)
+        each = [function(images[i], weights if weight_axis is None else weights[i], scales[i]) for i in range(B)]
+        assert_all_close(batched, jax.tree.map(lambda *parts: jnp.stack(parts), *each))
+
+
+def test_a_batch_of_norms_over_channels_is_each_of_them(device):
+    images, weight = draw(B, 2, 8, 5, 7), draw(8)
+    call = partial(fusednorm.jax.add_rms_norm, layout="nchw")
+    batched = jax.vmap(call, (0, None, None))(images, images[0], weight)
+    assert_all_close(batched.y, jnp.stack([call(x, images[0], weight).y for x in images]))
+
+
+def test_each_call_of_a_batch_has_the_mask_that_it_has_alone(device):
+    call = partial(fusednorm.jax.layer_norm, dropout=0.5, seed=3)
+    assert_all_close(jax.vmap(call)(XS), jnp.stack([call(x) for x in XS]))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_shards_are_added_up(check_vma):
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("there is one device")
+    mesh = Mesh(devices[:2], ("rows",))
+    rows, whole = PartitionSpec("rows"), PartitionSpec()
+    x = draw(8, COLS)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(rows, whole), out_specs=(whole, rows, whole), check_vma=check_vma)
+    def step(x, weight):
+        total, differentiate = jax.vjp(partial(loss, norm), x, weight)
+        dx, dweight = differentiate(lax.pcast(jnp.ones(()), "rows", to="varying") if check_vma else jnp.ones(()))
+        # Where JAX tracks what varies, it has added up the gradient of what does not.
+        return lax.psum(total, "rows"), dx, dweight if check_vma else lax.psum(dweight, "rows")
+
+    total, dx, dweight = jax.jit(step)(x, WEIGHT)
+    wanted, gradients = jax.value_and_grad(partial(loss, formula), (0, 1))(x, WEIGHT)
+    assert_all_close((total, dx, dweight), (wanted, *gradients))
+
+
+def test_grad_of_a_sharded_function(device):
+    if device == "gpu" and len(jax.devices("gpu")) < 2:
+        pytest.skip("there is one GPU")
+    mesh = Mesh(jax.devices(device)[:2], ("rows",))
+    sharded = jax.shard_map(
+        norm, mesh=mesh, in_specs=(PartitionSpec("rows"), PartitionSpec()), out_specs=PartitionSpec("rows")
+    )
+    x = draw(8, COLS)
+    assert_all_close(GRADIENT(loss)(sharded, x, WEIGHT), GRADIENT(loss)(formula, x, WEIGHT))
