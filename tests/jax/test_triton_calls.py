@@ -70,6 +70,22 @@ def test_both_passes_are_lowered_for_a_gpu(name, kernels):
         assert len(set(aliases.values())) == len(aliases) >= 1
 
 
+def test_xla_fuses_no_call_with_slices_of_a_scans_arrays(kernels):
+    """A result written into a slice of a larger array would leave the operand that the kernel writes unread."""
+
+    def compute(x, weights):
+        return jax.lax.scan(lambda h, weight: (h + fusednorm.jax.rms_norm(h, weight), h), x, weights)
+
+    program = jax.jit(compute).trace(jnp.zeros((8, 64)), jnp.zeros((3, 64))).lower(lowering_platforms=("cuda",))
+    text = program.as_text()
+    (call,) = re.findall(r"(%\S+) = stablehlo.custom_call @triton_kernel_call_ffi\((.*?)\)", text)
+    result, operands = call
+    barriers = dict(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier (.*?) :", text))
+    assert {operand.partition("#")[0] for operand in operands.split(", ")} <= barriers.keys()
+    assert [name for name in barriers if result in barriers[name]]
+    assert len(re.findall(rf"{result}\b", text)) == 2
+
+
 def test_scalars_have_the_types_that_kernels_declare(kernels):
     lower(*CALLS["samples"])
     scalars = [parameter for parameter in kernels.calls[0].parameters if parameter != "array"]

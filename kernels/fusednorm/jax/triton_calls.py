@@ -126,7 +126,9 @@ def _call_kernel(launch: Launch, buffers: PlanBuffers, compute_capability: int) 
     parameters = list(_iterate_parameters(source.source.signature.values(), launch.arguments))
     arrays = [value for _, value in parameters if isinstance(value, Array)]
     written = {place: array for place, array in enumerate(arrays) if not buffers.is_input(array)}
-    operands = [buffers.get_or_allocate(array) for array in arrays]
+    # Without barriers XLA fuses a call in a loop with slices of larger arrays, and then no longer knows that a result is
+    # in the memory of an operand.
+    operands = lax.optimization_barrier([buffers.get_or_allocate(array) for array in arrays])
     call = gpu_triton.TritonKernelCall(
         _compile_kernel(launch, source, compute_capability),
         *(*launch.grid, 1, 1)[:3],
@@ -142,7 +144,8 @@ def _call_kernel(launch: Launch, buffers: PlanBuffers, compute_capability: int) 
         [jax.ShapeDtypeStruct(operands[place].shape, operands[place].dtype) for place in written],
         input_output_aliases={place: number for number, place in enumerate(written)},
     )
-    values = run(*operands, opaque=zlib.compress(call.to_proto(launch.kernel.fn.__name__, b"")))
+    opaque = zlib.compress(call.to_proto(launch.kernel.fn.__name__, b""))
+    values = lax.optimization_barrier(run(*operands, opaque=opaque))
     for array, value in zip(written.values(), values, strict=True):
         buffers.replace(array, value)
 
