@@ -6,7 +6,7 @@ and each is made for one Triton.  For that reason a newer Python tests what need
 a server of .venv.  Pythons that this machine does not have are left out.
 
 The newest JAX is tested, too, also one that pyproject.toml excludes.  Whether the tests pass with it is reported,
-and fails nothing: each release of JAX may change what jax-triton uses of it.
+and fails nothing: each release of JAX may change how it launches kernels.
 
 Usage: versions.py [lowest | newest | VERSION OF PYTHON | newest-jax] ...
 """
@@ -75,7 +75,7 @@ def report_newest_jax() -> None:
         say(f"the newest JAX is left out: this machine has no Python {' or '.join(JAX_VERSIONS)}")
         return
     folder = ROOT / ".venv" / "newest-jax"
-    also = ("jax", "jax-triton", "triton", "pytest", "pytest-timeout")
+    also = ("jax", "triton", "pytest", "pytest-timeout")
     try:
         make_environment(folder, python, str(ROOT), constraints("newest"), *also)
         run(folder / "bin" / "pip", "--disable-pip-version-check", "list")

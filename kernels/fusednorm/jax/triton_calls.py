@@ -126,8 +126,8 @@ def _call_kernel(launch: Launch, buffers: PlanBuffers, compute_capability: int) 
     parameters = list(_iterate_parameters(source.source.signature.values(), launch.arguments))
     arrays = [value for _, value in parameters if isinstance(value, Array)]
     written = {place: array for place, array in enumerate(arrays) if not buffers.is_input(array)}
-    # Without barriers XLA fuses a call in a loop with slices of larger arrays, and then no longer knows that a result is
-    # in the memory of an operand.
+    # Without barriers XLA fuses a call in a loop with slices of larger arrays, and then no longer knows that a
+    # result is in the memory of an operand.
     operands = lax.optimization_barrier([buffers.get_or_allocate(array) for array in arrays])
     call = gpu_triton.TritonKernelCall(
         _compile_kernel(launch, source, compute_capability),
