@@ -226,7 +226,9 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
     of_class = _PROBED.setdefault(type(module), {})
     state = _describe_state(module)
     if state not in of_class:
-        of_class[state] = _probe_norm(module, weight_name, bias_name, activation)
+        # In inference mode, tensors have neither gradients nor versions, which are compared.
+        with torch.inference_mode(False):
+            of_class[state] = _probe_norm(module, weight_name, bias_name, activation)
     return RecognisedNorm(of_class[state].formula.operation, of_class[state], type(module).__name__)
 
 

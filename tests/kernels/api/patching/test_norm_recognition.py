@@ -539,6 +539,12 @@ def test_looking_draws_no_random_numbers_and_calls_no_hooks(device):
     assert norm.weight.grad is None
 
 
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, LayerNorm2d])
+def test_inference_mode_hides_no_norm(kind):
+    with torch.inference_mode():
+        assert fusednorm.patch(kind(8)).patched
+
+
 def make_counting_class(calls):
     class CountingNorm(LlamaRMSNorm):
         def forward(self, hidden_states):
