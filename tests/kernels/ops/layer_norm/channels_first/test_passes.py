@@ -172,6 +172,13 @@ def test_all_options_of_channels_that_do_not_fit(device):
     check("layer_norm", x, residual=residual, dresidual_out=dresidual_out, **options)
 
 
+@pytest.mark.usefixtures("few_channels_fit")
+@pytest.mark.parametrize("op", OPS)
+def test_channels_of_more_blocks_than_one_sum_adds_up(op, device):
+    # Blocks have 16 channels, and a sum adds up 64 of them.
+    check(op, make_samples((1, 64 * 16 + 37, 3), device) + 1)
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_leaky_relu_has_the_slope_of_the_call(fits, request, device):
     if not fits:
