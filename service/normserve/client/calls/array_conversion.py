@@ -103,13 +103,15 @@ def parse_dtype(dtype: object) -> tuple[DType, bool]:
 def name_dtype(dtype: object) -> str:
     """Return the name of a dtype that is given by name, as torch's, or as numpy's or its scalar type.
 
-    Raises:
-        TypeError: it is no dtype.
+    What is no dtype is returned as text, for the error that says which names there are.
     """
     name = str(dtype)
     if isinstance(dtype, str) or name.startswith("torch."):
         return name.removeprefix("torch.")
-    found: np.dtype[Any] = np.dtype(cast(Any, dtype))
+    try:
+        found: np.dtype[Any] = np.dtype(cast(Any, dtype))
+    except TypeError:
+        return name
     return found.name
 
 

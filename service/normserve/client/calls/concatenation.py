@@ -64,6 +64,8 @@ class TensorListCall:
         """
         self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
         get_first_tensor(self._arguments["x"])
+        if type(self._arguments["x"]) not in SEVERAL:
+            raise ValueError("x must be a list of tensors, as dy is")
         # The first array of each list that has arrays of another library.
         self._foreign: dict[str, object] = {}
         for name in OF_ROWS & self._arguments.keys():

@@ -89,11 +89,13 @@ def get_first_tensor(x: T) -> Any:
     """Return x, or the first tensor where x is a list of several.
 
     Raises:
-        TypeError: x is None, or a list without tensors.
+        TypeError: x is None, or a list that has None or no tensors.
     """
-    if x is None or (isinstance(x, list | tuple) and not x):
-        raise TypeError(f"x must be an array or a list of at least one array, got {x}")
-    return x[0] if isinstance(x, list | tuple) else x
+    tensors = x if isinstance(x, list | tuple) else (x,)
+    if not tensors or any(each is None for each in tensors):
+        given = "None in a list" if x else x
+        raise TypeError(f"x must be an array or a list of at least one array, got {given}")
+    return tensors[0]
 
 
 def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,13 @@ def test_every_operation_has_its_path_and_parameters(connect, method, arguments,
     assert server.params == params
 
 
+def test_an_out_dtype_that_is_no_dtype_is_left_to_the_server_to_refuse(connect):
+    server = FakeServer(problem_answer(422, "invalid_parameter"))
+    with pytest.raises(InvalidRequestError, match="invalid_parameter"):
+        connect(server).layer_norm(X, out_dtype=3)
+    assert server.params == {"out_dtype": "3"}
+
+
 def test_timing_is_what_the_headers_say(connect):
     timing = connect(FakeServer()).layer_norm(X).timing
     assert timing.stages_ms == {
