@@ -17,6 +17,7 @@ from fusednorm.arguments.checks import (
 )
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float, check_optional_tensor, check_precision
+from fusednorm.tensors.arrays import check_tensors
 from fusednorm.tensors.layouts import is_channels_last
 
 
@@ -69,6 +70,7 @@ def check_and_view_rows(
 ) -> NormView:
     """Check the arguments of LayerNorm or RMSNorm, and make the view with which they are computed."""
     check_float("x", x)
+    check_tensors(("weight", "bias", "scale", "shift", "gate"), (weight, bias, scale, shift, gate))
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")

@@ -23,7 +23,7 @@ from torch import Tensor
 from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import NormInputs, has_own_gradient
 from fusednorm.arguments.options import NormOptions
-from fusednorm.reference.checks import check_optional_tensor, check_result_dtype
+from fusednorm.reference.checks import check_float, check_optional_tensor, check_result_dtype
 from fusednorm.reference.dropout import compute_dropout_mask
 from fusednorm.reference.float8 import quantise_rows
 from fusednorm.reference.norm_views import NormView, check_and_view_groups, check_and_view_rows
@@ -333,6 +333,7 @@ def _compute_backward(
 ) -> Backward:
     """Compute the backward pass of any of the three norms, over tensors as the view describes them."""
     work, scale, shift, gate = view.work_dtype, view.scale, view.shift, view.gate
+    check_float("dy", dy)
     check_optional_tensor("dy", dy, x)
     check_optional_tensor("dresidual_out", dresidual_out, x)
     check_optional_tensor("mean", mean, x, view.statistics_shape)

@@ -41,8 +41,7 @@ def check_tensors(names: Iterable[str], values: Iterable[object]) -> None:
         expected = "a torch tensor" if is_required else "a torch tensor or None"
         if name == "weight" and _is_shape(value):
             raise KernelInputError(
-                f"weight must be {expected}, got {value}: there is no normalized_shape before weight, because the "
-                f"norm is over x's last axis"
+                f"weight must be {expected}, got {value}: there is no normalized_shape before weight"
             )
         remedy = f": torch.from_dlpack({name}) makes one" if hasattr(value, "__dlpack__") else ""
         raise KernelInputError(f"{name} must be {expected}, got {type(value).__name__}{remedy}")

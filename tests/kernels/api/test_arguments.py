@@ -31,6 +31,7 @@ TO_TORCH = r"must be a torch tensor( or None)?, got ndarray: torch\.from_dlpack\
         ("residual", lambda: fusednorm.add_rms_norm(X, OTHER_X)),
         ("scale", lambda: fusednorm.layer_norm(X, scale=OTHER_X)),
         ("weight", lambda: reference.layer_norm_forward(X, OTHER_WEIGHT)),
+        ("dy", lambda: reference.layer_norm_backward(OTHER_X, X)),
     ],
 )
 def test_arrays_of_other_libraries_are_refused_with_what_makes_them_tensors(name, call):
@@ -59,6 +60,8 @@ def test_launchers_refuse_them_too(name, call):
 def test_other_values_are_named(value, kind):
     with pytest.raises(KernelInputError, match=f"^x must be a torch tensor, got {kind}$"):
         fusednorm.layer_norm(value)
+    with pytest.raises(KernelInputError, match=f"^dy must be a torch tensor, got {kind}$"):
+        reference.group_norm_backward(value, X, 8)
 
 
 @pytest.mark.parametrize("shape", [(64,), [64], 64, X.shape[-1:]])
@@ -69,11 +72,12 @@ def test_other_values_are_named(value, kind):
         lambda shape: fusednorm.layer_norm(X, shape),
         lambda shape: fusednorm.rms_norm(X, shape, WEIGHT),
         lambda shape: fusednorm.layer_norm_forward(X, shape, WEIGHT),
+        lambda shape: reference.layer_norm_forward(X, shape),
         lambda shape: torch.vmap(lambda row: fusednorm.layer_norm(row, shape))(X),
     ],
 )
 def test_the_form_of_torch_is_refused_in_a_line_that_says_what_weight_is(shape, call):
-    text = r"^weight must be a torch tensor or None, got .*64.*: there is no normalized_shape before weight, .*$"
+    text = r"^weight must be a torch tensor or None, got .*64.*: there is no normalized_shape before weight$"
     with pytest.raises(KernelInputError, match=text) as refused:
         call(shape)
     assert "\n" not in str(refused.value)

@@ -54,10 +54,11 @@ def check_layout_and_rows(
     for name, array in like_x.items():
         check_float(name, array, shape_like=x)
     if has_channel_rows(x):
-        _check_layouts(like_x, has_channel_rows, "channels-last")
+        _check_layouts(like_x, has_channel_rows, "channels-last as x is")
         moved = {name: move_channels_last(array) for name, array in like_x.items()}
         return check_rows(options, inputs._replace(**moved))
-    _check_layouts(like_x, Array.is_contiguous, "contiguous")
+    _check_layouts({"x": x}, Array.is_contiguous, "contiguous or channels-last")
+    _check_layouts(like_x, Array.is_contiguous, "contiguous as x is")
     if max(x.shape[1], math.prod(x.shape[2:])) > MAX_COLS:
         raise UnsupportedShapeError(
             f"a contiguous x must have at most {MAX_COLS} channels and positions, got shape {list(x.shape)}"
@@ -72,11 +73,11 @@ def check_layout_and_rows(
 
 
 def _check_layouts(arrays: dict[str, Array], has_layout: Callable[[Array], bool], layout: str) -> None:
-    """Raise UnsupportedShapeError unless all arrays have one layout."""
+    """Raise UnsupportedShapeError unless all arrays have a layout, `layout` in words."""
     for name, array in arrays.items():
         if not has_layout(array):
             raise UnsupportedShapeError(
-                f"{name} must be {layout} as x is, got shape {list(array.shape)} with strides {list(array.strides)}"
+                f"{name} must be {layout}, got shape {list(array.shape)} with strides {list(array.strides)}"
             )
 
 

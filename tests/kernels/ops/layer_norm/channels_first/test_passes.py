@@ -240,8 +240,13 @@ def test_rows_of_a_wider_channels_last_tensor_are_not_copied(device):
 
 def test_other_strides_and_mixed_layouts_are_refused(device):
     x = torch.randn(2, 8, 4, 4, device=device)
-    with pytest.raises(UnsupportedShapeError, match="contiguous"):
-        fusednorm.layer_norm_forward(x.transpose(2, 3), layout="nchw")
+    strided = x.transpose(2, 3)
+    for call in (
+        lambda: fusednorm.layer_norm_forward(strided, layout="nchw"),
+        lambda: fusednorm.rms_norm_backward(strided, strided, layout="nchw"),
+    ):
+        with pytest.raises(UnsupportedShapeError, match=r"^x must be contiguous or channels-last, got"):
+            call()
     with pytest.raises(UnsupportedShapeError, match="residual"):
         fusednorm.layer_norm_forward(x, residual=make_last(x), layout="nchw")
 

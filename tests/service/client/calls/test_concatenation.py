@@ -1,0 +1,30 @@
+"""Lists of tensors that cannot be concatenated into one call over shared memory."""
+
+import numpy as np
+import pytest
+from normserve.client.calls.concatenation import TensorListCall
+from normserve.client.calls.operations import layer_norm_backward
+
+X = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dy", "x", "options", "text"),
+    [
+        ([X], X, {}, "x must be a list of tensors, as dy is$"),
+        ([X], [X, X], {}, "dy must be as many tensors as x, 2, at least one$"),
+        (X, [X], {}, "dy must be as many tensors as x, 1, at least one$"),
+        ([X[:1]], [X], {}, r"dy.0 must fit x.0 beside it, got \[1, 3\]$"),
+        (
+            [X, X],
+            [X, X[:, :2]],
+            {},
+            r"x.1 must fit x.1 of at least two axes, .*, got \[2, 2\]$",
+        ),
+        ([X], [X], {"scale": [X[0]]}, r"scale.0 must fit x.0 beside it, got \[3\]$"),
+        ([X, X.astype("f2")], [X, X], {}, r"dy.1 must be float32 as dy.0 is, got float16$"),
+    ],
+)
+def test_lists_that_do_not_fit_one_another_are_refused(dy, x, options, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        list(TensorListCall(layer_norm_backward, (dy, x), options).iterate_plans())
