@@ -54,7 +54,7 @@ def can_compute(
     """Return whether torch's kernels support a call over rows; if not, `fallback_passes` computes the call.
 
     Rows of one value are not supported: their gradient is 0, but torch's is a rounding error times rstd.  With a
-    gate, with a scale or shift in 16 bits or in a backward pass, `fallback_passes` takes less time.
+    gate, and with a scale or shift of an x in 16 bits or in a backward pass, `fallback_passes` takes less time.
     """
     shape = x.shape
     return (
@@ -201,14 +201,14 @@ def layer_norm_backward(
         return fallback_passes.compute_fallback_backward("layer_norm", **locals())
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
     gradients = _ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
-    factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
+    factor, addend = _compute_weight_factor(weight, weight_offset), to_float32(bias)
     cols, needed = x.shape[-1:], [True, of_weight is not None, of_bias is not None]
     for piece in gradients.iterate_chunks(dy, mean, rstd):
         h, gradient, centre, inverse = piece
         if activation != "none":
-            z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
+            z = torch.native_layer_norm(h, cols, factor, addend, eps)[0]
             gradient = backpropagate_activation_into_z_(gradient.contiguous(), z, activation, negative_slope)
-        gradients.write_chunk(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
+        gradients.write_chunk(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, addend, needed))
     return gradients.get_result()
 
 
