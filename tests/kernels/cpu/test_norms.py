@@ -68,9 +68,10 @@ def test_dtypes(op, dtype, parameter_dtype):
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_options_around_the_norm(op, with_residual, activation):
+    options = {"activation": activation} | ({"negative_slope": 0.3} if activation == "leaky_relu" else {})
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, bias, residual, dy = tensors(op, dtype, torch.float32)
-        results = check(op, x, weight, bias, residual if with_residual else None, dy, activation=activation)
+        results = check(op, x, weight, bias, residual if with_residual else None, dy, **options)
         if with_residual:
             assert torch.equal(results[1], (x.float() + residual.float()).to(dtype))
 
@@ -90,6 +91,16 @@ def test_a_weight_around_zero_is_offset_in_float32(op):
     x, _, bias, residual, dy = tensors(op, torch.bfloat16)
     weight = torch.full((96,), 2.0**-9, dtype=torch.bfloat16)  # 1 + 2^-9 is 1 in bfloat16.
     check(op, x, weight, bias, residual, dy, weight_offset=1.0)
+
+
+@pytest.mark.parametrize("names", [("scale",), ("shift",), ("scale", "shift"), ("scale", "shift", "gate")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_of_samples_have_their_own_scale_shift_and_gate(op, dtype, names):
+    x, weight, bias, residual, dy = tensors(op, dtype)
+    of_samples = {name: torch.randn(7, 1, 96) / 4 for name in names}
+    x, residual, dy = (each.view(7, 10, 96) for each in (x, residual, dy))
+    check(op, x, weight, bias, residual if "gate" in names else None, dy, activation="silu", **of_samples)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
