@@ -77,10 +77,6 @@ def test_activation_and_residual(algorithm, activation, device, poisoned, monkey
     check_backward(case)
 
 
-# Their epilogue is that of "tile" and "stream".
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name not in ("tile", "stream")]
-
-
 @pytest.mark.parametrize("algorithm", ["sweep", "split", "columns"])
 def test_activation_and_residual_of_larger_groups(algorithm, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
@@ -89,7 +85,8 @@ def test_activation_and_residual_of_larger_groups(algorithm, device, poisoned, m
     check_backward(case)
 
 
-@pytest.mark.parametrize("algorithm", ["tile", "stream", *OTHERS])
+# The epilogue is one, but each kernel hands the slope on to it.
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_slope_of_the_callers_choice(algorithm, device, poisoned, monkeypatch):
     last = use_configuration(monkeypatch, algorithm)
     options = {"activation": "leaky_relu", "negative_slope": -0.75}
