@@ -36,7 +36,9 @@ class _ImportHook:
         if fullname != self._module or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
+            # Python passes over finders without it, too.
+            find_spec = getattr(finder, "find_spec", None)
+            spec = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     # Assigned by name: to type checkers it is a method, which nobody assigns.
@@ -50,8 +52,9 @@ class _ImportHook:
         @wraps(exec_module)
         def exec_module_and_call(module: ModuleType) -> None:
             exec_module(module)
-            if self in sys.meta_path:
+            # A finder may have one loader for all of its modules.
+            if module.__name__ == self._module and self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._action()
+                self._action()
 
         return exec_module_and_call

@@ -73,3 +73,34 @@ def test_several_wait_for_one_module(importable):
     call_after_import("later", lambda: calls.append("second"))
     importlib.import_module("later")
     assert sorted(calls) == ["first", "second"]
+
+
+def test_finders_that_python_passes_over_are_passed_over(importable):
+    sys.meta_path.insert(0, object())
+    calls = []
+    call_after_import("later", lambda: calls.append("called"))
+    importlib.import_module("later")
+    assert calls == ["called"]
+
+
+def test_a_loader_of_several_modules_is_that_of_one(importable, monkeypatch):
+    """The modules that a module imports are not yet that module."""
+
+    class SharedLoader:
+        def find_spec(self, name, path, target=None):
+            return importlib.util.spec_from_loader(name, self) if name in ("later", "later_part") else None
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            if module.__name__ == "later":
+                importlib.import_module("later_part")
+                module.value = 1
+
+    monkeypatch.delitem(sys.modules, "later_part", raising=False)
+    sys.meta_path.insert(0, SharedLoader())
+    seen = []
+    call_after_import("later", lambda: seen.append(sys.modules["later"].value))
+    importlib.import_module("later")
+    assert seen == [1]
