@@ -96,7 +96,7 @@ _TRITON_MODULES = {"api.chain", "api.group_norm", "api.layer_norm", "api.warmup"
 """Modules that need Triton, for which `api.missing_triton` has replacements."""
 
 
-def __getattr__(name: str) -> Any:
+def _get_attribute(name: str) -> Any:
     """Import a public name, or return `__version__`: "0+unknown" if the distribution is not installed."""
     if name == "__version__":
         from importlib import metadata
@@ -117,6 +117,11 @@ def __getattr__(name: str) -> Any:
     # The next use finds it without this function.
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:
+    # Type checkers would take any name for one that the package has.
+    __getattr__ = _get_attribute
 
 
 def _import_name(name: str) -> Any:

@@ -20,6 +20,7 @@ def call_functions() -> Tensor:
     y, total = fusednorm.add_layer_norm(x, y, weight)
     y, total = fusednorm.add_rms_norm(x, y, scale=x, shift=x, gate=x)
     fusednorm.rms_norm(x, gate=x)  # E: call-arg
+    fusednorm.layernorm(x)  # E: attr-defined
     fusednorm.layer_norm(x, weight, bias, activation="mish")  # E: arg-type
     fusednorm.layer_norm(x, weight, bias, epsilon=1e-5)  # E: call-arg
     fusednorm.layer_norm([1.0, 2.0], weight)  # E: arg-type
