@@ -45,9 +45,17 @@ def test_arrays_of_numpy_are_taken():
     assert (layer_norm(x, np.ones(8, np.float32)) == layer_norm(jnp.asarray(x), jnp.ones(8))).all()
 
 
-def test_a_traced_option_is_refused():
-    with pytest.raises(KernelInputError, match="eps must be at least 0 and finite"):
-        jax.jit(lambda x, eps: layer_norm(x, eps=eps))(X, 1e-5)
+@pytest.mark.parametrize("name", ["eps", "weight_offset", "dropout", "seed", "negative_slope"])
+def test_an_option_that_is_traced_or_an_array_is_refused(name):
+    with pytest.raises(KernelInputError, match=f"{name} must be a Python value, got JitTracer"):
+        jax.jit(lambda x, value: layer_norm(x, X[0, 0], **{name: value}))(X, 1)
+    with pytest.raises(KernelInputError, match=rf"{name} must be a Python value, got array\(1\)"):
+        layer_norm(X, X[0, 0], **{name: np.array(1)})
+
+
+def test_a_traced_number_of_groups_is_refused():
+    with pytest.raises(KernelInputError, match="num_groups must be a Python value"):
+        jax.jit(group_norm)(IMAGE, 3)
 
 
 def test_calls_without_rows_return_nothing_and_have_gradients_of_zero():
@@ -62,3 +70,12 @@ def test_calls_without_rows_return_nothing_and_have_gradients_of_zero():
 def test_forward_mode_is_refused_with_a_reason():
     with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
         jax.jvp(layer_norm, (X,), (X,))
+
+
+def test_a_second_derivative_is_refused_with_a_reason():
+    def loss(x):
+        return (layer_norm(x) ** 2).sum()
+
+    for differentiate in (jax.hessian(loss), jax.grad(lambda x: jax.grad(loss)(x).sum())):
+        with pytest.raises(TypeError, match="are differentiated once, in reverse mode"):
+            differentiate(X)

@@ -103,6 +103,13 @@ def test_a_batch_of_norms_over_channels_is_each_of_them(device):
     assert_all_close(batched.y, jnp.stack([call(x, images[0], weight).y for x in images]))
 
 
+def test_a_batch_of_no_calls_has_no_results(device):
+    call = partial(fusednorm.jax.group_norm, num_groups=4)
+    images = jnp.ones((0, 2, 8, 5))
+    assert jax.vmap(call)(images).shape == images.shape
+    assert jax.vmap(jax.grad(lambda x: call(x).sum()))(images).shape == images.shape
+
+
 def test_each_call_of_a_batch_has_the_mask_that_it_has_alone(device):
     call = partial(fusednorm.jax.layer_norm, dropout=0.5, seed=3)
     assert_all_close(jax.vmap(call)(XS), jnp.stack([call(x) for x in XS]))
@@ -138,3 +145,16 @@ def test_grad_of_a_sharded_function(device):
     )
     x = draw(8, COLS)
     assert_all_close(GRADIENT(loss)(sharded, x, WEIGHT), GRADIENT(loss)(formula, x, WEIGHT))
+
+
+def test_explicit_sharding_is_that_of_x_and_of_each_array():
+    if len(jax.devices()) < 2:
+        pytest.skip("there is one device")
+    with jax.set_mesh(jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])):
+        x, scale = (jax.device_put(array, PartitionSpec("rows")) for array in (draw(8, 3, COLS), draw(8, COLS)))
+        weight = jax.device_put(WEIGHT, PartitionSpec())
+        assert jax.typeof(jax.jit(norm)(x, weight, scale)) == jax.typeof(x)
+        gradients = jax.jit(partial(jax.grad(loss, (1, 2, 3)), norm))(x, weight, scale)
+        assert [jax.typeof(each) for each in gradients] == [jax.typeof(each) for each in (x, weight, scale)]
+        gathered = (jax.sharding.reshard(each, PartitionSpec()) for each in (x, weight, scale))
+        assert_all_close(gradients, jax.grad(loss, (1, 2, 3))(formula, *gathered))

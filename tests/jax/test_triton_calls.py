@@ -86,6 +86,12 @@ def test_xla_fuses_no_call_with_slices_of_a_scans_arrays(kernels):
     assert len(re.findall(rf"{result}\b", text)) == 2
 
 
+def test_a_batch_of_no_calls_has_no_kernel(kernels):
+    program = jax.jit(jax.vmap(fusednorm.jax.layer_norm)).trace(jnp.ones((0, 4, 8)))
+    assert "triton_kernel_call" not in program.lower(lowering_platforms=("cuda",)).as_text()
+    assert not kernels.calls
+
+
 def test_scalars_have_the_types_that_kernels_declare(kernels):
     lower(*CALLS["samples"])
     scalars = [parameter for parameter in kernels.calls[0].parameters if parameter != "array"]

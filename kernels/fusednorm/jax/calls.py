@@ -35,10 +35,12 @@ def dispatch_norm(
     if group_layout not in LAYOUTS:
         raise KernelInputError(f'layout must be "nchw" or "nhwc", got {group_layout!r}')
     arrays: NormInputs[Any] = NormInputs._make(_convert_array(*each) for each in inputs._asdict().items())
+    _check_no_arrays(options)
     call = NormCall(options.validate(), group_layout == "nhwc")
     if arrays.x.size == 0:
         return _return_empty(call, arrays)
-    y, residual_out = _compute_norm(call, _vary_alike(arrays))
+    results = _compute_norm(call, _vary_alike(NormInputs._make(map(_gather, arrays))))
+    y, residual_out = (_shard_as(each, arrays.x) for each in results)
     return y, residual_out
 
 
@@ -50,6 +52,28 @@ def _convert_array(name: str, given: Any) -> jax.Array | None:
             f"{name} must be an array of JAX or numpy, got {type(given).__name__}: write jnp.asarray({name})"
         )
     return jnp.asarray(given)
+
+
+def _check_no_arrays(options: NormOptions) -> None:
+    """Raise KernelInputError if an option is an array, or stands for one while JAX traces."""
+    for name, value in options._asdict().items():
+        if isinstance(value, jax.Array | np.ndarray):
+            raise KernelInputError(
+                f"{name} must be a Python value, got {value!r}: a function is compiled for each of its values"
+            )
+
+
+def _gather(array: jax.Array | None) -> jax.Array | None:
+    """Gather an array that is sharded over explicit axes of a mesh, as a pass needs; its gradient is sharded."""
+    if array is None or not any(jax.typeof(array).sharding.spec):
+        return array
+    return jax.sharding.reshard(array, jax.typeof(array).sharding.update(spec=jax.P()))
+
+
+def _shard_as(result: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    """Shard a result of x's shape over explicit axes of a mesh as x."""
+    sharding = jax.typeof(x).sharding
+    return result if result is None or not any(sharding.spec) else jax.sharding.reshard(result, sharding)
 
 
 def _vary_alike(arrays: NormInputs[jax.Array]) -> NormInputs[jax.Array]:

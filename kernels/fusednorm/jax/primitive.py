@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, partial_eval, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
 from fusednorm.arguments.inputs import ROLES, ShapeRole
 from fusednorm.devices.device_properties import make_missing_triton_error
@@ -58,6 +58,9 @@ def _lower_for_cpu(*arrays: jax.Array, norm_pass: NormPass) -> list[jax.Array]:
 
 def _lower_for_cuda(*arrays: jax.Array, norm_pass: NormPass) -> list[jax.Array]:
     inputs = _name_inputs(norm_pass, arrays)
+    if inputs["x"].size == 0:
+        # A batch of no calls: no kernel has a grid without programs.
+        return _lower_for_cpu(*arrays, norm_pass=norm_pass)
     try:
         from fusednorm.jax.kernel_plans import run_by_kernels
     except ModuleNotFoundError as missing:
@@ -103,10 +106,12 @@ def _run_as_one(
         merged[name] = array
         if ROLES[name] is not ShapeRole.PARAMETER:
             each = array if name in batched else jnp.broadcast_to(array, (size, *array.shape))
-            merged[name] = each.reshape(-1, *each.shape[2:]) if norm_pass.has_samples_first else each
+            samples_first = norm_pass.has_samples_first
+            merged[name] = each.reshape(size * each.shape[1], *each.shape[2:]) if samples_first else each
     results = run_pass(norm_pass, merged)
     if norm_pass.has_samples_first:
-        return {name: result.reshape(size, -1, *result.shape[1:]) for name, result in results.items()}
+        samples = _drop_axis(inputs["x"], 0 if "x" in batched else None).shape[0]
+        return {name: result.reshape(size, samples, *result.shape[1:]) for name, result in results.items()}
     return results
 
 
@@ -126,6 +131,11 @@ def _compute_batch_by_formulas(
     return results
 
 
+def _refuse_second_derivatives(*_: Any, **__: Any) -> Any:
+    """Raise TypeError where a gradient is differentiated; forward mode fails earlier, by `custom_vjp`."""
+    raise TypeError("norms of fusednorm.jax are differentiated once, in reverse mode: no hessian, no grad of grad")
+
+
 def _leave_out_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
     """Leave out of a program what it does not use: statistics, sums over rows, or a whole pass."""
     if not any(used):
@@ -141,6 +151,7 @@ def _leave_out_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]
 norm_pass_p.def_impl(_evaluate)
 norm_pass_p.def_abstract_eval(_infer_results)
 partial_eval.dce_rules[norm_pass_p] = _leave_out_unused
+ad.primitive_jvps[norm_pass_p] = _refuse_second_derivatives
 batching.primitive_batchers[norm_pass_p] = _batch
 mlir.register_lowering(norm_pass_p, mlir.lower_fun(_lower_for_cpu), platform="cpu")
 mlir.register_lowering(norm_pass_p, mlir.lower_fun(_lower_for_cuda), platform="cuda")
