@@ -38,7 +38,7 @@ class _ImportHook:
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             # Python passes over finders without it, too.
             find_spec = getattr(finder, "find_spec", None)
-            spec = None if find_spec is None else find_spec(fullname, path, target)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     # Assigned by name: to type checkers it is a method, which nobody assigns.
