@@ -87,7 +87,7 @@ def check_dropout(dropout: float, seed: int | None) -> None:
     if dropout and seed is None:
         raise KernelInputError("dropout needs a seed, got None")
     if seed is not None and not (is_integer(seed) and INT64_MIN <= seed <= INT64_MAX):
-        raise KernelInputError(f"seed must be an int64, got {seed}")
+        raise KernelInputError(f"seed must be an int of 64 bits, got {seed!r}")
 
 
 def validate_eps(eps: float) -> float:

@@ -34,7 +34,7 @@ def x(device):
         ({"dropout": 0.5}, "dropout needs a seed, got None"),
         ({"weight_offset": 1.0}, "weight_offset needs a weight, got None"),
         ({"weight_offset": 0.5, "weight": torch.ones(8)}, "weight_offset must be 0 or 1, got 0.5"),
-        ({"dropout": 0.5, "seed": 2**63}, "seed must be an int64, got 9223372036854775808"),
+        ({"dropout": 0.5, "seed": 2**63}, "seed must be an int of 64 bits, got 9223372036854775808"),
         ({"weight": torch.ones(7)}, r"x \[4, 8\] needs weight \[8\], got \[7\]"),
         ({"weight": torch.ones(8, dtype=torch.int32)}, "weight must be float32, float16 or bfloat16"),
         ({"residual": torch.ones(8)}, r"residual must have x's shape \[4, 8\], got \[8\]"),
@@ -148,7 +148,7 @@ def test_the_number_of_groups_is_an_int_that_divides_the_channels(x, call, group
 @pytest.mark.parametrize("seed", [True, 1.5, "1", -(2**63) - 1])
 def test_a_seed_is_an_int64(x, seed):
     for call in (autograd.layer_norm, layer_norm_forward, reference.layer_norm_forward):
-        with pytest.raises(KernelInputError, match="seed must be an int64, got"):
+        with pytest.raises(KernelInputError, match="seed must be an int of 64 bits, got"):
             call(x, dropout=0.5, seed=seed)
 
 

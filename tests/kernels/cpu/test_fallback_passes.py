@@ -148,7 +148,7 @@ def test_results_may_be_changed_in_place(op):
     ("wrong", "message"),
     [
         ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\)"),
-        ({"dropout": 0.5, "seed": 2**63}, "seed must be an int64"),
+        ({"dropout": 0.5, "seed": 2**63}, "seed must be an int of 64 bits"),
         ({"eps": -1.0, **DROPOUT}, "eps must be at least 0"),
         ({"activation": "tanh", **DROPOUT}, "activation must be"),
         ({"weight": torch.ones(3), **DROPOUT}, "needs weight"),
