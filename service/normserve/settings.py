@@ -82,6 +82,20 @@ class Settings(BaseSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Path of an additional Unix domain socket to listen on.")
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port for KServe's gRPC, served by a process of its own; 0 takes a free one. Needs the "
+        "extra `grpc`.",
+    )
+    grpc_max_message_bytes: Size = Field(
+        2**27,
+        ge=2**20,
+        le=2**31 - 1,
+        description="Maximum size of a gRPC message. The gateway reserves as much memory for each message that it "
+        "receives, of the maximum memory of concurrent requests.",
+    )
     local: Path | None = Field(
         None,
         description="Path of a Unix domain socket for clients on this host that share memory with the server.",

@@ -1,4 +1,4 @@
-"""The commands `normserve serve`, `normserve api-key` and `normserve version`."""
+"""The commands `normserve serve`, `normserve grpc`, `normserve api-key` and `normserve version`."""
 
 import argparse
 import logging
@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from normserve import __version__
 from normserve.admission.keys import KeysFileError, KeysFileReader
 from normserve.admission.keys.keys_file import format_key_table, generate_key
+from normserve.grpc.gateway_settings import SHARED_SETTINGS, GatewaySettings
 from normserve.logs.formatting import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pop("command") == "version":
         print(f"normserve {__version__}")
         return 0
+    if "listen" in given:
+        return _run_gateway(given)
     if "key_name" in given:
         return _make_and_print_api_key(given["key_name"])
     try:
@@ -62,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.load_context()
     except TlsFileError as error:
         _print_setting_error(error.setting, error.detail)
+        return 2
+    if settings.grpc_port is not None and util.find_spec("grpc_reflection") is None:
+        _print_setting_error("grpc_port", "gRPC needs its packages: pip install 'normserve[grpc]'")
         return 2
     if settings.trace_endpoint is not None and not otel_extra.is_otel_installed():
         _print_setting_error("trace_endpoint", "traces need OpenTelemetry's SDK: pip install 'normserve[otel]'")
@@ -86,6 +92,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from normserve.process.owner_server import run_server
 
     return run_server(settings)
+
+
+def _run_gateway(given: dict[str, Any]) -> int:
+    """Run the gateway of gRPC with the command line's arguments; return the exit code."""
+    # A late import: only this command needs gRPC.
+    from normserve.grpc.gateway import GatewayError, run_gateway
+
+    listen, server = given.pop("listen"), given.pop("server")
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        for fault in error.errors():
+            _print_setting_error("_".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, "))
+        return 2
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        run_gateway(GatewaySettings.from_settings(settings, listen, server))
+    except GatewayError as error:
+        print(f"normserve grpc: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _print_setting_error(name: str, what: str) -> None:
@@ -126,6 +153,31 @@ def _make_parser() -> argparse.ArgumentParser:
         # Refused by `Settings`, with a hint about the replacement.
         options = (_format_option(name), _format_option(f"no_{name}"))
         serve.add_argument(*options, dest=name, nargs="?", const="", help=argparse.SUPPRESS)
+    gateway = commands.add_parser(
+        "grpc",
+        help="start a gateway that speaks KServe's gRPC for a server",
+        description="Start a gateway that speaks KServe's gRPC for a server. `normserve serve --grpc-port 8001`"
+        " starts one with the server, and again whenever it ends.",
+        epilog=_ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    gateway.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="127.0.0.1:8001",
+        help="address to listen on [default: %(default)s]",
+    )
+    gateway.add_argument(
+        "--server",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="the server, as http+unix:///run/normserve.sock or http://127.0.0.1:8000 [default: %(default)s]; "
+        "over a Unix socket, the server's limits and logs have the callers' addresses",
+    )
+    for name in SHARED_SETTINGS:
+        gateway.add_argument(
+            _format_option(name), dest=name, **_make_argument_options(name, Settings.model_fields[name])
+        )
     make_key = commands.add_parser(
         "api-key",
         help="make a key for --api-keys-file",

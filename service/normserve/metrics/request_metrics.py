@@ -12,6 +12,10 @@ from normserve.metrics.instruments import Exemplar
 from normserve.metrics.registry import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
 UNMATCHED = "__unmatched__"
+
+GRPC_TRANSPORT = "grpc"
+"""The `transport` of requests that the gateway of gRPC passes on."""
+
 NONE = "none"
 
 #: The status of requests whose client disconnected before the response.

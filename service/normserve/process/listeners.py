@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +23,19 @@ def open_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
     """Listen at every address of the host and at the optional Unix socket, and yield the listeners.  At the
     end they are closed and the socket's path is removed.
 
+    For the gateway of gRPC there is a Unix socket in any case.
+
     Raises:
         ListenError: an address is in use, or cannot be bound.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _open_tcp_listeners(settings)]
-        if settings.uds is not None:
-            listeners.append(stack.enter_context(_open_unix_listener("uds", settings.uds)))
+        path = settings.uds
+        if path is None and settings.grpc_port is not None:
+            # For the gateway alone: nobody else may enter the folder.
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="normserve-"))) / "http.sock"
+        if path is not None:
+            listeners.append(stack.enter_context(_open_unix_listener("uds", path)))
         for listener in listeners:
             listener.setblocking(False)
         yield listeners

@@ -30,6 +30,7 @@ from normserve.process.connection_limits import (
     raise_descriptor_limit_for_connections,
 )
 from normserve.process.exit_codes import ExitCode
+from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
 from normserve.process.listeners import (
     ListenError,
@@ -69,10 +70,12 @@ class OwnerServer(HttpServer):
         channel: socket.socket | None,
         tls: TlsContext | None,
         local_listener: socket.socket | None = None,
+        gateway: GatewayProcess | None = None,
     ) -> None:
         """Args:
         listeners, channel: the source of connections, one or the other.
         local_listener: the source of connections of clients that share memory.
+        gateway: the process that speaks gRPC.
         """
         self._app = app
         self._services: ApplicationServices = app.state.service
@@ -88,6 +91,8 @@ class OwnerServer(HttpServer):
             on_refused=self._services.metrics.observe_refused_connection,
         )
         self._local_listener = local_listener
+        self._gateway = gateway
+        self._gateway_task: asyncio.Task[None] | None = None
         self._local_limits = make_local_limits(settings, self._services.metrics.observe_refused_connection)
         self._local_server: LocalServer | None = None
         self._relay_server: RelayServer = app.state.relays
@@ -114,6 +119,8 @@ class OwnerServer(HttpServer):
         for listener in self._listeners:
             accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
             self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
+        if self._gateway is not None:
+            self._gateway_task = asyncio.get_running_loop().create_task(self._gateway.keep_running())
         self._start_task(self._announce_or_end_when_warm())
 
     def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -134,6 +141,8 @@ class OwnerServer(HttpServer):
         self._broadcast_readiness(ready=False)
         audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
+        if self._gateway is not None:
+            self._gateway.request_stop()
         self._services.engine.start_draining()
 
     async def _finish_requests(self) -> None:
@@ -205,6 +214,8 @@ class OwnerServer(HttpServer):
         await asyncio.gather(*self._accept_tasks, return_exceptions=True)
         self._stop_listening()
         within_s = 0.0 if self.force_exit else CLOSE_S
+        if self._gateway is not None and self._gateway_task is not None:
+            await end_gateway(self._gateway, self._gateway_task, within_s)
         if self._local_server is not None:
             await self._local_server.close(within_s)
         await self._relay_server.close(within_s)
@@ -292,7 +303,8 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
             return ExitCode.MISCONFIGURED
         files = TlsFiles.from_settings(settings)
         tls = None if files is None else TlsContext(files)
-        server = OwnerServer(config, app, listeners, stack.close, channel, tls, local_listener)
+        gateway = None if channel is not None else make_gateway_process(settings, listeners)
+        server = OwnerServer(config, app, listeners, stack.close, channel, tls, local_listener, gateway)
         audit.log_start(__version__, settings.dump_masked())
         if service.keyring is not None:
             audit.log_keys_loaded(service.keyring.key_names)

@@ -29,6 +29,7 @@ from normserve.process.connection_limits import (
     raise_descriptor_limit_for_connections,
 )
 from normserve.process.exit_codes import ExitCode
+from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.listeners import (
     ListenError,
     make_url,
@@ -70,6 +71,7 @@ class FleetSupervisor:
         self._turn_counter = itertools.count()
         # Connections that a process had not received when it ended.
         self._retry_tasks: set[asyncio.Task[None]] = set()
+        self._gateway: GatewayProcess | None = None
         self._stop_event = asyncio.Event()
         self._exit_code = 0
 
@@ -100,12 +102,16 @@ class FleetSupervisor:
                 for work in (self._announce_when_all_ready(listeners[0]), self._monitor_silence())
             ]
             accepting = [asyncio.create_task(each) for each in accepted]
+            self._gateway = make_gateway_process(self._settings, listeners)
+            speaking = None if self._gateway is None else asyncio.create_task(self._gateway.keep_running())
             serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
             await asyncio.gather(*(self._keep_running(process) for process in self._owners))
             # The front ends have sent the responses to all requests that the owners had admitted.
             for process in self._front_ends:
                 process.request_stop()
             await asyncio.gather(*serving)
+            if self._gateway is not None and speaking is not None:
+                await end_gateway(self._gateway, speaking)
             for task in (*beside, *accepting, *self._retry_tasks):
                 task.cancel()
         return self._exit_code
@@ -165,6 +171,8 @@ class FleetSupervisor:
         # At the second signal the supervisor waits for no process.
         processes = self._processes if self._stop_event.is_set() else self._owners
         self._stop_event.set()
+        if self._gateway is not None:
+            self._gateway.request_stop()
         for process in processes:
             process.request_stop()
 
@@ -305,7 +313,7 @@ def _make_owner_settings(settings: Settings, device: str, count: int) -> Setting
         count: the number of such processes.
     """
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
-    own: dict[str, Any] = {"uds": None, "devices": ""}
+    own: dict[str, Any] = {"uds": None, "devices": "", "grpc_port": None}
     if device:
         own |= {"backend": "torch" if device == "cpu" else "triton", "cpu_threads": threads}
     return settings.model_copy(update=own)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.admission.client_identity import ClientIdentity
+from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.http_exchange import HttpExchange
 from normserve.http.middleware.origin_policy import OriginPolicy
@@ -18,7 +19,7 @@ from normserve.http.problem_responses import make_problem_response
 from normserve.http.routes.route_scopes import PUBLIC, RouteScopes
 from normserve.http.transport import Buffers, Headers
 from normserve.logs import audit
-from normserve.metrics.request_metrics import UNMATCHED, RequestRecord
+from normserve.metrics.request_metrics import GRPC_TRANSPORT, UNMATCHED, RequestRecord
 from normserve.requests.key_authorisation import KeyAuthorisation
 from normserve.requests.request_lifecycle import RequestServices
 
@@ -31,6 +32,9 @@ _RESULTS = {
     "DELETE": {204: "removed"},
     "POST": {200: "removed"},
 }
+
+# More than any IPv6 address in text has.
+_LONGEST_ADDRESS = 64
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 
@@ -98,6 +102,8 @@ class RequestMiddleware:
         """
         client = scope["client"]
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
+        if (caller := headers.get(GATEWAY_CALLER)) is not None:
+            transport, address = GRPC_TRANSPORT, caller.decode("latin-1")[:_LONGEST_ADDRESS]
         record = RequestRecord(transport=transport, began_at=scope["state"]["reception"].began_at)
         request_id = choose_request_id(headers)
         return HttpExchange(

@@ -27,7 +27,7 @@ from normserve.http.oip.inference_request import (
 )
 from normserve.http.oip.inference_response import build_response, require_expressible
 from normserve.http.oip.inference_statistics import InferenceStatistics
-from normserve.http.oip.metric_labels import TRANSPORT
+from normserve.http.oip.metric_labels import label_transport
 from normserve.http.oip.models import InferenceModel, ModelCatalogue
 from normserve.http.oip.region_tensors import NONE, RegionTensorAccess, check_and_assign_result_buffers
 from normserve.http.oip.shared_memory_routes import TRANSPORT_CUDA, TRANSPORT_SYSTEM
@@ -75,7 +75,7 @@ class InferenceRoutes:
     async def handle_request(self, request: Request) -> BuffersResponse:
         """Make the checks that need no body, then receive the body, compute and answer."""
         exchange: HttpExchange = request.scope["state"]["exchange"]
-        exchange.record.transport = TRANSPORT
+        label_transport(exchange.record)
         model = self.model_catalogue.find_model(**request.path_params)
         exchange.record.op, exchange.record.direction = model.op.label, model.direction.label
         try:

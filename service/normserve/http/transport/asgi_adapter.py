@@ -9,6 +9,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.errors import ClientLeftError
 from normserve.http.transport.incoming_body import IncomingBody, find_body_length
 from normserve.http.transport.response_sender import Buffers, Headers, ResponseSender
@@ -31,10 +32,10 @@ class AsgiAdapter:
         state = {**scope.get("state", {}), "reception": body.incoming_body, "sending": response}
         # The application takes a scope without a client for a connection of our own Unix socket.
         client = scope.get("client") or ("", 0)
+        headers = [each for each in scope["headers"] if each[0] != GATEWAY_CALLER]
         try:
-            await self._asgi_app(
-                {**scope, "state": state, "client": client}, body.receive_message, response.forward_message
-            )
+            own = {"state": state, "client": client, "headers": headers}
+            await self._asgi_app({**scope, **own}, body.receive_message, response.forward_message)
         finally:
             body.stop_receiving()
 

@@ -6,6 +6,7 @@ It extends uvicorn's httptools protocol with limits.  The boundaries of headers 
 
 import asyncio
 import functools
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ HEAD_BYTES = 16 * 1024
 # Time for a handshake, and for a header, on a connection beyond the limits.
 _HASTE_S = 1.0
 _UNIX_BUFFER_BYTES = 4 * 2**20
+# The address of a client on the Unix socket that has this process's user.
+_OWN_USER = f"uid {os.geteuid()}"
 _TLS_END_S = 0.2
 # Time and bytes for a client until it reads the response to invalid input; the shorter time is for a connection
 # beyond the limits.
@@ -122,6 +125,11 @@ class ExchangeProtocol(HttpToolsProtocol):
             patience = replace(patience, header_s=min(patience.header_s, _HASTE_S))
             self._header_timer = HeaderTimer(self.loop, patience, self._on_header_timeout)
         return patience.header_s
+
+    @property
+    def is_from_own_user(self) -> bool:
+        """Whether the client's process is on this host and has this process's user."""
+        return self.address == _OWN_USER
 
     @property
     def direct_body(self) -> IncomingBody | None:

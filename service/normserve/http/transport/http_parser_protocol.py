@@ -11,6 +11,7 @@ from typing import Any
 
 import httptools
 
+from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.errors import (
     HeadersTooLargeError,
     MalformedHttpError,
@@ -179,6 +180,8 @@ class HttpParserProtocol(ExchangeProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header field, and note `Expect: 100-continue`.
 
+        The field that only the server's own gateway may send is dropped from other clients' requests.
+
         A repeated field is noted if it must not be repeated; `on_headers_complete` then refuses the
         request.
         """
@@ -189,6 +192,8 @@ class HttpParserProtocol(ExchangeProtocol):
             value = self._unrepeatable_fields[name] = value.strip(b" \t")
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == GATEWAY_CALLER and not self.is_from_own_user:
+            return
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:

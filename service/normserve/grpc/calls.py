@@ -1,0 +1,158 @@
+"""The life of a call: its key, room for its message, the message, the response or the error's status."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from normserve.grpc.admission_check import AdmissionCheck
+from normserve.grpc.caller import Header, make_forwarded_headers
+from normserve.grpc.message_budget import MessageBudget, MessageReservation
+from normserve.grpc.statuses import CallError, Code, make_trailer
+from normserve.logs.formatting import ThrottledLogger
+
+log = logging.getLogger(__name__)
+
+# A caller that opens a call and does not send its message, or does not read its response, for so long is refused.
+_RECEIVE_S, _SEND_S = 30.0, 30.0
+
+# Of a message that has no tensors.
+_MAX_SMALL_BYTES = 2**20
+
+#: Responds to one message of a caller with these headers; may resize the message's reservation.
+Responder = Callable[[bytes, list[Header], MessageReservation], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRunner:
+    """The order in which every call is admitted, received and responded to.
+
+    All methods are of the kind with streams both ways, whose handlers have a call's metadata before its message;
+    for a client, a method with one message and one response is the same.
+
+    Attributes:
+        budget: for the messages of calls.
+        probe_budget: for those of probes, which must be answered when there is no room for others.
+    """
+
+    admission_check: AdmissionCheck
+    budget: MessageBudget
+    probe_budget: MessageBudget
+    failures: ThrottledLogger
+
+    def make_handler(
+        self, respond: Responder, *, is_probe: bool = False, has_tensors: bool = False
+    ) -> grpc.RpcMethodHandler:
+        """Make the handler of a method with one message and one response.
+
+        Args:
+            is_probe: whether the method needs no key.
+            has_tensors: whether its messages may be long.
+        """
+        budget = self.probe_budget if is_probe else self.budget
+        max_bytes = budget.max_message_bytes if has_tensors else _MAX_SMALL_BYTES
+
+        async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
+            headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
+
+            async def run() -> None:
+                if not is_probe:
+                    await self.admission_check.require_accepted(headers)
+                with await budget.reserve() as reservation:
+                    message = await _receive_message(context)
+                    if message is None:
+                        raise CallError(Code.INVALID_ARGUMENT, "the call must have a message")
+                    if len(message) > max_bytes:
+                        raise CallError(
+                            Code.RESOURCE_EXHAUSTED,
+                            f"a message must be at most {max_bytes} bytes, got {len(message)}",
+                        )
+                    reservation.resize(len(message))
+                    response = await respond(message, headers, reservation)
+                    del message
+                    await _send_message(context, response)
+
+            await self._run_call(run, context)
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    def make_stream_handler(
+        self, respond: Responder, make_error_response: Callable[[bytes, CallError], bytes]
+    ) -> grpc.RpcMethodHandler:
+        """Make the handler of a method whose messages have one response each, in their order.
+
+        A message is received when the response to the one before has been sent.  A stream has room for one message
+        as long as it is open.
+
+        Args: make_error_response: makes the response to a message whose processing failed.
+        """
+
+        async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
+            headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
+
+            async def run() -> None:
+                await self.admission_check.require_accepted(headers)
+                with await self.budget.reserve() as reservation:
+                    reservation.least_bytes = self.budget.max_message_bytes
+                    while (message := await _receive_message(context, patience_s=None)) is not None:
+                        try:
+                            response = await respond(message, headers, reservation)
+                        except CallError as error:
+                            response = make_error_response(message, error)
+                        del message
+                        await _send_message(context, response)
+                        del response
+                        reservation.resize(0)
+
+            await self._run_call(run, context)
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def _run_call(
+        self, run: Callable[[], Awaitable[None]], context: aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        """Run a call, and end it with the status of the error that it raises."""
+        try:
+            await run()
+        except CallError as error:
+            await context.abort(error.code, error.detail, make_trailer(error))
+        except (asyncio.CancelledError, aio.AbortError):
+            raise
+        except Exception as error:
+            self.failures.warning("a call failed in the gateway: %r", error)
+            await context.abort(Code.INTERNAL, "internal error in the gateway")
+
+
+async def _receive_message(
+    context: aio.ServicerContext[bytes, bytes], patience_s: float | None = _RECEIVE_S
+) -> bytes | None:
+    """Receive the next message of a call; return None after the last one.
+
+    Args: patience_s: None waits for as long as the call lasts.
+
+    Raises:
+        CallError: there was no message for too long.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            message: Any = await context.read()
+    except TimeoutError:
+        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s:g} s") from None
+    return None if message is aio.EOF else message
+
+
+async def _send_message(context: aio.ServicerContext[bytes, bytes], message: bytes) -> None:
+    """Send a response, which waits until its client has read most of it.
+
+    Raises:
+        CallError: the client reads nothing for too long.
+    """
+    try:
+        async with asyncio.timeout(_SEND_S):
+            await context.write(message)
+    except TimeoutError:
+        raise CallError(Code.CANCELLED, f"the response must be read within {_SEND_S:g} s") from None

@@ -1,0 +1,178 @@
+"""The gateway's process: it listens, serves calls, and drains before it ends."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from pathlib import Path
+
+import grpc
+import uvloop
+from grpc import aio
+from grpc_reflection.v1alpha import reflection
+
+from normserve.grpc.admission_check import AdmissionCheck
+from normserve.grpc.calls import CallRunner
+from normserve.grpc.gateway_settings import GatewaySettings
+from normserve.grpc.health_service import HealthService
+from normserve.grpc.inference_service import InferenceService
+from normserve.grpc.message_budget import MessageBudget
+from normserve.grpc.schema import HEALTH, INFERENCE, POOL
+from normserve.grpc.server_client import ServerClient
+from normserve.logs.formatting import ThrottledLogger
+from normserve.regular_files import open_regular_file
+
+log = logging.getLogger(__name__)
+
+_MAX_CALLS = 1024
+_MAX_CALLS_PER_CONNECTION = 256
+_MAX_METADATA_BYTES = 16 * 1024
+_MAX_PROBE_MESSAGES = 4
+
+
+class GatewayError(Exception):
+    """The gateway cannot start; the message names the option."""
+
+
+def run_gateway(settings: GatewaySettings, parent: int | None = None) -> None:
+    """Run a gateway until a signal stops it.
+
+    Args: parent: the descriptor of a pipe, at whose end the gateway stops, too; None for no pipe.
+
+    Raises:
+        GatewayError: it cannot start with these settings.
+    """
+    uvloop.run(_serve(settings, parent))
+
+
+async def _serve(settings: GatewaySettings, parent: int | None) -> None:
+    """Serve until SIGTERM or SIGINT, then refuse new calls and finish those in progress.  A second signal ends all
+    calls.
+    """
+    try:
+        server_client = ServerClient(settings.server)
+    except ValueError as error:
+        raise GatewayError(f"--server: {error}") from None
+    health = HealthService(server_client)
+    budget = MessageBudget(settings.max_inflight_bytes, settings.max_message_bytes)
+    probe_budget = MessageBudget(_MAX_PROBE_MESSAGES * settings.max_message_bytes, settings.max_message_bytes)
+    calls = CallRunner(AdmissionCheck(server_client), budget, probe_budget, ThrottledLogger(log))
+    server = aio.server(options=_make_options(settings.max_message_bytes), maximum_concurrent_rpcs=_MAX_CALLS)
+    server.add_generic_rpc_handlers(
+        (InferenceService(server_client).make_handlers(calls), health.make_handlers(calls))
+    )
+    reflection.enable_server_reflection([INFERENCE, HEALTH, reflection.SERVICE_NAME], server, POOL)
+    port = _add_port(server, settings)
+    await server.start()
+    host = settings.listen.rpartition(":")[0]
+    log.info("gRPC is ready on %s:%d, for the server at %s", host, port, server_client.display_name)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent is not None:
+        loop.add_reader(parent, _on_parent_end, parent, stop)
+    await stop.wait()
+    log.info("draining: calls in progress are finished, new ones are refused")
+    health.is_draining = True
+    stop.clear()
+    draining = asyncio.ensure_future(server.stop(settings.drain_s))
+    second = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        await server.stop(None)
+    second.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining
+    server_client.close()
+
+
+def _on_parent_end(parent: int, stop: asyncio.Event) -> None:
+    """Stop the gateway: the process that has started it has ended."""
+    asyncio.get_running_loop().remove_reader(parent)
+    stop.set()
+
+
+def _make_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Make the options of gRPC: limits of messages, connections and pings."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
+        # Two gateways on one port would each get some of the connections.
+        ("grpc.so_reuseport", 0),
+        # A peer that does not answer a ping in time is gone; one that pings more often than this is sent away.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 3),
+    ]
+
+
+def _add_port(server: aio.Server, settings: GatewaySettings) -> int:
+    """Listen on the address, with TLS if there is a certificate; return the port.
+
+    Raises:
+        GatewayError: the address cannot be bound, or a file cannot be used.
+    """
+    try:
+        if settings.tls_cert is None:
+            port: int = server.add_insecure_port(settings.listen)
+        else:
+            port = server.add_secure_port(settings.listen, _CertificateSource(settings).make_credentials())
+        return port
+    except RuntimeError:
+        raise GatewayError(f"--listen {settings.listen}: this address cannot be listened on") from None
+
+
+class _CertificateSource:
+    """The certificate files, which are read again for each handshake, so that renewed ones are used."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._contents = self._read()
+
+    def make_credentials(self) -> grpc.ServerCredentials:
+        """Make the credentials of the port; clients need a certificate if there are authorities for them."""
+        needs_certificate = self._settings.tls_client_ca is not None
+        return grpc.dynamic_ssl_server_credentials(
+            self._make_configuration(), self._find_new_configuration, needs_certificate
+        )
+
+    def _find_new_configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return a new configuration if a file has changed, else None; files that cannot be read do not count."""
+        try:
+            contents = self._read()
+        except GatewayError:
+            return None
+        if contents == self._contents:
+            return None
+        self._contents = contents
+        return self._make_configuration()
+
+    def _make_configuration(self) -> grpc.ServerCertificateConfiguration:
+        chain, key, authorities = self._contents
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Read the certificate and its chain, the key, and the authorities for clients.
+
+        Raises:
+            GatewayError: a file cannot be read.
+        """
+        settings = self._settings
+        assert settings.tls_cert is not None
+        chain = _read_file("tls-cert", settings.tls_cert)
+        key = chain if settings.tls_key is None else _read_file("tls-key", settings.tls_key)
+        ca = settings.tls_client_ca
+        return chain, key, None if ca is None else _read_file("tls-client-ca", ca)
+
+
+def _read_file(option: str, path: Path) -> bytes:
+    try:
+        with open_regular_file(path) as file:
+            return file.read()
+    except OSError as error:
+        raise GatewayError(f"--{option}: {path} cannot be read: {error.strerror}") from None
