@@ -115,8 +115,10 @@ class Engine:
         """End the executor's threads; nothing may be submitted afterwards."""
         self._executor.stop(timeout_s)
 
-    def require_ready(self) -> None:
+    def require_ready(self, *, is_call_in_progress: bool = False) -> None:
         """Raise an error unless the engine accepts jobs; which one depends on the engine's state.
+
+        Args: is_call_in_progress: the job belongs to a call that began before, which a drain lets finish.
 
         Raises:
             NotReadyError, DrainingError: by state.
@@ -127,6 +129,8 @@ class Engine:
             case EngineState.STARTING:
                 raise NotReadyError("the server is still warming up")
             case EngineState.DRAINING:
+                if is_call_in_progress:
+                    return
                 raise DrainingError("the server is shutting down and finishes only what it has admitted")
             case EngineState.FAILED:
                 raise _make_not_launched_error()

@@ -19,12 +19,46 @@ log = logging.getLogger(__name__)
 
 # A caller that opens a call and does not send its message, or does not read its response, for so long is refused.
 _RECEIVE_S, _SEND_S = 30.0, 30.0
+_RETRY_AFTER_S = 1.0
 
 # Of a message that has no tensors.
 _MAX_SMALL_BYTES = 2**20
 
 #: Responds to one message of a caller with these headers; may resize the message's reservation.
 Responder = Callable[[bytes, list[Header], MessageReservation], Awaitable[bytes]]
+
+
+class StreamDrain:
+    """The end of streams when the gateway drains: at once for one that waits, else after its response."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    def begin(self) -> None:
+        """End the streams that wait for a message."""
+        self._has_begun = True
+        for each in self._waits:
+            each.reschedule(asyncio.get_running_loop().time())
+
+    async def receive_message(self, context: aio.ServicerContext[bytes, bytes]) -> bytes | None:
+        """Receive the next message of a stream, however long that takes; return None after the last one.
+
+        Raises:
+            CallError: the gateway drains.
+        """
+        if not self._has_begun:
+            wait = asyncio.timeout(None)
+            try:
+                async with wait:
+                    self._waits.add(wait)
+                    message: Any = await context.read()
+                    return None if message is aio.EOF else message
+            except TimeoutError:
+                pass
+            finally:
+                self._waits.discard(wait)
+        raise CallError(Code.UNAVAILABLE, "the server is shutting down", _RETRY_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +71,13 @@ class CallRunner:
     Attributes:
         budget: for the messages of calls.
         probe_budget: for those of probes, which must be answered when there is no room for others.
+        stream_drain: ends the streams when the gateway drains.
     """
 
     admission_check: AdmissionCheck
     budget: MessageBudget
     probe_budget: MessageBudget
+    stream_drain: StreamDrain
     failures: ThrottledLogger
 
     def make_handler(
@@ -98,7 +134,7 @@ class CallRunner:
                 await self.admission_check.require_accepted(headers)
                 with await self.budget.reserve() as reservation:
                     reservation.least_bytes = self.budget.max_message_bytes
-                    while (message := await _receive_message(context, patience_s=None)) is not None:
+                    while (message := await self.stream_drain.receive_message(context)) is not None:
                         try:
                             response = await respond(message, headers, reservation)
                         except CallError as error:
@@ -127,21 +163,17 @@ class CallRunner:
             await context.abort(Code.INTERNAL, "internal error in the gateway")
 
 
-async def _receive_message(
-    context: aio.ServicerContext[bytes, bytes], patience_s: float | None = _RECEIVE_S
-) -> bytes | None:
-    """Receive the next message of a call; return None after the last one.
-
-    Args: patience_s: None waits for as long as the call lasts.
+async def _receive_message(context: aio.ServicerContext[bytes, bytes]) -> bytes | None:
+    """Receive the message of a call; return None if it has none.
 
     Raises:
         CallError: there was no message for too long.
     """
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(_RECEIVE_S):
             message: Any = await context.read()
     except TimeoutError:
-        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s:g} s") from None
+        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {_RECEIVE_S:g} s") from None
     return None if message is aio.EOF else message
 
 

@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_reflection.v1alpha import reflection
 
 from normserve.grpc.admission_check import AdmissionCheck
-from normserve.grpc.calls import CallRunner
+from normserve.grpc.calls import CallRunner, StreamDrain
 from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.grpc.health_service import HealthService
 from normserve.grpc.inference_service import InferenceService
@@ -53,10 +53,10 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
         server_client = ServerClient(settings.server)
     except ValueError as error:
         raise GatewayError(f"--server: {error}") from None
-    health = HealthService(server_client)
+    health, stream_drain = HealthService(server_client), StreamDrain()
     budget = MessageBudget(settings.max_inflight_bytes, settings.max_message_bytes)
     probe_budget = MessageBudget(_MAX_PROBE_MESSAGES * settings.max_message_bytes, settings.max_message_bytes)
-    calls = CallRunner(AdmissionCheck(server_client), budget, probe_budget, ThrottledLogger(log))
+    calls = CallRunner(AdmissionCheck(server_client), budget, probe_budget, stream_drain, ThrottledLogger(log))
     server = aio.server(options=_make_options(settings.max_message_bytes), maximum_concurrent_rpcs=_MAX_CALLS)
     server.add_generic_rpc_handlers(
         (InferenceService(server_client).make_handlers(calls), health.make_handlers(calls))
@@ -75,6 +75,7 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     await stop.wait()
     log.info("draining: calls in progress are finished, new ones are refused")
     health.is_draining = True
+    stream_drain.begin()
     stop.clear()
     draining = asyncio.ensure_future(server.stop(settings.drain_s))
     second = asyncio.ensure_future(stop.wait())

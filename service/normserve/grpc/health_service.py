@@ -66,6 +66,8 @@ class HealthService:
                 state = await self._find_state()
                 if state != last:
                     await context.write(_serialise(state))
+                if self.is_draining:
+                    return
                 last = state
                 await asyncio.sleep(_POLL_S)
         finally:

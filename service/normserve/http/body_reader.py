@@ -10,6 +10,7 @@ from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTyp
 from normserve.http.http_exchange import HttpExchange
 from normserve.memory.slabs import SlabPool, allocate_plain
 from normserve.memory.thread_allocation import make_unretained_on_thread
+from normserve.metrics.request_metrics import GRPC_TRANSPORT
 from normserve.requests.request_lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.
@@ -53,7 +54,9 @@ class BodyReader:
         Raises:
             NormserveError: the request is not admitted, or its body is not received.
         """
-        exchange.services.engine.require_ready()
+        # The gateway takes no new calls once the server drains.
+        is_of_gateway = exchange.record.transport == GRPC_TRANSPORT
+        exchange.services.engine.require_ready(is_call_in_progress=is_of_gateway)
         body = await self.admit_and_receive_body(exchange)
         exchange.mark_in_progress()
         exchange.record_received(exchange.incoming_body.receive_s)

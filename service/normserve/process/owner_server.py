@@ -148,6 +148,9 @@ class OwnerServer(HttpServer):
     async def _finish_requests(self) -> None:
         """Wait up to `drain_s` for admitted requests, then fail those that remain, and let the server exit."""
         give_up = time.monotonic() + self._services.settings.drain_s
+        if self._gateway_task is not None:
+            # Its calls may not have reached this process yet.
+            await asyncio.wait((self._gateway_task,), timeout=self._services.settings.drain_s)
         while self._services.admission_budget.request_count and time.monotonic() < give_up:
             await asyncio.sleep(_DRAIN_POLL_S)
         if self._services.admission_budget.request_count:

@@ -14,6 +14,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NoReturn
 
+_GATEWAY = "normserve.process.gateway_process"
+_create_subprocess = asyncio.create_subprocess_exec
+
 
 class ForkedWorker:
     """Used as `asyncio.subprocess.Process` is."""
@@ -45,11 +48,14 @@ class ForkedWorker:
 
 
 async def fork_worker(
-    *command: str, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str], start_new_session: bool
-) -> ForkedWorker:
+    *command: str, stdin: int, env: Mapping[str, str], start_new_session: bool, pass_fds: Sequence[int] = ()
+) -> ForkedWorker | asyncio.subprocess.Process:
     """In place of `asyncio.create_subprocess_exec`, for `python -m MODULE ARGUMENTS`."""
     assert command[:2] == (sys.executable, "-m")
     assert (stdin, start_new_session) == (asyncio.subprocess.PIPE, True)
+    if command[2] == _GATEWAY:
+        # A server that starts it has threads, which may hold locks at any moment.
+        return await _create_subprocess(*command, stdin=stdin, env=env, start_new_session=True)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,0 +1,140 @@
+"""The gateway as a process: started with the server and again, drained with it, and on its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+import tritonclient.grpc as triton
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from normserve.grpc.schema import HEALTH, INFERENCE, list_methods
+
+from tests.integration.grpc.requests import make_input
+from tests.integration.harness.gateways import find_gateway_address, find_gateway_process
+from tests.integration.harness.servers import launch_command
+from tests.integration.oip.models import random
+
+CHECK, STATE = list_methods(HEALTH)["Check"]
+SERVING, NOT_SERVING = 1, 2
+
+
+def call_health(channel, method="Check", service=""):
+    name = f"/{HEALTH}/{method}"
+    make = channel.unary_unary if method == "Check" else channel.unary_stream
+    call = make(name, request_serializer=CHECK.SerializeToString, response_deserializer=STATE.FromString)
+    return call(CHECK(service=service), timeout=30)
+
+
+def infer(address):
+    with triton.InferenceServerClient(address) as client:
+        return client.infer("layer_norm", [make_input("x", random(4, 8))]).as_numpy("y")
+
+
+def test_health(address):
+    with grpc.insecure_channel(address) as channel:
+        for service in ("", INFERENCE, HEALTH):
+            assert call_health(channel, service=service).status == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            call_health(channel, service="unheard of")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = call_health(channel, "Watch")
+        assert next(watch).status == SERVING
+        watch.cancel()
+
+
+def test_reflection(address):
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert {INFERENCE, HEALTH} <= set(database.get_services())
+        file = database.FindFileContainingSymbol(INFERENCE)
+        assert "ModelInferRequest" in [each.name for each in file.message_type]
+
+
+def test_an_unknown_method(address):
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{INFERENCE}/TraceSetting")(b"", timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_one_that_dies_is_started_again(launched):
+    server = launched("--grpc-port", "0")
+    find_gateway_address(server)
+    os.kill(find_gateway_process(server), signal.SIGKILL)
+    assert infer(find_gateway_address(server, after=1)).shape == (4, 8)
+    with server.client() as api:
+        assert api.get("/readyz").status_code == 200
+    server.terminate()
+    assert server.wait() == 0
+    assert "gRPC ended" not in server.log.partition("SIGTERM came")[2]
+
+
+@pytest.mark.parametrize("options", [("--frontends", "2"), ("--devices", "cpu,cpu")])
+def test_of_a_server_of_several_processes(start_server, options):
+    server = start_server("--grpc-port", "0", *options)
+    assert infer(find_gateway_address(server)).shape == (4, 8)
+    with server.client() as api:
+        assert 'transport="grpc",code="200"' in api.get("/metrics").text
+    server.terminate()
+    assert server.wait() == 0
+
+
+def test_a_server_that_is_killed_takes_its_gateway_along(start_server, until):
+    server = start_server("--grpc-port", "0")
+    find_gateway_address(server)
+    gateway = find_gateway_process(server)
+    server.process.kill()
+
+    def has_ended():
+        try:
+            os.kill(gateway, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    until(has_ended)
+
+
+def test_on_its_own_for_a_server_elsewhere(speaking, until):
+    command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server"]
+    gateway = launch_command([*command, speaking.url], dict(os.environ))
+    try:
+        address = find_gateway_address(gateway)
+        assert infer(address).shape == (4, 8)
+        gateway.terminate()
+        assert gateway.wait() == 0
+    finally:
+        gateway.stop()
+
+
+def test_without_its_server(until):
+    command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server"]
+    gateway = launch_command([*command, "http+unix:///nonexistent/http.sock"], dict(os.environ))
+    try:
+        address = find_gateway_address(gateway)
+        with grpc.insecure_channel(address) as channel:
+            assert call_health(channel).status == NOT_SERVING
+        with pytest.raises(triton.InferenceServerException, match="cannot be reached") as caught:
+            infer(address)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+    finally:
+        gateway.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--server", "unix:///run/normserve.sock"), "--server: the server's URL"),
+        (("--server", "localhost:8000"), "--server: the URL must be"),
+        (("--listen", "256.0.0.1:x"), "--listen 256.0.0.1:x"),
+        (("--tls-cert", "/nonexistent.pem"), "--tls-cert: /nonexistent.pem cannot be read"),
+        (("--grpc-max-message-bytes", "1"), "--grpc-max-message-bytes"),
+    ],
+)
+def test_options_that_cannot_be_used(options, expected):
+    command = [sys.executable, "-m", "normserve", "grpc", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert expected in re.sub(r"(?m)^[EIW]\d{4} .*\n", "", ended.stderr)

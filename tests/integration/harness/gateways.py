@@ -1,0 +1,32 @@
+"""The gateway of gRPC that a server has started."""
+
+import re
+import time
+from pathlib import Path
+
+from tests.integration.harness.servers import ServerProcess
+
+_READY = re.compile(r"gRPC is ready on (\S+),")
+_PATIENCE_S = 60
+
+
+def find_gateway_address(server: ServerProcess, after: int = 0) -> str:
+    """HOST:PORT of the server's gateway, once it is ready.
+
+    Args: after: how many gateways of this server were ready before.
+    """
+    end = time.monotonic() + _PATIENCE_S
+    while len(found := _READY.findall(server.log)) <= after:
+        assert time.monotonic() < end, server.log
+        assert server.process.poll() is None, server.log
+        time.sleep(0.02)
+    return found[after]
+
+
+def find_gateway_process(server: ServerProcess) -> int:
+    """The process of the server's gateway."""
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    for each in " ".join(path.read_text(encoding="ascii") for path in children).split():
+        if b"gateway_process" in Path(f"/proc/{each}/cmdline").read_bytes():
+            return int(each)
+    raise AssertionError("there is no gateway")

@@ -1,0 +1,73 @@
+"""Messages in the gateway never reserve more memory than there is."""
+
+import asyncio
+
+import pytest
+from normserve.grpc import message_budget
+from normserve.grpc.message_budget import MessageBudget
+from normserve.grpc.statuses import CallError, Code
+
+
+def test_a_reservation_is_for_the_longest_message_until_its_length_is_known():
+    async def run():
+        budget = MessageBudget(100, 40)
+        with await budget.reserve() as first, await budget.reserve():
+            assert budget.free_bytes == 20
+            first.resize(5)
+            assert budget.free_bytes == 55
+        assert budget.free_bytes == 100
+
+    asyncio.run(run())
+
+
+def test_calls_wait_for_room_in_their_order():
+    async def run():
+        budget = MessageBudget(40, 40)
+        ended = []
+
+        async def call(name):
+            with await budget.reserve():
+                ended.append(name)
+                await asyncio.sleep(0)
+
+        first = await budget.reserve()
+        waiting = [asyncio.create_task(call(name)) for name in "abc"]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        with first:
+            pass
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert ended == ["a", "c"]
+        assert budget.free_bytes == 40
+
+    asyncio.run(run())
+
+
+def test_a_call_that_waits_for_too_long_is_refused_and_told_when_to_return(monkeypatch):
+    monkeypatch.setattr(message_budget, "_WAIT_S", 0.01)
+
+    async def run():
+        budget = MessageBudget(40, 40)
+        with await budget.reserve():
+            with pytest.raises(CallError) as caught:
+                await budget.reserve()
+            assert caught.value.code is Code.RESOURCE_EXHAUSTED
+            assert caught.value.retry_after_s
+        assert budget.free_bytes == 40
+
+    asyncio.run(run())
+
+
+def test_a_stream_keeps_its_room_until_it_ends():
+    async def run():
+        budget = MessageBudget(100, 40)
+        with await budget.reserve() as stream:
+            stream.least_bytes = 40
+            stream.resize(1)
+            assert budget.free_bytes == 60
+            stream.resize(90)
+            assert budget.free_bytes == 10
+        assert budget.free_bytes == 100
+
+    asyncio.run(run())
