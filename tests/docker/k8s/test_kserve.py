@@ -74,9 +74,11 @@ def test_it_is_as_kserves_models_have_it(kserve_python, service):
     ]
 
 
-def test_its_port_is_the_one_the_server_listens_on(container):
-    (port,) = container["ports"]
-    assert f"EXPOSE {port['containerPort']}" in DOCKERFILE
+def test_its_ports_are_those_the_server_listens_on(container):
+    http, grpc = container["ports"]
+    assert f"EXPOSE {http['containerPort']} {grpc['containerPort']}" in DOCKERFILE
+    assert {"name": "NORMSERVE_GRPC_PORT", "value": str(grpc["containerPort"])} in container["env"]
+    assert grpc["name"] == "h2c"
     assert "NORMSERVE_HOST=0.0.0.0" in DOCKERFILE
 
 

@@ -89,15 +89,17 @@ def test_selectors_find_the_pods(manifests):
     )
 
 
-def test_port_is_the_one_the_server_listens_on(manifests, container, settings):
-    (port,) = container["ports"]
-    assert port["containerPort"] == settings.port
+def test_ports_are_those_the_server_listens_on(manifests, container, settings):
+    ports = container["ports"]
+    assert [each["containerPort"] for each in ports] == [settings.port, settings.grpc_port]
     assert settings.host == "0.0.0.0"
-    (served,) = manifests["Service"]["spec"]["ports"]
+    served = manifests["Service"]["spec"]["ports"]
     (monitored,) = manifests["ServiceMonitor"]["spec"]["endpoints"]
-    (admitted,) = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
-    assert served["targetPort"] == admitted["port"] == port["name"]
-    assert monitored["port"] == served["name"]
+    admitted = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
+    names = [each["name"] for each in ports]
+    assert [each["targetPort"] for each in served] == [each["port"] for each in admitted] == names
+    assert monitored["port"] == served[0]["name"]
+    port = ports[0]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == port["name"]
 
