@@ -71,16 +71,18 @@ class RunningServer:
 
 @contextlib.contextmanager
 def run_peer(
-    started: PeerServer, interpreter: str, cores: set[int], parameters: Path, device: str
+    started: PeerServer, interpreter: str, cores: set[int], parameters: Path, device: str, *more: str
 ) -> Iterator[RunningServer]:
     """Run one on a free port of this machine, with malloc tuned for it; yield it when it is ready.
+
+    Args: more: further arguments of its command line.
 
     Raises:
         TimeoutError: it did not become ready.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [interpreter, "-m", started.module, str(parameters), device, str(port)]
+    command = [interpreter, "-m", started.module, str(parameters), device, str(port), *more]
     with run_process(command, cores, TUNED_MALLOC) as running:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url + started.ready_path)

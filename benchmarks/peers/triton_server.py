@@ -1,6 +1,6 @@
 """LayerNorm behind NVIDIA Triton, by PyTriton; rows of different requests share a call.
 
-usage: python -m benchmarks.peers.triton_server PARAMETERS.npz cpu|cuda PORT
+usage: python -m benchmarks.peers.triton_server PARAMETERS.npz cpu|cuda PORT [GRPC_PORT]
 """
 
 import socket
@@ -19,7 +19,7 @@ _WINDOW_US = 100
 
 
 def main() -> None:
-    parameters, device, port = sys.argv[1:]
+    parameters, device, port, *grpc_port = sys.argv[1:]
     torch.set_num_threads(1)
     arrays = np.load(parameters)
     weight, bias = (torch.from_numpy(arrays[name]).to(device) for name in ("weight", "bias"))
@@ -33,7 +33,7 @@ def main() -> None:
     config = TritonConfig(
         http_address="127.0.0.1",
         http_port=int(port),
-        grpc_port=find_free_port(),
+        grpc_port=int(grpc_port[0]) if grpc_port else find_free_port(),
         metrics_port=find_free_port(),
         log_verbose=0,
     )

@@ -2,8 +2,8 @@
 
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not part
-of the measurement; both also with x and y in system shared memory, where x is already; the C client on /v1, with
-npy.  By default servers are on one core and the clients on another.  In each round each caller has a turn, in an
+of the measurement; both also with x and y in system shared memory, where x is already; tritonclient over gRPC, both
+ways; the C client on /v1, with npy.  By default servers are on one core and the clients on another.  In each round each caller has a turn, in an
 order that changes from round to round, while the other server is stopped; ratios are computed within a round, and
 their median is the result.  Responses are compared with torch's before anything is timed.  Triton is skipped unless
 `--python` names an interpreter that has pytriton.
@@ -14,15 +14,19 @@ import contextlib
 import functools
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import ModuleType
+from typing import Any
 
 import httpx
 import numpy as np
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
 from benchmarks.peers.peer_servers import OTHERS, RunningServer, run_peer
@@ -39,6 +43,8 @@ OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "no
 TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
 OURS_SHARED, OURS_SHARED_IN_C = "normserve, shared memory", "normserve, shared memory, C client"
 TRITON_SHARED, TRITON_SHARED_IN_C = "Triton, shared memory", "Triton, shared memory, C client"
+OURS_GRPC, OURS_GRPC_SHARED = "normserve, gRPC", "normserve, gRPC, shared memory"
+TRITON_GRPC, TRITON_GRPC_SHARED = "Triton, gRPC", "Triton, gRPC, shared memory"
 COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "over_v1", "ours_over_triton")
 
 Turn = Callable[[float], tuple[float, float]]
@@ -50,6 +56,8 @@ _PEERS = {
     OURS_IN_C: TRITON_IN_C,
     OURS_SHARED: TRITON_SHARED,
     OURS_SHARED_IN_C: TRITON_SHARED_IN_C,
+    OURS_GRPC: TRITON_GRPC,
+    OURS_GRPC_SHARED: TRITON_GRPC_SHARED,
 }
 _SHARED = {OURS: (OURS_SHARED, OURS_SHARED_IN_C), TRITON: (TRITON_SHARED, TRITON_SHARED_IN_C)}
 
@@ -81,13 +89,13 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     server_cores, client_cores = asked.cores
     parameters = checked_requests.make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
+    our_port, their_port = str(find_free_port()), str(find_free_port())
     with contextlib.ExitStack() as stack:
+        options = ["--oip-shared-memory", PREFIX, "--grpc-port", our_port]
         (ours, _) = stack.enter_context(
-            server_processes.run_normserve(
-                server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX]
-            )
+            server_processes.run_normserve(server_cores, folder, parameters, backend, options)
         )
-        theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters))
+        theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters, their_port))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
             with results.run_part(size), contextlib.ExitStack() as connected:
@@ -95,12 +103,18 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                 right = checked_requests.compute_expected(x, parameters).float().numpy()
                 loop = CompiledClient(folder, client_cores)
                 callers = dict(_iterate_callers(connected, loop, ours, theirs, x, right))
+                callers |= _iterate_grpc_callers(connected, ours, our_port, x, right, OURS_GRPC, OURS_GRPC_SHARED)
+                if theirs is not None:
+                    place = replace(ours, name="triton", path="/v2/models/layer_norm/infer")
+                    callers |= _iterate_grpc_callers(
+                        connected, place, their_port, x, right, TRITON_GRPC, TRITON_GRPC_SHARED
+                    )
                 _time_callers(results, size, x, callers, theirs, asked)
 
 
 @contextlib.contextmanager
 def _start_triton(
-    asked: argparse.Namespace, folder: Path, cores: set[int], parameters: Mapping[str, np.ndarray]
+    asked: argparse.Namespace, folder: Path, cores: set[int], parameters: Mapping[str, np.ndarray], grpc_port: str
 ) -> Iterator[RunningServer | None]:
     """NVIDIA Triton Inference Server; None without an interpreter that has it."""
     if asked.python is None:
@@ -109,7 +123,7 @@ def _start_triton(
         return
     file = folder / "triton.npz"
     np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
-    with run_peer(OTHERS["nvidia-triton"], asked.python, cores, file, asked.device) as running:
+    with run_peer(OTHERS["nvidia-triton"], asked.python, cores, file, asked.device, grpc_port) as running:
         yield running
 
 
@@ -138,7 +152,7 @@ def _iterate_callers(
             in_c,
             TimedCaller(_make_c_turn(loop, place, "application/octet-stream", body, {_LENGTH: length}), is_theirs),
         )
-        shared = stack.enter_context(register_regions(client, place.name, model, x))
+        shared = stack.enter_context(register_regions(triton, client, place.name, model, x))
         np.testing.assert_allclose(shared(), right, rtol=1e-5, atol=3e-5)
         for name, turn in zip(
             _SHARED[in_python],
@@ -149,13 +163,42 @@ def _iterate_callers(
     yield V1_IN_C, TimedCaller(_make_c_turn(loop, ours, "application/x-npy", checked_requests.encode_npy(x), {}))
 
 
-def _make_input(x: np.ndarray) -> triton.InferInput:
-    return triton.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)
+def _iterate_grpc_callers(
+    stack: contextlib.ExitStack,
+    place: ServerProcess,
+    port: str,
+    x: np.ndarray,
+    right: np.ndarray,
+    by_messages: str,
+    by_regions: str,
+) -> Iterator[tuple[str, TimedCaller]]:
+    """tritonclient over gRPC, with tensors in messages and in regions.
+
+    Args: by_messages, by_regions: the names of the callers.
+    """
+    client = stack.enter_context(triton_grpc.InferenceServerClient(f"127.0.0.1:{port}"))
+    model, is_theirs = place.path.split("/")[3], place.name == "triton"
+    call = functools.partial(_call_infer, client, model, x, triton_grpc)
+    shared = stack.enter_context(register_regions(triton_grpc, client, f"{place.name}-grpc", model, x))
+    for name, each in ((by_messages, call), (by_regions, shared)):
+        np.testing.assert_allclose(each(), right, rtol=1e-5, atol=3e-5)
+        yield name, TimedCaller(_make_turn(each), is_theirs)
 
 
-def _call_infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np.ndarray:
-    y: np.ndarray = client.infer(model, [_make_input(x)]).as_numpy("y")
+def _make_input(x: np.ndarray, protocol: ModuleType = triton) -> Any:
+    return protocol.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)
+
+
+def _call_infer(client: Any, model: str, x: np.ndarray, protocol: ModuleType = triton) -> np.ndarray:
+    y: np.ndarray = client.infer(model, [_make_input(x, protocol)]).as_numpy("y")
     return y
+
+
+def find_free_port() -> int:
+    """A TCP port of the loopback address that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _make_turn(call: Callable[[], object]) -> Turn:

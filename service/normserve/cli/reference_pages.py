@@ -30,8 +30,8 @@ The values of all labels are limited, so that clients cannot create new series:
 - `pass`: `forward`, `backward` or `none`;
 - `dtype`: the element type of x;
 - `transport`: `tcp`, `unix`, `local` (shared memory), `local_cuda` (the same, with tensors in GPU memory); for
-  requests under `/v2` `oip`, or `grpc` if the gateway of gRPC passes them on, or `oip_shm` and `oip_cuda` if they use
-  or register regions of shared memory or of CUDA memory;
+  requests under `/v2` `oip`, or `grpc` if the gateway of gRPC passes them on, or `oip_shm` and `oip_cuda` if they
+  use or register regions of shared memory or of CUDA memory;
 - `code`: the HTTP status; 499 if the client disconnected;
 - `key`: the name of an API key that the server has known since its start.
 

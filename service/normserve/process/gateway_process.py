@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.process.exit_codes import ExitCode
@@ -32,24 +32,31 @@ _END_S = 3.0
 class GatewayProcess:
     """The gateway's process, as the server sees it.
 
-    Attributes: is_stopping: whether it was asked to stop.
+    Attributes:
+        is_stopping: whether it was asked to stop.
+        on_misconfigured: called once if the first process cannot start with its settings, as if its port is in use.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._subprocess: asyncio.subprocess.Process | None = None
         self.is_stopping = False
+        self.on_misconfigured: Callable[[], None] = lambda: None
 
     async def keep_running(self) -> None:
         """Run the process, and start it again whenever it ends, after a pause that grows.  Return when it was asked
-        to stop and has ended.
+        to stop and has ended, or cannot start.
         """
-        pause = _FIRST_PAUSE_S
+        pause, has_started = _FIRST_PAUSE_S, False
         while not self.is_stopping:
             began = time.monotonic()
             code = await self._run_process()
             if self.is_stopping:
                 return
+            if code == ExitCode.MISCONFIGURED and not has_started:
+                self.on_misconfigured()
+                return
+            has_started = True
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
             log.error("the gateway of gRPC ended with code %d and is started again in %.1f s", code, pause)
             await asyncio.sleep(pause)

@@ -120,6 +120,7 @@ class OwnerServer(HttpServer):
             accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
             self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
         if self._gateway is not None:
+            self._gateway.on_misconfigured = lambda: self._schedule_failure_exit(ExitCode.MISCONFIGURED)
             self._gateway_task = asyncio.get_running_loop().create_task(self._gateway.keep_running())
         self._start_task(self._announce_or_end_when_warm())
 

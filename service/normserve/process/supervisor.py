@@ -103,6 +103,8 @@ class FleetSupervisor:
             ]
             accepting = [asyncio.create_task(each) for each in accepted]
             self._gateway = make_gateway_process(self._settings, listeners)
+            if self._gateway is not None:
+                self._gateway.on_misconfigured = self._end_as_misconfigured
             speaking = None if self._gateway is None else asyncio.create_task(self._gateway.keep_running())
             serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
             await asyncio.gather(*(self._keep_running(process) for process in self._owners))
@@ -163,6 +165,11 @@ class FleetSupervisor:
             await asyncio.sleep(BEAT_S)
             for process in self._processes:
                 process.add_silence(BEAT_S)
+
+    def _end_as_misconfigured(self) -> None:
+        """End the server, because the gateway of gRPC cannot start with its settings."""
+        self._exit_code = ExitCode.MISCONFIGURED
+        self._drain_owners_or_stop_all()
 
     def _drain_owners_or_stop_all(self) -> None:
         """Handle a signal: the first one drains the processes that own devices, and front ends stop after them.

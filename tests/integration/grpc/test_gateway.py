@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -121,6 +122,15 @@ def test_without_its_server(until):
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
     finally:
         gateway.stop()
+
+
+@pytest.mark.parametrize("options", [(), ("--devices", "cpu,cpu")])
+def test_a_port_that_is_in_use_ends_the_server(start_server, options):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = start_server("--grpc-port", port, *options, wait=False)
+        assert server.wait(60) == 2
+    assert f"--listen 127.0.0.1:{port}: this address cannot be listened on" in server.log
 
 
 @pytest.mark.parametrize(
