@@ -60,12 +60,17 @@ class CompiledClient:
             (f"{head}Content-Length: {len(body)}\r\n\r\n".encode() if server.path else b"") + body
         )
         kind = "http" if server.path else "raw"
-        said = subprocess.run(
-            [self._program, kind, server.address, self._request, str(seconds), str(connections)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            timeout=seconds + _PATIENCE_S,
-            preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
-        )
+        # The program has the cores of this thread.  Python code between fork and exec would meet gRPC's handlers.
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        try:
+            said = subprocess.run(
+                [self._program, kind, server.address, self._request, str(seconds), str(connections)],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                timeout=seconds + _PATIENCE_S,
+            )
+        finally:
+            os.sched_setaffinity(0, before)
         return ClosedLoopTimes(*map(float, said.stdout.split()))

@@ -3,10 +3,10 @@
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not part
 of the measurement; both also with x and y in system shared memory, where x is already; tritonclient over gRPC, both
-ways; the C client on /v1, with npy.  By default servers are on one core and the clients on another.  In each round each caller has a turn, in an
-order that changes from round to round, while the other server is stopped; ratios are computed within a round, and
-their median is the result.  Responses are compared with torch's before anything is timed.  Triton is skipped unless
-`--python` names an interpreter that has pytriton.
+ways; the C client on /v1, with npy.  By default servers are on one core and the clients on another.  In each round
+each caller has a turn, in an order that changes from round to round, while the other server is stopped; ratios are
+computed within a round, and their median is the result.  Responses are compared with torch's before anything is
+timed.  Triton is skipped unless `--python` names an interpreter that has pytriton.
 """
 
 import argparse
@@ -103,12 +103,11 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                 right = checked_requests.compute_expected(x, parameters).float().numpy()
                 loop = CompiledClient(folder, client_cores)
                 callers = dict(_iterate_callers(connected, loop, ours, theirs, x, right))
-                callers |= _iterate_grpc_callers(connected, ours, our_port, x, right, OURS_GRPC, OURS_GRPC_SHARED)
+                callers |= _iterate_grpc_callers(
+                    connected, server_processes.LAYER, our_port, x, right, is_theirs=False
+                )
                 if theirs is not None:
-                    place = replace(ours, name="triton", path="/v2/models/layer_norm/infer")
-                    callers |= _iterate_grpc_callers(
-                        connected, place, their_port, x, right, TRITON_GRPC, TRITON_GRPC_SHARED
-                    )
+                    callers |= _iterate_grpc_callers(connected, "layer_norm", their_port, x, right, is_theirs=True)
                 _time_callers(results, size, x, callers, theirs, asked)
 
 
@@ -164,23 +163,15 @@ def _iterate_callers(
 
 
 def _iterate_grpc_callers(
-    stack: contextlib.ExitStack,
-    place: ServerProcess,
-    port: str,
-    x: np.ndarray,
-    right: np.ndarray,
-    by_messages: str,
-    by_regions: str,
+    stack: contextlib.ExitStack, model: str, port: str, x: np.ndarray, right: np.ndarray, *, is_theirs: bool
 ) -> Iterator[tuple[str, TimedCaller]]:
-    """tritonclient over gRPC, with tensors in messages and in regions.
-
-    Args: by_messages, by_regions: the names of the callers.
-    """
+    """tritonclient over gRPC, with tensors in messages and in regions."""
+    names = (TRITON_GRPC, TRITON_GRPC_SHARED) if is_theirs else (OURS_GRPC, OURS_GRPC_SHARED)
     client = stack.enter_context(triton_grpc.InferenceServerClient(f"127.0.0.1:{port}"))
-    model, is_theirs = place.path.split("/")[3], place.name == "triton"
-    call = functools.partial(_call_infer, client, model, x, triton_grpc)
-    shared = stack.enter_context(register_regions(triton_grpc, client, f"{place.name}-grpc", model, x))
-    for name, each in ((by_messages, call), (by_regions, shared)):
+    call: Callable[[], np.ndarray] = functools.partial(_call_infer, client, model, x, triton_grpc)
+    shared = stack.enter_context(register_regions(triton_grpc, client, f"grpc-{is_theirs}", model, x))
+    calls: tuple[Callable[[], np.ndarray], ...] = (call, shared)
+    for name, each in zip(names, calls, strict=True):
         np.testing.assert_allclose(each(), right, rtol=1e-5, atol=3e-5)
         yield name, TimedCaller(_make_turn(each), is_theirs)
 

@@ -50,7 +50,7 @@ class ReplicaScaling(BaseModel):
 
         Raises:
             ValueError: the settings enable clients that share memory, which needs one process on their host, or
-                front ends, although Ray's proxies have the connections.
+                front ends or gRPC, although Ray's proxies have the connections.
         """
         if settings.local is not None:
             raise ValueError(
@@ -71,6 +71,11 @@ class ReplicaScaling(BaseModel):
             raise ValueError(
                 f"NORMSERVE_FRONTENDS must not be set for Ray Serve, got {settings.frontends!r}: "
                 "Ray's own proxies have the connections"
+            )
+        if settings.grpc_port is not None:
+            raise ValueError(
+                f"NORMSERVE_GRPC_PORT must not be set for Ray Serve, got {settings.grpc_port}: "
+                "start `normserve grpc` with the URL of Ray's proxy"
             )
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))

@@ -110,6 +110,17 @@ def test_malformed_frames(address, data):
             pass
 
 
+def test_a_flood_of_pings_is_sent_away(address):
+    host, port = address.rsplit(":", 1)
+    settings, ping = b"\0\0\0\x04\0\0\0\0\0", b"\0\0\x08\x06\0\0\0\0\0" + bytes(8)
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=10) as raw, contextlib.suppress(ConnectionError):
+        raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + ping * 100)
+        while data := raw.recv(65536):
+            received += data
+    assert b"too_many_pings" in received
+
+
 def test_calls_that_send_no_message_leave_room_for_others(channel, address):
     """Four messages have room: as many calls that never send theirs are refused in time, or end."""
     release = threading.Event()

@@ -128,6 +128,11 @@ def test_front_ends_are_refused_before_a_replica_starts(frontends):
         ReplicaScaling().make_replica_settings(Settings(frontends=frontends))
 
 
+def test_grpc_is_refused_before_a_replica_starts():
+    with pytest.raises(ValueError, match="NORMSERVE_GRPC_PORT must not be set"):
+        ReplicaScaling().make_replica_settings(Settings(grpc_port=8001))
+
+
 def test_the_replica_refuses_before_ray_does():
     settings = Settings(max_inflight_requests=10, drain_s=12)
     options = ReplicaScaling(device="gpu", max_replicas=8).make_deployment_options(settings)

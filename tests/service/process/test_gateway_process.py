@@ -1,0 +1,98 @@
+"""The gateway's process is started again when it ends, but not if it cannot start."""
+
+import asyncio
+import socket
+
+import pytest
+from normserve.grpc.gateway_settings import GatewaySettings
+from normserve.process import gateway_process
+from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
+from normserve.settings import Settings
+
+# Notes each start, and ends as the line for this start says.
+PROGRAM = """
+import pathlib, pickle, signal, sys, time
+
+pickle.load(sys.stdin.buffer)
+journal = pathlib.Path(__file__).with_name("journal")
+starts = len(journal.read_text()) if journal.exists() else 0
+journal.write_text("+" * (starts + 1))
+ends = {ends!r}
+if starts < len(ends):
+    sys.exit(ends[starts])
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def make_process(tmp_path, monkeypatch):
+    """Makes a process that ends with these codes, one at each start, and then stays."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gateway_process, "_MODULE", "fake_gateway")
+    monkeypatch.setattr(gateway_process, "_FIRST_PAUSE_S", 0.01)
+
+    def make(*ends):
+        (tmp_path / "fake_gateway.py").write_text(PROGRAM.format(ends=ends))
+        return GatewayProcess(GatewaySettings.from_settings(Settings(), "127.0.0.1:0", "http+unix:///nowhere"))
+
+    return make
+
+
+@pytest.fixture
+def wait_for_starts(tmp_path):
+    async def wait(count):
+        journal = tmp_path / "journal"
+        while not journal.exists() or len(journal.read_text()) < count:
+            await asyncio.sleep(0.01)
+
+    return wait
+
+
+def test_one_that_ends_is_started_again(make_process, wait_for_starts):
+    async def run():
+        gateway = make_process(1, 0)
+        running = asyncio.create_task(gateway.keep_running())
+        await wait_for_starts(3)
+        await end_gateway(gateway, running)
+        assert running.done()
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_start_is_reported_once(make_process):
+    async def run():
+        gateway, reports = make_process(2), []
+        gateway.on_misconfigured = lambda: reports.append(1)
+        await gateway.keep_running()
+        assert reports == [1]
+
+    asyncio.run(run())
+
+
+def test_a_later_one_is_tried_again_whatever_its_end(make_process, wait_for_starts):
+    async def run():
+        gateway, reports = make_process(1, 2), []
+        gateway.on_misconfigured = lambda: reports.append(1)
+        running = asyncio.create_task(gateway.keep_running())
+        await wait_for_starts(3)
+        await end_gateway(gateway, running)
+        assert not reports
+
+    asyncio.run(run())
+
+
+def test_there_is_none_without_a_port():
+    assert make_gateway_process(Settings(), []) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "listen"), [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("", "[::]:7"), ("::", "[::]:7")]
+)
+def test_it_listens_where_the_server_does_and_asks_its_unix_socket(tmp_path, monkeypatch, host, listen):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        listener.bind("http.sock")
+        made = make_gateway_process(Settings(host=host, grpc_port=7), [other, listener])
+    assert made is not None
+    assert (made._settings.listen, made._settings.server) == (listen, "http+unix://http.sock")
