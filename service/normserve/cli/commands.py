@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TlsFileError as error:
         _print_setting_error(error.setting, error.detail)
         return 2
-    if settings.grpc_port is not None and util.find_spec("grpc_reflection") is None:
+    if settings.grpc_port is not None and util.find_spec("grpc") is None:
         _print_setting_error("grpc_port", "gRPC needs its packages: pip install 'normserve[grpc]'")
         return 2
     if settings.trace_endpoint is not None and not otel_extra.is_otel_installed():

@@ -14,6 +14,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "normserve", "fusednorm"):
             raise
-        extra = "grpc" if missing in ("grpc", "grpc_reflection", "google") else "server"
+        extra = "grpc" if missing in ("grpc", "google") else "server"
         print(f"normserve: {missing} is not installed: pip install 'normserve[{extra}]'", file=sys.stderr)
         return 2

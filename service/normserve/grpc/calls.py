@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 # A caller that opens a call and does not send its message, or does not read its response, for so long is refused.
 _RECEIVE_S, _SEND_S = 30.0, 30.0
+# Anybody may open a call that needs no key, and so take the room of a probe.
+_PROBE_RECEIVE_S = 1.0
 _RETRY_AFTER_S = 1.0
 
 # Of a message that has no tensors.
@@ -91,6 +93,7 @@ class CallRunner:
         """
         budget = self.probe_budget if is_probe else self.budget
         max_bytes = budget.max_message_bytes if has_tensors else _MAX_SMALL_BYTES
+        patience_s = _PROBE_RECEIVE_S if is_probe else _RECEIVE_S
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
             headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
@@ -99,7 +102,7 @@ class CallRunner:
                 if not is_probe:
                     await self.admission_check.require_accepted(headers)
                 with await budget.reserve() as reservation:
-                    message = await _receive_message(context)
+                    message = await _receive_message(context, patience_s)
                     if message is None:
                         raise CallError(Code.INVALID_ARGUMENT, "the call must have a message")
                     if len(message) > max_bytes:
@@ -117,23 +120,31 @@ class CallRunner:
         return grpc.stream_stream_rpc_method_handler(handle)
 
     def make_stream_handler(
-        self, respond: Responder, make_error_response: Callable[[bytes, CallError], bytes]
+        self,
+        respond: Responder,
+        make_error_response: Callable[[bytes, CallError], bytes],
+        *,
+        key_free_budget: MessageBudget | None = None,
     ) -> grpc.RpcMethodHandler:
         """Make the handler of a method whose messages have one response each, in their order.
 
         A message is received when the response to the one before has been sent.  A stream has room for one message
         as long as it is open.
 
-        Args: make_error_response: makes the response to a message whose processing failed.
+        Args:
+            make_error_response: makes the response to a message whose processing failed.
+            key_free_budget: for the messages of a method that needs no key; None if it needs one.
         """
+        budget = key_free_budget or self.budget
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
             headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
 
             async def run() -> None:
-                await self.admission_check.require_accepted(headers)
-                with await self.budget.reserve() as reservation:
-                    reservation.least_bytes = self.budget.max_message_bytes
+                if key_free_budget is None:
+                    await self.admission_check.require_accepted(headers)
+                with await budget.reserve() as reservation:
+                    reservation.least_bytes = budget.max_message_bytes
                     while (message := await self.stream_drain.receive_message(context)) is not None:
                         try:
                             response = await respond(message, headers, reservation)
@@ -147,6 +158,11 @@ class CallRunner:
             await self._run_call(run, context)
 
         return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def receive_probe(self, context: aio.ServicerContext[bytes, bytes]) -> bytes:
+        """Receive the message of a call that needs no key; it is empty if there is none."""
+        with await self.probe_budget.reserve():
+            return await _receive_message(context, _PROBE_RECEIVE_S) or b""
 
     async def _run_call(
         self, run: Callable[[], Awaitable[None]], context: aio.ServicerContext[bytes, bytes]
@@ -163,17 +179,17 @@ class CallRunner:
             await context.abort(Code.INTERNAL, "internal error in the gateway")
 
 
-async def _receive_message(context: aio.ServicerContext[bytes, bytes]) -> bytes | None:
-    """Receive the message of a call; return None if it has none.
+async def _receive_message(context: aio.ServicerContext[bytes, bytes], patience_s: float) -> bytes | None:
+    """Receive the message of a call within `patience_s`; return None if it has none.
 
     Raises:
         CallError: there was no message for too long.
     """
     try:
-        async with asyncio.timeout(_RECEIVE_S):
+        async with asyncio.timeout(patience_s):
             message: Any = await context.read()
     except TimeoutError:
-        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {_RECEIVE_S:g} s") from None
+        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s:g} s") from None
     return None if message is aio.EOF else message
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 import uvloop
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
 from normserve.grpc.admission_check import AdmissionCheck
 from normserve.grpc.calls import CallRunner, StreamDrain
@@ -17,7 +16,7 @@ from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.grpc.health_service import HealthService
 from normserve.grpc.inference_service import InferenceService
 from normserve.grpc.message_budget import MessageBudget
-from normserve.grpc.schema import HEALTH, INFERENCE, POOL
+from normserve.grpc.reflection_service import ReflectionService
 from normserve.grpc.server_client import ServerClient
 from normserve.logs.formatting import ThrottledLogger
 from normserve.regular_files import open_regular_file
@@ -27,7 +26,8 @@ log = logging.getLogger(__name__)
 _MAX_CALLS = 1024
 _MAX_CALLS_PER_CONNECTION = 256
 _MAX_METADATA_BYTES = 16 * 1024
-_MAX_PROBE_MESSAGES = 4
+# Of probes that are received at once, and of streams of reflection.
+_MAX_KEY_FREE_MESSAGES = 4
 
 
 class GatewayError(Exception):
@@ -54,14 +54,16 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     except ValueError as error:
         raise GatewayError(f"--server: {error}") from None
     health, stream_drain = HealthService(server_client), StreamDrain()
-    budget = MessageBudget(settings.max_inflight_bytes, settings.max_message_bytes)
-    probe_budget = MessageBudget(_MAX_PROBE_MESSAGES * settings.max_message_bytes, settings.max_message_bytes)
+    max_bytes = settings.max_message_bytes
+    budget = MessageBudget(settings.max_inflight_bytes, max_bytes)
+    probe_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
+    reflection_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
     calls = CallRunner(AdmissionCheck(server_client), budget, probe_budget, stream_drain, ThrottledLogger(log))
     server = aio.server(options=_make_options(settings.max_message_bytes), maximum_concurrent_rpcs=_MAX_CALLS)
+    inference, reflection = InferenceService(server_client), ReflectionService(reflection_budget)
     server.add_generic_rpc_handlers(
-        (InferenceService(server_client).make_handlers(calls), health.make_handlers(calls))
+        (inference.make_handlers(calls), health.make_handlers(calls), *reflection.make_handlers(calls))
     )
-    reflection.enable_server_reflection([INFERENCE, HEALTH, reflection.SERVICE_NAME], server, POOL)
     port = _add_port(server, settings)
     await server.start()
     host = settings.listen.rpartition(":")[0]

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -40,7 +42,7 @@ class HealthService:
         """Make the handlers of `Check` and `Watch`."""
         handlers = {
             "Check": calls.make_handler(self.check, is_probe=True),
-            "Watch": grpc.unary_stream_rpc_method_handler(self.watch),
+            "Watch": grpc.stream_stream_rpc_method_handler(functools.partial(self.watch, calls)),
         }
         return grpc.method_handlers_generic_handler(HEALTH, handlers)
 
@@ -55,12 +57,13 @@ class HealthService:
             raise CallError(Code.NOT_FOUND, f"the services are {INFERENCE} and {HEALTH}")
         return _serialise(await self._find_state())
 
-    async def watch(self, message: bytes, context: aio.ServicerContext[bytes, bytes]) -> None:
-        """Send the state of the server at once and whenever it changes."""
+    async def watch(self, calls: CallRunner, messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
+        """Send the state of the server at once and whenever it changes, whichever service the caller names."""
         if self.watch_count >= _MAX_WATCHES:
             await context.abort(Code.RESOURCE_EXHAUSTED, f"{_MAX_WATCHES} calls watch the health already")
         self.watch_count += 1
         try:
+            await calls.receive_probe(context)
             last = None
             while True:
                 state = await self._find_state()
@@ -70,6 +73,8 @@ class HealthService:
                     return
                 last = state
                 await asyncio.sleep(_POLL_S)
+        except CallError as error:
+            await context.abort(error.code, error.detail)
         finally:
             self.watch_count -= 1
 

@@ -11,6 +11,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection.v1.ServerReflection"
 """The full names of the services."""
 
 

@@ -54,6 +54,14 @@ def test_reflection(address):
         assert "ModelInferRequest" in [each.name for each in file.message_type]
 
 
+def test_reflection_of_what_does_not_exist(address):
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        for find in (database.FindFileContainingSymbol, database.FindFileByName):
+            with pytest.raises(KeyError):
+                find("unheard.of")
+
+
 def test_an_unknown_method(address):
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"/{INFERENCE}/TraceSetting")(b"", timeout=30)

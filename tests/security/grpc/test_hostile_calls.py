@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 import tritonclient.grpc as triton
-from normserve.grpc.schema import INFERENCE, get_message_class
+from normserve.grpc.schema import INFERENCE, REFLECTION, get_message_class
 
 from tests.integration.grpc.requests import make_input
 from tests.integration.harness.gateways import find_gateway_process
@@ -137,6 +137,24 @@ def test_calls_that_send_no_message_leave_room_for_others(channel, address):
     assert "memory" in detail
     with triton.InferenceServerClient(address) as client:
         assert client.is_server_live()
+    for each in calls:
+        each.cancel()
+    release.set()
+
+
+def test_calls_without_a_key_do_not_take_the_room_of_others(channel, address):
+    release = threading.Event()
+
+    def send_late():
+        release.wait(30)
+        yield b""
+
+    methods = (f"/{INFERENCE}/ServerLive", "/grpc.health.v1.Health/Check", f"/{REFLECTION}/ServerReflectionInfo")
+    calls = [channel.stream_stream(name)(send_late(), timeout=60) for name in methods for _ in range(20)]
+    with triton.InferenceServerClient(address) as client:
+        for _ in range(5):
+            result = client.infer("layer_norm", [make_input("x", random(4, 8))], headers=bearing(EVERYTHING))
+            assert result.as_numpy("y") is not None
     for each in calls:
         each.cancel()
     release.set()
