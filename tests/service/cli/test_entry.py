@@ -35,6 +35,12 @@ def test_a_missing_extra_is_one_line(command, missing, arguments):
     assert line == f"{command}: {missing} is not installed: pip install 'normserve[{EXTRAS[command]}]'"
 
 
+def test_a_gateway_without_grpc_is_one_line():
+    ended = without("grpc", "from normserve.cli.entry import main\nsys.exit(main(['grpc']))")
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == "normserve: grpc is not installed: pip install 'normserve[grpc]'\n"
+
+
 def test_a_fault_of_ones_own_is_no_missing_extra():
     ended = without("normserve.settings", "from normserve.cli.entry import main\nmain(['version'])")
     assert ended.returncode == 1
