@@ -25,8 +25,8 @@ def share(monkeypatch):
             chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1
         )
         backward = LayerNormBackwardCooperative(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
-        monkeypatch.setattr(choices, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(choices, "choose_backward", lambda *_: backward)
+        monkeypatch.setattr(choices, "choose_forward", lambda *_, **__: forward)
+        monkeypatch.setattr(choices, "choose_backward", lambda *_, **__: backward)
 
     return choose
 

@@ -48,11 +48,11 @@ def test_a_fault_of_ones_own_is_no_missing_extra():
 
 
 def test_fusednorm_says_what_it_needs():
-    program = "import importlib.util\nimportlib.util.find_spec = lambda name: None\nimport fusednorm"
+    program = "import importlib.util\nimportlib.util.find_spec = lambda name: None\nimport fusednorm\nfusednorm.layer_norm"
     ended = without("torch", program)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: fusednorm needs torch: pip install 'normserve[kernels]'"
+        "ModuleNotFoundError: fusednorm.layer_norm needs torch: pip install 'normserve[kernels]'"
     )
 
 

@@ -135,7 +135,7 @@ class ForwardProbe:
 
         They also do if the forward has no gradients because it raises RuntimeError.
         """
-        dy = torch.linspace(-1.0, 1.0, self._x.numel(), device="cpu").view(self._x.shape)
+        dy = torch.linspace(-1.0, 1.0, self._x.numel(), dtype=torch.float32, device="cpu").view(self._x.shape)
         gradients = []
         for compute in (self, self._compute_formula_of(formula)):
             leaves = {name: each.clone().requires_grad_() for name, each in self._parameters.items()}

@@ -16,8 +16,8 @@ def share(monkeypatch):
     def choose(lag):
         forward = LayerNormForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
         backward = LayerNormBackwardCooperative(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
-        monkeypatch.setattr(choices, "choose_forward", lambda *_: forward)
-        monkeypatch.setattr(choices, "choose_backward", lambda *_: backward)
+        monkeypatch.setattr(choices, "choose_forward", lambda *_, **__: forward)
+        monkeypatch.setattr(choices, "choose_backward", lambda *_, **__: backward)
 
     return choose
 

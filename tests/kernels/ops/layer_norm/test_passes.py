@@ -67,7 +67,7 @@ def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, pois
 def test_rows_taken_in_parts_match_the_oracle(op, of, device, poisoned, monkeypatch):
     max_parts, cols = of
     parts = LayerNormForwardSplit(2, num_warps=2, apply_chunks=1, apply_num_warps=4, rows=2)
-    monkeypatch.setattr(choices, "choose_forward", lambda *_: parts)
+    monkeypatch.setattr(choices, "choose_forward", lambda *_, **__: parts)
     monkeypatch.setattr(split, "MAX_PARTS", max_parts)
     for rows, programs in ((1, 2048), (3, 2)):
         monkeypatch.setattr(split, "PARTS_PROGRAMS", programs)
@@ -79,7 +79,7 @@ def test_rows_taken_in_parts_match_the_oracle(op, of, device, poisoned, monkeypa
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_backward_tiles_of_several_blocks_match_the_oracle(op, cols, device, poisoned, monkeypatch):
     tile = LayerNormBackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=1, holds_weight=True, chunks=3)
-    monkeypatch.setattr(choices, "choose_backward", lambda *_: tile)
+    monkeypatch.setattr(choices, "choose_backward", lambda *_, **__: tile)
     case = make_case(op, torch.float32, 7, cols, device, residual=True, activation="silu")
     check_backward(case, saved=True)
     check_backward(case, saved=False)
