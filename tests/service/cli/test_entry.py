@@ -48,8 +48,8 @@ def test_a_fault_of_ones_own_is_no_missing_extra():
 
 
 def test_fusednorm_says_what_it_needs():
-    program = "import importlib.util\nimportlib.util.find_spec = lambda name: None\nimport fusednorm\nfusednorm.layer_norm"
-    ended = without("torch", program)
+    blind = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
+    ended = without("torch", f"{blind}import fusednorm\nfusednorm.layer_norm")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: fusednorm.layer_norm needs torch: pip install 'normserve[kernels]'"
