@@ -3,13 +3,10 @@
 import os
 
 import pytest
-import torch
 
 from tests.integration.harness.gateways import find_gateway_address
-from tests.integration.harness.wire import packed
 
 PREFIX = f"normserve-grpc-{os.getpid()}-"
-NORM = torch.linspace(0.5, 1.5, 8), torch.linspace(-1, 1, 8)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,8 @@ def client(address):
 @pytest.fixture
 def registered(speaking):
     """The name of a LayerNorm of eight channels, eps 1e-3 and relu."""
-    weight, bias = NORM
-    query = {"op": "layer_norm", "eps": "1e-3", "activation": "relu"}
-    headers = {"content-type": "application/x-safetensors"}
-    name = "blocks.0.norm"
-    with speaking.client() as api:
-        content = packed(weight=weight, bias=bias)
-        assert api.put(f"/v1/layers/{name}", params=query, content=content, headers=headers).is_success
+    # Late, since it imports a client that tests on a GPU do without.
+    from tests.integration.oip.models import register_norm
+
+    with speaking.client() as api, register_norm(api) as name:
         yield name
-        api.delete(f"/v1/layers/{name}")

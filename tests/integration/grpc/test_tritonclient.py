@@ -8,9 +8,17 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.grpc.conftest import NORM
 from tests.integration.grpc.requests import make_input, make_inputs
-from tests.integration.oip.models import CASES, DATATYPES, assert_close, expected, parameters_of, random, tensors
+from tests.integration.oip.models import (
+    CASES,
+    DATATYPES,
+    NORM,
+    assert_close,
+    expected,
+    parameters_of,
+    random,
+    tensors,
+)
 
 X = random(4, 8)
 

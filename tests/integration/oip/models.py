@@ -1,10 +1,19 @@
 """Requests as tritonclient makes them, and what torch says that their answers should be."""
 
+import contextlib
+from collections.abc import Iterator
+
+import httpx
 import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 import tritonclient.http as triton
+
+from tests.integration.harness.wire import packed
+
+NORM = torch.linspace(0.5, 1.5, 8), torch.linspace(-1, 1, 8)
+"""Weight and bias of the registered layer."""
 
 DATATYPES = {"FP32": np.dtype(np.float32), "FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
@@ -57,3 +66,16 @@ def assert_close(result: triton.InferResult, wanted: dict[str, np.ndarray], data
         assert got.dtype == DATATYPES[datatype], name
         scale = max(1.0, float(np.abs(array).max()))
         np.testing.assert_allclose(got.astype(np.float64), array, atol=TOLERANCES[datatype] * scale, rtol=0)
+
+
+@contextlib.contextmanager
+def register_norm(api: httpx.Client) -> Iterator[str]:
+    """Register a LayerNorm of eight channels, eps 1e-3 and relu; yield its name, and remove it at the end."""
+    weight, bias = NORM
+    query = {"op": "layer_norm", "eps": "1e-3", "activation": "relu"}
+    headers = {"content-type": "application/x-safetensors"}
+    name = "blocks.0.norm"
+    content = packed(weight=weight, bias=bias)
+    assert api.put(f"/v1/layers/{name}", params=query, content=content, headers=headers).is_success
+    yield name
+    api.delete(f"/v1/layers/{name}")

@@ -10,10 +10,10 @@ import tritonclient.http as triton
 from gevent import monkey
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.oip.conftest import NORM
 from tests.integration.oip.models import (
     CASES,
     DATATYPES,
+    NORM,
     assert_close,
     expected,
     parameters_of,

@@ -51,7 +51,7 @@ def view_foreign_array(name: str, value: object) -> Any:
 
 
 def _convert_by_numpy(value: object) -> np.ndarray[Any, Any] | None:
-    """Return what numpy makes of an array, without a copy if it can; None if it can make nothing of it."""
+    """Convert an array to numpy's, without a copy where possible; return None if numpy refuses it."""
     try:
         array = np.asarray(value)
     except ValueError:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 
-class ForeignArray:
-    """An array of this library, over the memory of a numpy array or of a torch tensor."""
+class PlainArray:
+    """An array of a library that makes none of others' memory, over that of a numpy array or of a torch tensor."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -17,26 +17,16 @@ class ForeignArray:
 
     def __dlpack_device__(self):
         return self.memory.__dlpack_device__()
+
+
+class ForeignArray(PlainArray):
+    """An array of this library."""
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.memory, dtype=dtype)
 
     def __array_namespace__(self):
         return library
-
-
-class PlainArray:
-    """An array of a library that makes none of others' memory."""
-
-    def __init__(self, memory):
-        self.memory = memory
-        self.shape, self.dtype, self.ndim = memory.shape, memory.dtype, memory.ndim
-
-    def __dlpack__(self, **options):
-        return self.memory.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.memory.__dlpack_device__()
 
 
 def from_dlpack(exporter):
