@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusednorm.jax import KernelInputError, add_group_norm, add_layer_norm, group_norm, layer_norm, rms_norm
+from fusednorm.jax import (
+    KernelInputError,
+    add_group_norm,
+    add_layer_norm,
+    add_rms_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+)
 
 X = jnp.ones((2, 3, 8))
 IMAGE = jnp.ones((2, 12, 4, 4))
@@ -23,6 +31,9 @@ IMAGE = jnp.ones((2, 12, 4, 4))
         (lambda: rms_norm(X, scale=jnp.ones((3, 8))), "needs scale with the shape of leading axes of x"),
         (lambda: rms_norm(jnp.ones((2, 0))), r"x must be \[..., cols\] with cols >= 1"),
         (lambda: add_layer_norm(X, X[0]), r"residual must have x's shape \[2, 3, 8\], got \[3, 8\]"),
+        (lambda: add_layer_norm(X, None), "add_layer_norm needs a residual, got None: without one call layer_norm"),
+        (lambda: add_rms_norm(X, None), "add_rms_norm needs a residual, got None: without one call rms_norm"),
+        (lambda: add_group_norm(IMAGE, None, 3), "add_group_norm needs a residual, got None"),
         (lambda: group_norm(IMAGE, 5), "num_groups must be at least 1 and divide C = 12, got num_groups = 5"),
         (lambda: group_norm(IMAGE, 3, layout="nhwc"), "divide C = 4, got num_groups = 3"),
         (lambda: group_norm(IMAGE, 3, layout="chwn"), 'layout must be "nchw" or "nhwc", got \'chwn\''),

@@ -19,7 +19,7 @@ from fusednorm.api.nested_norms import compute_nested_norm
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
-from fusednorm.arguments.checks import ActivationName, LayoutName
+from fusednorm.arguments.checks import ActivationName, LayoutName, check_summand
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
@@ -271,7 +271,7 @@ def add_layer_norm(
             residual's dtype; with a layout both in x's memory format.
 
     Raises:
-        KernelInputError: a wrong shape, dtype, device or value.
+        KernelInputError: a wrong shape, dtype, device or value, or no residual.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
             backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
@@ -284,6 +284,7 @@ def add_layer_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
+    check_summand(residual, "layer_norm")
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, gate))
 
@@ -338,7 +339,7 @@ def add_rms_norm(
             residual's dtype; with a layout both in x's memory format.
 
     Raises:
-        KernelInputError: a wrong shape, dtype, device or value.
+        KernelInputError: a wrong shape, dtype, device or value, or no residual.
         UnsupportedShapeError: CUDA only: over 2^30 columns; over 65535 heads with separate parameters; in
             backward with such heads, over 12288 columns of a 16-bit x or 8192 of a float32 one.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
@@ -351,6 +352,7 @@ def add_rms_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
+    check_summand(residual, "rms_norm")
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift, gate))
 
@@ -399,7 +401,7 @@ def add_group_norm(
             layout.
 
     Raises:
-        KernelInputError: a wrong shape, dtype, device or value, or num_groups does not divide C.
+        KernelInputError: a wrong shape, dtype, device or value, no residual, or num_groups does not divide C.
         UnsupportedShapeError: CUDA only: the call needs 2^31 programs or more.
         ModuleNotFoundError: a CUDA tensor without Triton installed.
 
@@ -410,6 +412,7 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
+    check_summand(residual, "group_norm")
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, None))
 

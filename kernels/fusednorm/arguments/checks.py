@@ -320,6 +320,12 @@ def check_gate(gate: Any, residual: Any) -> None:
         raise KernelInputError("gate needs a residual, got None: multiply x, or use scale")
 
 
+def check_summand(residual: Any, op: str) -> None:
+    """Raise KernelInputError if `residual`, which add_<op> adds to x, is None: there would be no sum to return."""
+    if residual is None:
+        raise KernelInputError(f"add_{op} needs a residual, got None: without one call {op}")
+
+
 def count_samples(shape: tuple[int, ...], modulations: Mapping[str, Any]) -> int:
     """Count the samples of rows [..., cols]: the groups of consecutive rows that share a row of each modulation.
 

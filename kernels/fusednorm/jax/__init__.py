@@ -16,7 +16,7 @@ if util.find_spec("jax") is None:
 
 import jax
 
-from fusednorm.arguments.checks import ActivationName, LayoutName
+from fusednorm.arguments.checks import ActivationName, LayoutName, check_summand
 from fusednorm.arguments.inputs import NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
@@ -227,7 +227,8 @@ def add_layer_norm(
             dtype.
 
     Raises:
-        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `layer_norm`.
+        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `layer_norm`; the first also
+            without a residual.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -236,6 +237,7 @@ def add_layer_norm(
         >>> str(y.dtype), str(residual_out.dtype)
         ('bfloat16', 'float32')
     """
+    check_summand(residual, "layer_norm")
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     inputs = NormInputs(x, weight, bias, residual, scale, shift, gate)
     return Added(*dispatch_norm(NormOptions._make(values), inputs))
@@ -274,7 +276,8 @@ def add_rms_norm(
             dtype.
 
     Raises:
-        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `layer_norm`.
+        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `layer_norm`; the first also
+            without a residual.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -283,6 +286,7 @@ def add_rms_norm(
         >>> float(residual_out[0, 0])
         3.0
     """
+    check_summand(residual, "rms_norm")
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     inputs = NormInputs(x, weight, None, residual, scale, shift, gate)
     return Added(*dispatch_norm(NormOptions._make(values), inputs))
@@ -318,7 +322,8 @@ def add_group_norm(
         Added: a named tuple of y, in x's shape and dtype, and residual_out = x + residual, in x's dtype.
 
     Raises:
-        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `group_norm`.
+        KernelInputError, UnsupportedShapeError, TypeError, ModuleNotFoundError: as in `group_norm`; the first also
+            without a residual.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -327,6 +332,7 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         ((2, 64, 4, 4), (2, 64, 4, 4))
     """
+    check_summand(residual, "group_norm")
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     inputs = NormInputs(x, weight, bias, residual, scale, shift)
     return Added(*dispatch_norm(NormOptions._make(values), inputs, layout))

@@ -1,5 +1,7 @@
 """Arguments of other types than the functions take are refused with what to write, and None is no activation."""
 
+from functools import partial
+
 import fusednorm
 import pytest
 import torch
@@ -54,6 +56,22 @@ def test_arrays_of_other_libraries_are_refused_with_what_makes_them_tensors(name
 def test_launchers_refuse_them_too(name, call):
     with pytest.raises(KernelInputError, match=f"^{name} {TO_TORCH.format(name)}"):
         call()
+
+
+@pytest.mark.parametrize(
+    "x", [X, X.clone().requires_grad_(), X.to("meta")], ids=["plain", "differentiated", "meta"]
+)
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("layer_norm", fusednorm.add_layer_norm),
+        ("rms_norm", fusednorm.add_rms_norm),
+        ("group_norm", partial(fusednorm.add_group_norm, num_groups=8)),
+    ],
+)
+def test_a_sum_needs_a_residual(op, call, x):
+    with pytest.raises(KernelInputError, match=f"^add_{op} needs a residual, got None: without one call {op}$"):
+        call(x, None)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ([1.0], "list"), (3.0, "float")])
