@@ -88,6 +88,7 @@ class _StepRecorder(TorchFunctionMode):
     """Mode that records the calls of torch's functions which return tensors.
 
     Tensors say that they are on the CPU, because some functions that take a device do not know the meta device.
+    A forward that creates a tensor on the device of another, or moves one there, gets one without data.
     """
 
     def __init__(self) -> None:
@@ -99,11 +100,13 @@ class _StepRecorder(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        args = tuple(map(_replace_device, args))
+        kwargs = {name: _replace_device(value) for name, value in (kwargs or {}).items()}
+        result = function(*args, **kwargs)
         if isinstance(result, torch.device):
             return torch.device("cpu")
         if isinstance(result, Tensor):
-            self.steps.append(TracedStep(function, self.number_tensors((args, kwargs or {}, result))))
+            self.steps.append(TracedStep(function, self.number_tensors((args, kwargs, result))))
         return result
 
     def number_tensors(self, value: Any) -> Any:
@@ -118,6 +121,10 @@ class _StepRecorder(TorchFunctionMode):
         if isinstance(value, slice):
             return value.start, value.stop, value.step
         return value
+
+
+def _replace_device(argument: Any) -> Any:
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
 def _iterate_free_sizes(usual: _Shape, unusual: Iterable[int]) -> Iterator[_Shape]:

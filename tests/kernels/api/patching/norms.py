@@ -97,13 +97,22 @@ class MaskedRMSNorm(LlamaRMSNorm):
 class NormalizeRMSNorm(nn.Module):
     """Divides by the Euclidean norm, or by 1e-12 if that is larger, over channels or the last axis."""
 
-    def __init__(self, size, *unit_axes):
+    def __init__(self, size, *unit_axes, bias=False):
         super().__init__()
         self.scale, self.axis = size**0.5, 1 if unit_axes else -1
         self.gamma = nn.Parameter(torch.ones(size, *unit_axes))
+        self.bias = nn.Parameter(torch.zeros(size, *unit_axes)) if bias else 0.0
 
     def forward(self, x):
-        return F.normalize(x.float(), dim=self.axis).to(x.dtype) * self.scale * self.gamma
+        return F.normalize(x.float(), dim=self.axis).to(x.dtype) * self.scale * self.gamma + self.bias
+
+
+class MovedWeightRMSNorm(LlamaRMSNorm):
+    """Moves its weight to the device of x, where the weight usually is."""
+
+    def forward(self, x):
+        y = F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
+        return (y * self.weight.to(x.device)).to(device=x.device, dtype=x.dtype)
 
 
 class SizedAxisRMSNorm(LlamaRMSNorm):

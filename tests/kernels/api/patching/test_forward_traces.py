@@ -85,6 +85,18 @@ class DeviceNorm(UnweightedRMSNorm):
             return super().forward(x.reshape(x.shape[0] * x.shape[1], -1)).view(x.shape)
 
 
+class PlacedNorm(LlamaRMSNorm):
+    """Creates a tensor on the device of x, and moves its weight there."""
+
+    def forward(self, x):
+        columns = torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)
+        return x * self.weight.to(x.device) + columns
+
+
+def test_tensors_are_placed_where_x_is():
+    assert find_deciding_shape(PlacedNorm(8), ROWS, 3, (8,), training=False) is None
+
+
 def test_sizes_in_arguments_are_no_choice():
     assert find_deciding_shape(DeviceNorm(), ROWS, 3, (8,), training=False) is None
 

@@ -18,6 +18,10 @@ COMPUTED = {
     "rms_norm, no weight": (NormFormula("rms_norm", None, None), rms_norm),
     "rms_norm, weight_offset=1": (NormFormula("rms_norm", "weight", None, 1.0), lambda: rms_norm(WEIGHT + 1)),
     "rms_norm, bias": (NormFormula("rms_norm", "weight", "bias"), lambda: rms_norm(WEIGHT) + BIAS),
+    "rms_norm, layout=nchw, bias": (
+        NormFormula("rms_norm", None, "bias", layout="nchw"),
+        lambda: F.rms_norm(X.mT, (4,), eps=1e-6).mT + BIAS[:4, None],
+    ),
     "layer_norm": (NormFormula("layer_norm", None, None), lambda: F.layer_norm(X, (8,), eps=1e-6)),
     "layer_norm, layout=nchw": (
         NormFormula("layer_norm", None, None, layout="nchw"),
@@ -38,7 +42,8 @@ COMPUTED = {
 def test_a_formula_computes_what_it_is_called(case):
     formula, want = COMPUTED[case]
     assert str(formula) == case.split(", no")[0].split(", bias")[0]
-    parameters = (WEIGHT if formula.weight_name else None), (BIAS if formula.bias_name else None)
+    size = X.shape[1 if formula.layout else -1]
+    parameters = (WEIGHT[:size] if formula.weight_name else None), (BIAS[:size] if formula.bias_name else None)
     torch.testing.assert_close(formula.compute(X, *parameters, 1e-6), want())
 
 

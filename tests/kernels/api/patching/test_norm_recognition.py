@@ -26,6 +26,7 @@ from tests.kernels.api.patching.norms import (
     LayerNorm2d,
     LayerNormAct,
     LlamaRMSNorm,
+    MovedWeightRMSNorm,
     NormalizeRMSNorm,
     OlmoLayerNorm,
     OneSampleRMSNorm,
@@ -107,6 +108,9 @@ RESULTS = {
     "over channels, silu": (LayerNormAct2d(4), "layer_norm with silu, layout=nchw"),
     "normalize": (NormalizeRMSNorm(8), "rms_norm"),
     "normalize, over channels": (NormalizeRMSNorm(4, 1, 1), "rms_norm, layout=nchw"),
+    "normalize, biased": (NormalizeRMSNorm(8, bias=True), "rms_norm"),
+    "normalize, over channels, biased": (NormalizeRMSNorm(4, 1, 1, bias=True), "rms_norm, layout=nchw"),
+    "weight moved to x": (MovedWeightRMSNorm(8), "rms_norm"),
     "over channels of sequences": (SequenceLayerNorm(4), "layer_norm, layout=nchw"),
 }
 COMPILED = ("layer_norm, leaky_relu", "biased", "group_norm, relu", "over channels, silu")
