@@ -56,7 +56,7 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
 	$(ON_GPU) pytest -p no:benchmark -m gpu tests/kernels tests/service/backends tests/integration/api/operations/test_gpu.py \
-		tests/integration/clients/device tests/integration/oip/device
+		tests/integration/clients/device tests/integration/oip/device tests/integration/grpc/device
 
 # Every algorithm under memcheck, racecheck, initcheck and synccheck of compute-sanitizer, SECONDS each.
 sanitize:
