@@ -167,4 +167,4 @@ def group_norm_reduce_moments_kernel(
     tl.store(mean_ptr + row, rounded)
     if rest_ptr is not None:
         tl.store(rest_ptr + row, (mean - rounded) + rest)
-    tl.store(rstd_ptr + row, 1.0 / tl.sqrt(variance + eps))
+    tl.store(rstd_ptr + row, tl.rsqrt(variance + eps))

@@ -127,7 +127,7 @@ def layer_norm_chain_tile_kernel(
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
         pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, False)
-        rstd = 1.0 / tl.sqrt(square / n + eps)
+        rstd = tl.rsqrt(square / n + eps)
         after = ()
         for i in tl.static_range(CHUNKS):
             y = normalise(
@@ -256,7 +256,7 @@ def layer_norm_chain_sweep_kernel(
         )
         roughs = roughs + (rough,)
         shifts = shifts + (shift,)
-        rstds = rstds + (1.0 / tl.sqrt(variance + eps),)
+        rstds = rstds + (tl.rsqrt(variance + eps),)
 
     col = tl.arange(0, BLOCK_N)[None, :]
     chunks = tl.cdiv(cols, BLOCK_N)

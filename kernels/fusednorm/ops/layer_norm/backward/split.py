@@ -169,7 +169,7 @@ def layer_norm_backward_split_sums_kernel(
         rough, shift, variance = compute_row_mean_and_variance(
             x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
-        rstd = 1.0 / tl.sqrt(variance + eps)
+        rstd = tl.rsqrt(variance + eps)
 
     lane_c1 = tl.zeros((1, BLOCK_N), tl.float32)
     lane_c2 = tl.zeros((1, BLOCK_N), tl.float32)

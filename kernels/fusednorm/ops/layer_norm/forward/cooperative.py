@@ -106,7 +106,7 @@ def _collect_row_moments(
         _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_equal_sets)
     else:
         _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge_sets)
-    return mean, shift, 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+    return mean, shift, tl.rsqrt(square / cols.to(tl.float32) + eps)
 
 
 @triton.jit(

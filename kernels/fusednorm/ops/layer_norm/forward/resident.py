@@ -163,7 +163,7 @@ def layer_norm_forward_resident_kernel(
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     store_residual_sum(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP)
     mean, shift, square = compute_fragment_moments(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS)
-    rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+    rstd = tl.rsqrt(square / cols.to(tl.float32) + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
         # Any earlier, the prefetch would delay this row's statistics, with no other program to fill the gap.

@@ -251,7 +251,7 @@ def layer_norm_forward_split_stats_kernel(
                 tl.expand_dims(part_squares, 1),
                 EQUAL_PARTS,
             )
-        rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
+        rstd = tl.rsqrt(square / cols.to(tl.float32) + eps)
         if moments_ptr is not None:
             _store_moments(moments_ptr + row * MOMENTS, mean, shift, rstd)
         store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)

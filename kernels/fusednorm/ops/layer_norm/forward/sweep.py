@@ -167,7 +167,7 @@ def layer_norm_forward_sweep_kernel(
     rough, shift, variance = compute_row_mean_and_variance(
         x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
-    rstd = 1.0 / tl.sqrt(variance + eps)
+    rstd = tl.rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
 
     if weight_ptr is not None:

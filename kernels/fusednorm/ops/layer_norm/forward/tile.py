@@ -221,7 +221,7 @@ def _write_tile(
     if ahead is not None:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_stride, residual_row_stride, cols)
     pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
-    rstd = 1.0 / tl.sqrt(square / n + eps)
+    rstd = tl.rsqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
     values = ()

@@ -239,7 +239,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
             )  # fmt: skip
             means, rests, squares = collect_tile(slots, late_tag)
             mean, rest, square = merge_member_moments(means, rests, squares, count_of_other, length)
-            rstd = 1.0 / tl.sqrt(square / length + eps)
+            rstd = tl.rsqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
             store_group_statistics(

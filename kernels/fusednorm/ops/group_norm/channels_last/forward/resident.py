@@ -149,7 +149,7 @@ def group_norm_nhwc_forward_resident_kernel(
     )
     length = (hw * channels).to(tl.float32)
     mean, rest, square = compute_group_moments(chunks, residuals, hw, channels, membership, FULL, ROWS, SUMS)
-    rstd = 1.0 / tl.sqrt(square / length + eps)
+    rstd = tl.rsqrt(square / length + eps)
     store_group_statistics(
         mean_ptr,
         rstd_ptr,

@@ -421,7 +421,7 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
     rests = tl.load(rest_part_ptr + at, mask=present, other=0.0)
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
     mean, rest, square = merge_moments(counts, means, rests, squares, total, 0)
-    rstd = 1.0 / tl.sqrt(square / total + eps)
+    rstd = tl.rsqrt(square / total + eps)
     if mean_ptr is not None:
         here = program + tl.arange(0, 1)
         tl.store(mean_ptr + here, mean + rest)

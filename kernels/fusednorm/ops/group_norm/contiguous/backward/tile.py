@@ -121,7 +121,7 @@ def group_norm_nchw_backward_tile_kernel(
         square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
         rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
         rest, square = convert_sums_to_moments(length, rest, square)
-        rstd = 1.0 / tl.sqrt(square / length + eps)
+        rstd = tl.rsqrt(square / length + eps)
         centred = (h - pivot) - rest
     else:
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)

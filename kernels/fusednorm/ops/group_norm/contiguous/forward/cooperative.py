@@ -123,7 +123,7 @@ def _collect_group_moments(
     else:
         _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge_sets)
     mean, rest = unify_mean_across_threads(mean, rest, means, member, PARAMETERS)
-    return mean, rest, 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
+    return mean, rest, tl.rsqrt(square / length.to(tl.float32) + eps)
 
 
 @triton.jit

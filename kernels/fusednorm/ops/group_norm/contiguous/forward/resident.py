@@ -160,7 +160,7 @@ def group_norm_nchw_forward_resident_kernel(
     )
     mean, rest, square = reduce_lane_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
     mean, rest = unify_mean_across_threads(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
-    rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
+    rstd = tl.rsqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)

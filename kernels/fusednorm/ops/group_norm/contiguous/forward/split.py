@@ -211,7 +211,7 @@ def group_norm_nchw_forward_split_apply_kernel(
         BLOCK_SPLITS,
         1,
     )
-    rstd = 1.0 / tl.sqrt(variance + eps)
+    rstd = tl.rsqrt(variance + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if part == 0:
             tl.store(mean_ptr + row, mean + rest)

@@ -104,7 +104,7 @@ def group_norm_nchw_forward_tile_kernel(
     square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
     rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
     rest, square = convert_sums_to_moments(length, rest, square)
-    rstd = 1.0 / tl.sqrt(square / length + eps)
+    rstd = tl.rsqrt(square / length + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, pivot + rest, mask=row_mask)
         tl.store(rstd_ptr + row, rstd, mask=row_mask)

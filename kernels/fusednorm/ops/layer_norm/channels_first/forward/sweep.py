@@ -90,7 +90,7 @@ def layer_norm_forward_channels_first_sweep_kernel(
         x_ptr, residual_ptr, gate_ptr, start, modulation, position, position_mask, channels, positions,
         BLOCK_C, IS_RMS,
     )  # fmt: skip
-    rstd = 1.0 / tl.sqrt(variance + eps)
+    rstd = tl.rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, position_mask)
     if y_ptr is not None:
         blocks = tl.cdiv(channels, BLOCK_C)

@@ -107,7 +107,7 @@ def layer_norm_forward_channels_first_tile_kernel(
     gates = load_channel_parameter(gate_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
 
     pivot, shift, variance = compute_position_moments(chunks, residuals, gates, channels, FULL, IS_RMS)
-    rstd = 1.0 / tl.sqrt(variance + eps)
+    rstd = tl.rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, position_mask)
     for i in tl.static_range(CHUNKS):
         mask = make_chunk_mask(position_mask, i, channels, FULL, BLOCK_C)
