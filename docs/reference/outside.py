@@ -1,13 +1,22 @@
 """What pages of the site link to outside of the site: files of the repository, which are named and not linked."""
 
+import posixpath
 import re
 from typing import Any
 
-_OUTSIDE = re.compile(r"\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>(?!adr/|docs/)[^)#]*)[^)]*\)")
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#]*)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs calls this with each page's text; pages below `docs/adr` reach `docs` by `../`, and that stays."""
-    if page.file.src_uri.count("/"):
-        return markdown
-    return _OUTSIDE.sub(lambda link: f"{link['text']} (`{link['path']}` in the repository)", markdown)
+    """MkDocs calls this with each page's text."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def name_outside(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link["target"]))
+        return (
+            f"{link['text']} (`{path.removeprefix('../')}` in the repository)"
+            if path.startswith("../")
+            else link[0]
+        )
+
+    return _LINK.sub(name_outside, markdown)

@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE_FILES = ["compose.yaml", "compose.gpu.yaml", "compose.sidecar.yaml"]
+SETTING = re.compile(r"\bNORMSERVE_([A-Z_]+)")
+DOCUMENTS_WITH_SETTINGS = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if SETTING.search(path.read_text(encoding="utf-8"))
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -93,12 +99,11 @@ def test_compose_files_are_valid():
         "docker/compose.sidecar.yaml",
         "docker/k8s/sidecar/deployment.yaml",
         "docker/healthcheck.py",
-        "docs/deploying.md",
-        "docs/local.md",
+        *DOCUMENTS_WITH_SETTINGS,
     ],
 )
 def test_every_setting_that_is_named_exists(path):
-    named = set(re.findall(r"\bNORMSERVE_([A-Z_]+)", (ROOT / path).read_text(encoding="utf-8")))
+    named = set(SETTING.findall((ROOT / path).read_text(encoding="utf-8")))
     assert named
     assert {name.lower() for name in named} <= Settings.model_fields.keys()
 

@@ -38,7 +38,7 @@ def test_every_file_is_used():
 
 
 def test_example_of_the_documentation(dev_tool, tmp_path):
-    document = (ROOT / "docs/deploying.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs/deploying/kubernetes.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", document, re.DOTALL)
     written = yaml.safe_load(example)
     # Where it is checked out is the reader's affair.
