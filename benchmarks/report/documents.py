@@ -26,6 +26,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 DOCUMENTS = (
     "README.md",
     "docs/coming-from-triton.md",
+    "docs/kernel-limits.md",
     "docs/local.md",
     "docs/patching.md",
     "docs/performance.md",

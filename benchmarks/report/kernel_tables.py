@@ -4,7 +4,7 @@
 
 A table for each operation, pass and variant.  For each dtype it has ours and the best of the others with its name,
 the better of the two in bold.  Ours is from the other's file, if the file has both.  With --long every provider has
-a column.  Calls of the suite `host` are in microseconds, models in milliseconds with the ratio of ours to torch.
+a column.  Calls of the suite `host` are in microseconds, models in milliseconds with the speed of ours over torch's.
 With --over the tables have the speedup of ours over that provider, in the same file: for each operation, pass,
 variant and layout the number of cells, and the cells with the least and the greatest speedup.
 """
@@ -114,18 +114,18 @@ def _format_long_table(rows: list[Row], value: str) -> Iterator[str]:
 
 
 def _format_model_table(rows: list[Row]) -> Iterator[str]:
-    """A line for each model and batch: milliseconds of each provider, and ours over torch's."""
+    """A line for each model and batch: milliseconds of each provider, and torch's over ours."""
     present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
-    yield f"| model | batch | {' | '.join(present)} | {OURS} over torch |"
+    yield f"| model | batch | {' | '.join(present)} | speed over torch |"
     yield "| --- " * (3 + len(present)) + "|"
     models: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         models.setdefault((row["layout"], row["shape"]), {})[row["provider"]] = row["ms_p50"] or "wrong"
     for model, times in models.items():
         both = [times.get(OURS, "wrong"), times.get("torch", "wrong")]
-        ratio = "-" if "wrong" in both else f"{float(both[0]) / float(both[1]):.3f}"
+        speed = "-" if "wrong" in both else f"{float(both[1]) / float(both[0]):.3f}"
         values = [_format_milliseconds(times[p]) if p in times else "-" for p in present]
-        yield f"| {' | '.join((*model, *values, ratio))} |"
+        yield f"| {' | '.join((*model, *values, speed))} |"
 
 
 def _format_milliseconds(time_ms: str) -> str:

@@ -102,6 +102,15 @@ def test_any_other_csv_is_read_as_it_stands(tmp_path):
     assert rows.compute_median_ratio("per_second", "server", "a", "b") == numbers("4")
 
 
+def test_columns_are_compared_row_by_row(tmp_path):
+    (tmp_path / "cpu.csv").write_text("ours,theirs\n4,2\n1,3\n2,2\n", encoding="utf-8")
+    rows = load_rows("cpu.csv")
+    assert rows.compute_column_ratios("theirs", "ours") == numbers("0.5", "3", "1")
+    assert rows.select_less("ours", "theirs").get_numbers("ours") == numbers("1")
+    with pytest.raises(QueryError, match=r"cpu\.csv"):
+        rows.where(ours=4).select_less("ours", "theirs")
+
+
 def test_standing_counts_cells_by_the_best_peer(write_csv, sweep_cell):
     ahead, behind, alone = (sweep_cell(cols) for cols in (1024, 2048, 4096))
     write_csv(

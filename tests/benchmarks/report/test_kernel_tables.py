@@ -90,12 +90,12 @@ def test_host_time_comes_in_microseconds(write_csv):
     ]
 
 
-def test_models_come_in_milliseconds_with_ours_over_torch(write_csv):
+def test_models_come_in_milliseconds_with_their_speed_over_torch(write_csv):
     gpt2, vit = (ModelCell(*of).make_row("step", "eager") for of in (("gpt2", (1, 512)), ("vit", (8, 3, 224, 224))))
     path = write_csv((gpt2, "torch", None), (gpt2, "fusednorm", None), (vit, "torch", None))
     assert lines(path) == [
         "step of models, eager, in milliseconds\n",
-        "| model | batch | fusednorm | torch | fusednorm over torch |",
+        "| model | batch | fusednorm | torch | speed over torch |",
         "| --- | --- | --- | --- | --- |",
         "| gpt2 | 1x512 | 0.01 | 0.01 | 1.000 |",
         "| vit | 8x3x224x224 | - | 0.01 | - |",
