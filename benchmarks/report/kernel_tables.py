@@ -4,7 +4,7 @@
 
 A table for each operation, pass and variant.  For each dtype it has ours and the best of the others with its name,
 the better of the two in bold.  Ours is from the other's file, if the file has both.  With --long every provider has
-a column.  Calls of the suite `host` are in microseconds, models in milliseconds with the speed of ours over torch's.
+a column.  Calls of the suite `host` are in microseconds, models in milliseconds with ours' speed over torch's.
 With --over the tables have the speedup of ours over that provider, in the same file: for each operation, pass,
 variant and layout the number of cells, and the cells with the least and the greatest speedup.
 """
