@@ -63,7 +63,7 @@ class MalformedHttpError(NormserveError):
 
 
 class UnsupportedTransferEncodingError(NormserveError):
-    """The request's body has a transfer coding other than chunked (501)."""
+    """The request's body has a transfer coding before chunked (501)."""
 
     code = "unsupported_transfer_encoding"
 
