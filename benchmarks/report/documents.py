@@ -25,8 +25,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 DOCUMENTS = (
     "README.md",
+    "docs/client.md",
     "docs/coming-from-triton.md",
+    "docs/deploying/front-ends.md",
+    "docs/deploying/images.md",
+    "docs/deploying/ray.md",
+    "docs/deploying/sizing.md",
+    "docs/deploying/tls-and-keys.md",
     "docs/kernel-limits.md",
+    "docs/load-testing.md",
     "docs/local.md",
     "docs/patching.md",
     "docs/performance.md",
