@@ -192,7 +192,7 @@ fuzz: .venv/.dev
 .venv/docs/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		mkdocs-material 'mkdocstrings[python]'
+		mkdocs-material 'mkdocstrings[python]' mermaidx
 	@touch $@
 
 docs: .venv/docs/.done
