@@ -26,7 +26,7 @@ class Forward(NamedTuple, Generic[A]):
         residual_out: h = residual + gate * x, the tensor that was normalised, if there is a residual; in the
             residual's dtype, for GroupNorm in x's.
         y_scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * y_scale.  Its old name
-            `scale` still works, with a DeprecationWarning, for one release.
+            `scale` still works, with a DeprecationWarning, until 0.3.0.
     """
 
     y: A
@@ -43,7 +43,7 @@ class Forward(NamedTuple, Generic[A]):
 
 
 def _warn_of_old_name() -> None:
-    message = "Forward.scale is called Forward.y_scale, and the old name will be removed in the next release"
+    message = "Forward.scale is called Forward.y_scale, and the old name will be removed in 0.3.0"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 

@@ -8,6 +8,10 @@ one forward pass.  Everywhere in this project bandwidth is these bytes divided b
 bytes that a kernel really moves.
 """
 
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 
 def compute_forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
     """Compute the fewest bytes that a forward pass must read and write in device memory.
@@ -37,3 +41,14 @@ def compute_backward_bytes(
             the tensor is absent or dresidual is dx.
     """
     return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out + dresidual)
+
+
+if not TYPE_CHECKING:
+    # Type checkers see the new names alone.
+    def __getattr__(name: str) -> Callable[..., int]:
+        """Return `compute_forward_bytes` or `compute_backward_bytes` by its old name, with a DeprecationWarning."""
+        if name not in ("forward_bytes", "backward_bytes"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"fusednorm.traffic.{name} is called compute_{name}, and the old name will be removed in 0.3.0"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return globals()[f"compute_{name}"]
