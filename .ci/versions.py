@@ -27,6 +27,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
+KERNELS = (f"{ROOT}/kernels", f"{ROOT}/kernels/with-torch")
+"""The distributions that normserve's extras need, which are installed with it from this tree."""
+
 VARIANTS = ("lowest", "newest", "3.12", "3.13", "newest-jax")
 _OF_CONSTRAINTS = ("torch", "triton")
 _COMMAND_S = 900
@@ -49,7 +52,7 @@ def test_packages(variant: str) -> None:
     """Run the fast tests and a server with the lowest or the newest versions."""
     say(f"the {variant} versions; {' and '.join(_OF_CONSTRAINTS)} are those of constraints.txt")
     folder = ROOT / ".venv" / variant
-    make_environment(folder, Path(sys.executable), f"{ROOT}[dev]", constraints(variant))
+    make_environment(folder, Path(sys.executable), constraints(variant), *KERNELS, f"{ROOT}[dev]")
     run("make", "--assume-old=.venv/.dev", f"BIN={folder / 'bin'}", "test-fast")
     with server(folder / "bin" / "normserve") as port:
         run("bash", "-o", "pipefail", "-c", readme("sh", "sample.npy", port), cwd=folder)
@@ -60,7 +63,7 @@ def test_client(version: str, python: Path) -> None:
     """Compile the source with another Python, and call a server with its client."""
     say(f"Python {version}, without torch: the client, and whether the source compiles")
     folder = ROOT / ".venv" / f"python{version}"
-    make_environment(folder, python, str(ROOT), [])
+    make_environment(folder, python, [], str(ROOT))
     roots = ("kernels", "service", "loadtest", "benchmarks", "tests")
     run(folder / "bin" / "python", "-W", "error", "-m", "compileall", "-q", "-f", *roots)
     with server(ROOT / ".venv" / "bin" / "normserve") as port:
@@ -77,7 +80,7 @@ def report_newest_jax() -> None:
     folder = ROOT / ".venv" / "newest-jax"
     also = ("jax", "triton", "pytest", "pytest-timeout")
     try:
-        make_environment(folder, python, str(ROOT), constraints("newest"), *also)
+        make_environment(folder, python, constraints("newest"), KERNELS[0], also=also)
         run(folder / "bin" / "pip", "--disable-pip-version-check", "list")
         made = ("--assume-old=.venv/.dev", "--assume-old=.venv/jax/.done")
         run("make", *made, f"JAX_BIN={folder / 'bin'}", "test-jax")
@@ -88,12 +91,13 @@ def report_newest_jax() -> None:
 
 
 def declared() -> Iterator[Requirement]:
-    """Every requirement of the project and of its extras, without those on the project itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirements in (project["dependencies"], *project["optional-dependencies"].values()):
-        for requirement in map(Requirement, requirements):
-            if requirement.name != project["name"]:
-                yield requirement
+    """Every requirement of the projects and of their extras, without those on one another."""
+    files = [Path(folder) / "pyproject.toml" for folder in (ROOT, *KERNELS)]
+    projects = [tomllib.loads(path.read_text())["project"] for path in files]
+    names = {project["name"] for project in projects}
+    for project in projects:
+        for requirements in (project["dependencies"], *project.get("optional-dependencies", {}).values()):
+            yield from (each for each in map(Requirement, requirements) if each.name not in names)
 
 
 def constraints(variant: str) -> list[str]:
@@ -111,14 +115,16 @@ def constraints(variant: str) -> list[str]:
     return lines
 
 
-def make_environment(folder: Path, python: Path, requirement: str, constrained: list[str], *also: str) -> None:
+def make_environment(
+    folder: Path, python: Path, constrained: list[str], *projects: str, also: tuple[str, ...] = ()
+) -> None:
     """Make an environment anew.  pip fails if there is no version that is declared as the lowest."""
     run(python, "-m", "venv", "--clear", folder)
     listed = folder / "constraints.txt"
     listed.write_text("".join(f"{line}\n" for line in constrained))
     pip = folder / "bin" / "pip"
     options = ("--quiet", "--disable-pip-version-check", "--constraint", listed)
-    run(pip, "install", *options, "--editable", requirement, *also)
+    run(pip, "install", *options, *(word for each in projects for word in ("--editable", each)), *also)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Replace the norms of a torch model by fused ones and train it.
 
-    pip install 'normserve[kernels]'
+    pip install fusednorm
     python examples/patch_and_train.py
 
 Without a GPU the patched model runs on torch's CPU kernels: the same results, no gain in speed.

@@ -1,4 +1,4 @@
-"""pyproject.toml declares each project that is imported: what another brings along, its next version may not."""
+"""Each project that is imported is declared: what another brings along, its next version may not."""
 
 import re
 import tomllib
@@ -6,7 +6,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "service", "loadtest", "benchmarks", "tests")
+PROJECTS = (".", "kernels", "kernels/with-torch")
+FOLDERS = ("kernels/fusednorm", "service", "loadtest", "benchmarks", "tests")
 FOR_TYPE_CHECKERS = {"typing_extensions"}
 """Type checkers know it by themselves, and nothing imports it at run time."""
 
@@ -18,8 +19,12 @@ def normalised(name):
 
 
 def test_every_imported_project_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [project["dependencies"], *project["optional-dependencies"].values()]
+    projects = [tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in PROJECTS]
+    requirements = [
+        listed
+        for project in projects
+        for listed in (project["dependencies"], *project.get("optional-dependencies", {}).values())
+    ]
     declared = {normalised(re.match(r"[\w.-]+", each)[0]) for listed in requirements for each in listed}
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     imported = {name for path in files for name in IMPORTED.findall(path.read_text())}

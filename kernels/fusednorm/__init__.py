@@ -102,7 +102,7 @@ def _get_attribute(name: str) -> Any:
         from importlib import metadata
 
         try:
-            return metadata.version("normserve")
+            return metadata.version("fusednorm-core")
         except metadata.PackageNotFoundError:
             return "0+unknown"
     if name != "reference" and name not in _MODULES:
@@ -112,7 +112,7 @@ def _get_attribute(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = f"fusednorm.{name} needs torch: pip install 'normserve[kernels]'"
+        message = f"fusednorm.{name} needs torch: pip install fusednorm"
         raise ModuleNotFoundError(message, name="torch") from error
     # The next use finds it without this function.
     globals()[name] = value

@@ -1,6 +1,7 @@
 """The installed package's annotations accept right calls of users and refuse wrong ones."""
 
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -17,13 +18,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def python(tmp_path):
-    """An interpreter with the wheel, and the packages of this one."""
-    build = "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT
-    subprocess.run([sys.executable, "-m", *build], check=True)
+    """An interpreter with the wheels, and the packages of this one."""
+    build = "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path
+    # A copy: a build leaves its traces beside the sources, and other tests read these.
+    kernels = shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    subprocess.run([sys.executable, "-m", *build, ROOT, kernels], check=True)
     venv.create(tmp_path / "venv")
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(packages)
+    for path in tmp_path.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(packages)
     (packages / "base.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     return tmp_path / "venv" / "bin" / "python"
 

@@ -12,7 +12,7 @@ from importlib import util
 from typing import Literal
 
 if util.find_spec("jax") is None:
-    raise ModuleNotFoundError("fusednorm.jax needs JAX: pip install 'normserve[jax]'", name="jax")
+    raise ModuleNotFoundError("fusednorm.jax needs JAX: pip install 'fusednorm-core[jax]'", name="jax")
 
 import jax
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `normserve serve` returns when the server has ended.
 
     Raises:
-        ModuleNotFoundError: torch, which the server needs, is not installed.
+        ModuleNotFoundError: torch or fusednorm, which the server needs, is not installed.
     """
     parser = _make_parser()
     given = vars(parser.parse_args(arguments))
@@ -82,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_setting_error("api_keys_file", str(error))
             return 2
     # Before a fleet starts: each of its processes would fail for the same reason.
-    if util.find_spec("torch") is None:
-        raise ModuleNotFoundError("the server needs torch", name="torch")
+    for needed in ("torch", "fusednorm"):
+        if util.find_spec(needed) is None:
+            raise ModuleNotFoundError(f"the server needs {needed}", name=needed)
     # Until the server handles SIGTERM: the first process of a container has no default action for it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     if settings.devices or settings.frontend_count:

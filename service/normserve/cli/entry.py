@@ -11,8 +11,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run(arguments)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "normserve", "fusednorm"):
+        missing, _, module = (error.name or "").partition(".")
+        # The server needs the package fusednorm; that a module of it is missing is a fault.
+        if missing in ("", "normserve") or (missing == "fusednorm" and module):
             raise
         extra = "grpc" if missing in ("grpc", "google") else "server"
         print(f"normserve: {missing} is not installed: pip install 'normserve[{extra}]'", file=sys.stderr)

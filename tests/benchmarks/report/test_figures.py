@@ -21,9 +21,10 @@ PROSE = (
 
 WITHOUT_A_CSV = {
     # Versions of Python, Kubernetes, TLS, torch, Triton and CUDA, and a compute capability.
-    "README.md": ["3.11"],
+    "README.md": ["3.11", "3.11", "3.11", "3.12"],
     "docs/deploying/images.md": ["9.0"],
     "docs/deploying/tls-and-keys.md": ["1.2", "1.3"],
+    "docs/patching.md": ["3.11"],
     # Settings, and what follows from them.
     "docs/client.md": ["0.75", "1.5", "30 s", "60 s"],
     "docs/deploying/README.md": ["5 s"],
@@ -85,6 +86,15 @@ def test_a_template_has_no_figure_but_by_a_query(name):
 @pytest.mark.parametrize("name", PROSE)
 def test_a_document_has_no_figure_outside_of_its_parts(name):
     assert list(dict.fromkeys(find_figures(PART.sub("", text_of(name))))) == WITHOUT_A_CSV.get(name, [])
+
+
+@pytest.mark.parametrize("name", ["docs/tutorial.md", "docs/patching.md"])
+def test_a_document_names_the_gpus_and_the_driver_that_were_measured(name):
+    rows = [figures.load_rows(file) for file in ("models.csv", "h100.csv")]
+    (driver,) = {each.join_values("driver") for each in rows}
+    models = [re.search(r"H\d+", each.join_values("gpu"))[0] for each in rows]
+    text = " ".join(text_of(name).split())
+    assert f"Measured were NVIDIA {' and '.join(sorted(models))} with driver {driver} " in text
 
 
 @pytest.mark.parametrize("name", ["docs/patching.md", "benchmarks/results/models.md"])

@@ -147,7 +147,7 @@ def test_wheel_carries_it(tmp_path):
     shutil.copytree(
         ROOT / "service", tmp_path / "service", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
     )
-    for name in ("kernels", "loadtest", "wheels"):
+    for name in ("loadtest", "wheels"):
         (tmp_path / name).mkdir()
     build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)

@@ -20,7 +20,7 @@ for name in sys.argv[1:]:
     try:
         getattr(fusednorm, name)
     except ModuleNotFoundError as error:
-        assert str(error) == f"fusednorm.{name} needs torch: pip install 'normserve[kernels]'", error
+        assert str(error) == f"fusednorm.{name} needs torch: pip install fusednorm", error
         assert error.name == "torch"
         print(name)
 fusednorm.allow_waiting(False)
@@ -80,7 +80,7 @@ def test_without_torch_it_is_imported_and_names_that_need_it_say_so():
 
 
 def test_it_has_the_version_of_the_distribution():
-    assert fusednorm.__version__ == metadata.version("normserve")
+    assert fusednorm.__version__ == metadata.version("fusednorm-core")
     with pytest.raises(AttributeError, match="has no attribute 'version'"):
         fusednorm.version  # noqa: B018
 

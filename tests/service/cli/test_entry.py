@@ -24,6 +24,7 @@ def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
         ("normserve", "uvicorn", ["serve", "--port", "0"]),
         ("normserve", "torch", ["serve", "--port", "0"]),
         ("normserve", "torch", ["serve", "--port", "0", "--frontends", "2"]),
+        ("normserve", "fusednorm", ["serve", "--port", "0"]),
         ("normload", "rich", ["scenarios"]),
     ],
 )
@@ -52,7 +53,7 @@ def test_fusednorm_says_what_it_needs():
     ended = without("torch", f"{blind}import fusednorm\nfusednorm.layer_norm")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: fusednorm.layer_norm needs torch: pip install 'normserve[kernels]'"
+        "ModuleNotFoundError: fusednorm.layer_norm needs torch: pip install fusednorm"
     )
 
 
