@@ -50,6 +50,8 @@ def make_problem_response(
         (b"content-type", (JSON if is_plain else PROBLEM_JSON).encode()),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
+        # Also where the body is not read or has no code: of HEAD, below `/v2`, and where curl saves it as a tensor.
+        (b"x-error-code", error.code.encode()),
     ]
     accepted_types = (JSON, "application/octet-stream") if is_plain else media_types.CANONICAL
     return status, headers + _make_error_headers(error, accepted_types), body

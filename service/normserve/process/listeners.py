@@ -156,5 +156,7 @@ def print_url_and_example(settings: Settings, url: str) -> None:
     if settings.log_format == "json":
         return
     with_key = settings.api_key is not None or settings.api_keys_file is not None
-    example = make_sample_command(url, with_key=with_key, with_certificate=settings.tls_client_ca is not None)
+    example = make_sample_command(
+        url, with_key=with_key, with_certificate=settings.tls_client_ca is not None, with_headers=True
+    )
     print(f"\nPOST a tensor to {url}/v1/layer_norm, for example:\n\n  {example}\n", flush=True)

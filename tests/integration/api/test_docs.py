@@ -1,9 +1,11 @@
 """The HTTP API's own page: everything of it comes from the server, and it works with a key."""
 
 import re
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from normserve.http.curl import make_sample_command
 
 from tests.integration.harness.browser import browser, visit
 
@@ -113,7 +115,8 @@ def test_without_a_key_none_is_described(api):
     assert '"security"' not in text
 
 
-def test_it_shows_and_tries_operations_with_the_key(locked, visit):
+def test_it_shows_and_tries_operations_with_the_key(locked, visit, tool):
+    tool("curl")
     opened = visit(f"{locked.url}/docs")
     operation = opened.page.locator(".opblock-get", has_text="/v1/info")
     operation.wait_for()
@@ -125,8 +128,20 @@ def test_it_shows_and_tries_operations_with_the_key(locked, visit):
     operation.locator(".try-out__btn").click()
     operation.locator(".execute").click()
     operation.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
+    pasted = operation.locator(".curl-command .curl").inner_text().replace("s3cret-key", "another")
+    done = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True)
+    assert done.returncode == 22
+    assert "the API key is not one that the server knows" in done.stdout
     assert not [asked for asked in opened.strangers if not asked.startswith((locked.url, "data:"))]
     assert opened.complaints == []
+
+
+def test_its_examples_name_the_server(server, visit):
+    operation = visit(f"{server.url}/docs").page.locator(".opblock-post", has_text="/v1/group_norm").first
+    operation.locator(".opblock-summary").click()
+    described = operation.locator(".opblock-description").inner_text()
+    assert make_sample_command(server.url, "/v1/group_norm?num_groups=2") in described
+    assert "$URL" not in described
 
 
 def test_the_pages_link_to_each_other(api):

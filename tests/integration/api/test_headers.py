@@ -48,5 +48,25 @@ def test_other_request_ids_are_replaced(api, given):
     assert re.fullmatch(r"[0-9a-f]{32}", identifier)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("HEAD", "/v1/layers/nobody", 404, "unknown_layer"),
+        ("GET", "/v1/layer_norm", 405, "method_not_allowed"),
+        ("POST", "/v1/layer_norm?eps=-1", 422, "invalid_parameter"),
+        ("POST", "/v2/models/layer_norm/infer", 400, "malformed_payload"),
+        ("GET", "/v2/models/nobody", 404, "not_found"),
+    ],
+)
+def test_the_code_of_an_error_is_a_header(api, method, path, status, code):
+    response = api.request(method, path)
+    assert (response.status_code, response.headers["x-error-code"]) == (status, code)
+
+
+def test_a_result_has_no_code_of_an_error(api):
+    assert "x-error-code" not in post(api).headers
+
+
 def test_request_ids_are_unique(api):
     assert len({post(api).headers["x-request-id"] for _ in range(5)}) == 5

@@ -41,6 +41,7 @@ def assert_problem(response, status: int, code: str | None = None) -> None:
     assert problem.keys() == {"type", "title", "status", "detail", "code", "request_id", *more}
     assert problem["status"] == status
     assert problem["request_id"] == response.headers["x-request-id"]
+    assert problem["code"] == response.headers["x-error-code"]
     if code is not None:
         assert problem["code"] == code, problem
 

@@ -40,6 +40,13 @@ def test_problem_document(error):
     named = dict(headers)
     assert named[b"content-type"] == b"application/problem+json"
     assert int(named[b"content-length"]) == len(body)
+    assert named[b"x-error-code"] == error.code.encode()
+
+
+def test_below_v2_the_code_is_a_header_alone():
+    _, headers, body = make_problem_response(errors.InvalidShapeError("no"), "an-id", "/v2/models/layer_norm/infer")
+    assert json.loads(body) == {"error": "no"}
+    assert dict(headers)[b"x-error-code"] == b"invalid_shape"
 
 
 @pytest.mark.parametrize(("after_s", "header"), [(0.0, b"1"), (1.0, b"1"), (1.2, b"2"), (30, b"30")])

@@ -26,7 +26,7 @@ _METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 _REQUEST_HEADERS = ("Authorization", "Inference-Header-Content-Length", "Traceparent", "Tracestate", "X-Request-ID")
 _EXPOSED = (
     *("Server-Timing", "X-Kernel-Bytes", "X-Kernel-Bandwidth", "X-Batch-Size"),
-    *("X-Request-ID", "Retry-After", "Inference-Header-Content-Length"),
+    *("X-Error-Code", "X-Request-ID", "Retry-After", "Inference-Header-Content-Length"),
 )
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::(\d{0,5}))?")

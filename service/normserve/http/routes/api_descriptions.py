@@ -11,6 +11,7 @@ from typing import Any
 from normserve import __version__
 from normserve.codec.api_names import CHAIN_PARAMETERS
 from normserve.codec.media_types import NPY, SAFETENSORS
+from normserve.http.curl import make_sample_command
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.validation import list_accepted_tensor_names
 from normserve.memory.tensors import FLOATS, DType
@@ -214,6 +215,6 @@ def make_command_line(op: Op, direction: PassDirection) -> str:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is PassDirection.FORWARD:
         query = f"?num_groups={EXAMPLE_PARAMETERS['num_groups']}" if op is Op.GROUP_NORM else ""
-        return f'curl -s $URL/sample.npy | curl -s --data-binary @- -o y.npy "$URL/v1/{op.value}{query}"'
+        return make_sample_command("$URL", f"/v1/{op.value}{query}")
     groups = f"num_groups={EXAMPLE_PARAMETERS['num_groups']}, " if op is Op.GROUP_NORM else ""
     return f"normserve.client.Client(URL).{op.value}_backward(dy, x, {groups}weight=weight)"

@@ -175,7 +175,7 @@ def _describe_problems() -> dict[str, Any]:
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         "description": "Any error: a problem document (RFC 9457).",
-        "headers": {"Retry-After": _describe_retry_after()},
+        "headers": _describe_error_headers(),
         "content": {"application/problem+json": {"schema": schema, "examples": shown}},
     }
 
@@ -185,13 +185,20 @@ def _describe_inference_errors() -> dict[str, Any]:
     schema = {"$ref": "#/components/schemas/Error"}
     return {
         "description": "Any error, as the protocol has them.",
-        "headers": {"Retry-After": _describe_retry_after()},
+        "headers": _describe_error_headers(),
         "content": {"application/json": {"schema": schema, "example": {"error": _SHOWN_ERRORS[0].detail}}},
     }
 
 
-def _describe_retry_after() -> dict[str, Any]:
-    return {"description": "Of 429 and 503: seconds.", "schema": {"type": "integer", "minimum": 1}}
+def _describe_error_headers() -> dict[str, Any]:
+    return {
+        "X-Error-Code": {"description": "The cause.", "schema": _make_code_schema()},
+        "Retry-After": {"description": "Of 429 and 503: seconds.", "schema": {"type": "integer", "minimum": 1}},
+    }
+
+
+def _make_code_schema() -> dict[str, Any]:
+    return {"type": "string", "enum": sorted(_collect_error_codes(NormserveError))}
 
 
 def _make_problem_schema() -> dict[str, Any]:
@@ -200,11 +207,7 @@ def _make_problem_schema() -> dict[str, Any]:
         "title": {"type": "string"},
         "status": {"type": "integer", "minimum": 400, "maximum": 599},
         "detail": {"type": "string", "description": "What was expected and what came."},
-        "code": {
-            "type": "string",
-            "enum": sorted(_collect_error_codes(NormserveError)),
-            "description": "The cause.",
-        },
+        "code": {**_make_code_schema(), "description": "The cause."},
         "request_id": {"type": "string", "description": "Names the request in the server's log."},
     }
     return {"type": "object", "required": list(properties), "properties": properties}

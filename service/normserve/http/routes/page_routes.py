@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from swagger_ui_bundle import swagger_ui_path
 
 from normserve.errors import NotFoundError
-from normserve.http.curl import make_curl_prefix, make_sample_command
+from normserve.http.curl import make_info_command, make_sample_command
 from normserve.http.http_exchange import HttpExchange
 
 _READS = ["GET", "HEAD"]
@@ -88,14 +88,14 @@ class PageRoutes:
 
 def list_example_commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
     """List shell commands to try the server; the server prints the first one at start."""
-    key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
-    curl = make_curl_prefix(url, with_certificate=with_certificate)
-    sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"
+    options = {"with_key": with_key, "with_certificate": with_certificate}
+    # In a shell of its own, which alone ends at the first error.
+    repeated = make_sample_command(url, "/v1/rms_norm", **options)
     return [
-        make_sample_command(url, with_key=with_key, with_certificate=with_certificate),
-        f"{sample} '{url}/v1/group_norm?num_groups=2&activation=silu'",
-        f"for i in $(seq 500); do {sample} {url}/v1/rms_norm; done",
-        f"{curl} {key}{url}/v1/info",
+        make_sample_command(url, with_headers=True, **options),
+        make_sample_command(url, "/v1/group_norm?num_groups=2&activation=silu", **options),
+        f"(for i in $(seq 500); do {repeated} || exit; done)",
+        make_info_command(url, **options),
     ]
 
 

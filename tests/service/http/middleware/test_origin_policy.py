@@ -163,7 +163,7 @@ def test_a_page_that_the_settings_allow_reads_the_answer():
     assert response is None
     told = dict(headers)
     assert told[b"access-control-allow-origin"] == b"https://app.example"
-    assert {b"Server-Timing", b"X-Kernel-Bytes", b"X-Request-ID", b"Retry-After"} <= set(
+    assert {b"Server-Timing", b"X-Kernel-Bytes", b"X-Error-Code", b"X-Request-ID", b"Retry-After"} <= set(
         told[b"access-control-expose-headers"].split(b", ")
     )
     assert told[b"vary"] == b"Origin"

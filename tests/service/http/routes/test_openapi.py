@@ -66,6 +66,8 @@ def test_every_operation_says_how_it_fails(described):
     assert schemas.keys() == {"Error", "Problem"}
     codes = schemas["Problem"]["properties"]["code"]["enum"]
     assert set(codes) == {kind.code for kind in STATUSES} | {NormserveError.code}
+    for _, _, operation in operations(described):
+        assert operation["responses"]["default"]["headers"]["X-Error-Code"]["schema"]["enum"] == codes
 
 
 def examples_in(operation: dict) -> Iterator[object]:
