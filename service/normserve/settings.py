@@ -1,6 +1,7 @@
 """All settings.  Only this module reads the server's own environment variables, `NORMSERVE_…`."""
 
 import difflib
+import ipaddress
 import os
 import re
 from decimal import Decimal
@@ -67,6 +68,19 @@ def _make_pattern_validator(pattern: str, expected: str, *, shows_value: bool = 
         return text
 
     return AfterValidator(check)
+
+
+def _check_networks(text: str) -> str:
+    """Raise an error unless a text is empty or a list of IP networks and addresses."""
+    for each in text.split(",") if text else ():
+        try:
+            ipaddress.ip_network(each)
+        except ValueError as error:
+            raise ValueError(
+                "must be networks or addresses with commas between them, as in 10.0.0.0/8,fd00::1;"
+                f" got {each[:100]!r}: {error}"
+            ) from None
+    return text
 
 
 class Settings(BaseSettings):
@@ -209,6 +223,22 @@ class Settings(BaseSettings):
         description="Origins whose pages may use the server (CORS), as in https://app.example; "
         "empty: only the server's own pages.",
     )
+    trusted_proxies: Annotated[str, AfterValidator(_check_networks)] = Field(
+        "",
+        description="Networks of the proxies before the server, as in 10.0.0.0/8,fd00::1. A request from one of "
+        "them has its client's address in X-Forwarded-For, for logs, shares and limits. Empty: that header is "
+        "ignored.",
+    )
+    root_path: Annotated[
+        str,
+        _make_pattern_validator(
+            r"(/[A-Za-z0-9._~-]+)*", "a path that begins with a slash and ends with none, as in /norm"
+        ),
+    ] = Field(
+        "",
+        description="Path below which a proxy offers the server without removing it from requests, as in /norm. "
+        "Requests without it are answered, too.",
+    )
     max_body_bytes: Size = Field(2**30, ge=1, description="Maximum size of a request body.")
     max_inflight_requests: int = Field(
         256, ge=1, description="Maximum number of concurrent requests; others receive status 429."
@@ -225,7 +255,7 @@ class Settings(BaseSettings):
         2048,
         ge=1,
         description="Maximum number of open connections from one IPv4 address, IPv6 /64 network or "
-        "user of the Unix socket.",
+        "user of the Unix socket. Those of --trusted-proxies have no such limit.",
     )
     max_idle_slab_bytes: Size = Field(
         2**30, ge=0, description="Maximum memory kept for the bodies and results of later requests."
@@ -289,6 +319,13 @@ class Settings(BaseSettings):
         75, gt=0, allow_inf_nan=False, description="Time after which an idle connection is closed."
     )
     drain_s: float = Field(30, gt=0, description="Maximum time to finish admitted requests after SIGTERM.")
+    drain_delay_s: float = Field(
+        0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time after SIGTERM in which requests are still accepted while /readyz fails, so that load "
+        "balancers choose other servers before the drain.",
+    )
     stall_s: float = Field(
         60,
         gt=0,

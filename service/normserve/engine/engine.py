@@ -35,10 +35,15 @@ log = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """The states of the engine; only a ready engine takes requests."""
+    """The states of the engine; it takes requests while it is ready or retiring.
+
+    Retiring is the time between the signal that ends the server and the drain: load balancers see that the server
+    is not ready, and send requests elsewhere.
+    """
 
     STARTING = "starting"
     READY = "ready"
+    RETIRING = "retiring"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -97,6 +102,10 @@ class Engine:
         if self.state is EngineState.STARTING:
             self._set_state(EngineState.READY)
 
+    def start_retiring(self) -> None:
+        """Report that the server is not ready, and still accept jobs until `start_draining` is called."""
+        self._set_state(EngineState.RETIRING)
+
     def start_draining(self) -> None:
         """Accept no more jobs; those already admitted are finished."""
         if self.state is not EngineState.FAILED:
@@ -124,7 +133,7 @@ class Engine:
             NotReadyError, DrainingError: by state.
         """
         match self.state:
-            case EngineState.READY:
+            case EngineState.READY | EngineState.RETIRING:
                 return
             case EngineState.STARTING:
                 raise NotReadyError("the server is still warming up")
@@ -134,6 +143,16 @@ class Engine:
                 raise DrainingError("the server is shutting down and finishes only what it has admitted")
             case EngineState.FAILED:
                 raise _make_not_launched_error()
+
+    def require_available(self) -> None:
+        """Raise an error unless load balancers may choose this server: it accepts jobs, and is not about to end.
+
+        Raises:
+            NotReadyError, DrainingError: by state.
+        """
+        if self.state is EngineState.RETIRING:
+            raise DrainingError("the server is about to shut down; until then it still accepts requests")
+        self.require_ready()
 
     async def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Load a layer's weight and bias into the backend's memory; return the backend's handle for them.
@@ -178,7 +197,7 @@ class Engine:
     @property
     def can_replay(self) -> bool:
         """Whether captured launches may be replayed now, on this thread."""
-        return self.state is EngineState.READY and not self._dispatcher.is_launching
+        return self.state in (EngineState.READY, EngineState.RETIRING) and not self._dispatcher.is_launching
 
     def record_failed_replay(self, code: int) -> NormserveError:
         """Record that running a captured launch again has failed, which means that the device has failed.  Return

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
+from normserve.codec.forwarded_for import FORWARDED_FOR, TrustedProxies
 from normserve.codec.gateway_header import GATEWAY_CALLER
 
 Header = tuple[bytes, bytes]
@@ -13,19 +14,29 @@ Header = tuple[bytes, bytes]
 _FORWARDED = ("authorization", "traceparent", "tracestate", "x-request-id")
 
 
-def make_forwarded_headers(peer: str, metadata: Iterable[tuple[str, Any]] | None) -> list[Header]:
+def make_forwarded_headers(
+    peer: str, metadata: Iterable[tuple[str, Any]] | None, proxies: TrustedProxies | None = None
+) -> list[Header]:
     """Make the headers that every request of a call has: the caller's address, key and trace context.
 
     Args:
         peer: the caller as gRPC names it, such as `ipv4:127.0.0.1:40000`.
         metadata: the call's; of a key that repeats, the first value counts.
+        proxies: those that name their clients in `x-forwarded-for`; None if there are none.
     """
     given: dict[str, bytes] = {}
+    forwarded_for: list[bytes] = []
     for name, value in metadata or ():
+        encoded = value.encode("ascii", "replace") if isinstance(value, str) else bytes(value)
         if name in _FORWARDED and name not in given:
-            given[name] = value.encode("ascii", "replace") if isinstance(value, str) else bytes(value)
+            given[name] = encoded
+        elif name == FORWARDED_FOR.decode():
+            forwarded_for.append(encoded)
     named = [(name.encode(), value) for name, value in given.items()]
-    return [(GATEWAY_CALLER, parse_peer_address(peer).encode("ascii", "replace")), *named]
+    address = parse_peer_address(peer)
+    if proxies is not None and forwarded_for:
+        address = proxies.find_client_address(address, forwarded_for)
+    return [(GATEWAY_CALLER, address.encode("ascii", "replace")), *named]
 
 
 def parse_peer_address(peer: str) -> str:

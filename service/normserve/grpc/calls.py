@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.grpc.admission_check import AdmissionCheck
 from normserve.grpc.caller import Header, make_forwarded_headers
 from normserve.grpc.message_budget import MessageBudget, MessageReservation
@@ -74,6 +75,7 @@ class CallRunner:
         budget: for the messages of calls.
         probe_budget: for those of probes, which must be answered when there is no room for others.
         stream_drain: ends the streams when the gateway drains.
+        proxies: those that name their clients; None if there are none.
     """
 
     admission_check: AdmissionCheck
@@ -81,6 +83,7 @@ class CallRunner:
     probe_budget: MessageBudget
     stream_drain: StreamDrain
     failures: ThrottledLogger
+    proxies: TrustedProxies | None = None
 
     def make_handler(
         self, respond: Responder, *, is_probe: bool = False, has_tensors: bool = False
@@ -96,7 +99,7 @@ class CallRunner:
         patience_s = _PROBE_RECEIVE_S if is_probe else _RECEIVE_S
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
-            headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
+            headers = make_forwarded_headers(context.peer(), context.invocation_metadata(), self.proxies)
 
             async def run() -> None:
                 if not is_probe:
@@ -138,7 +141,7 @@ class CallRunner:
         budget = key_free_budget or self.budget
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
-            headers = make_forwarded_headers(context.peer(), context.invocation_metadata())
+            headers = make_forwarded_headers(context.peer(), context.invocation_metadata(), self.proxies)
 
             async def run() -> None:
                 if key_free_budget is None:

@@ -10,6 +10,7 @@ import grpc
 import uvloop
 from grpc import aio
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.grpc.admission_check import AdmissionCheck
 from normserve.grpc.calls import CallRunner, StreamDrain
 from normserve.grpc.gateway_settings import GatewaySettings
@@ -46,8 +47,8 @@ def run_gateway(settings: GatewaySettings, parent: int | None = None) -> None:
 
 
 async def _serve(settings: GatewaySettings, parent: int | None) -> None:
-    """Serve until SIGTERM or SIGINT, then refuse new calls and finish those in progress.  A second signal ends all
-    calls.
+    """Serve until SIGTERM or SIGINT and, if load balancers need time to learn of the end, somewhat longer.  Then
+    refuse new calls and finish those in progress.  A second signal ends all calls.
     """
     try:
         server_client = ServerClient(settings.server)
@@ -58,7 +59,14 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     budget = MessageBudget(settings.max_inflight_bytes, max_bytes)
     probe_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
     reflection_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
-    calls = CallRunner(AdmissionCheck(server_client), budget, probe_budget, stream_drain, ThrottledLogger(log))
+    calls = CallRunner(
+        AdmissionCheck(server_client),
+        budget,
+        probe_budget,
+        stream_drain,
+        ThrottledLogger(log),
+        TrustedProxies.parse(settings.trusted_proxies),
+    )
     server = aio.server(options=_make_options(settings.max_message_bytes), maximum_concurrent_rpcs=_MAX_CALLS)
     inference, reflection = InferenceService(server_client), ReflectionService(reflection_budget)
     server.add_generic_rpc_handlers(
@@ -68,17 +76,23 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     await server.start()
     host = settings.listen.rpartition(":")[0]
     log.info("gRPC is ready on %s:%d, for the server at %s", host, port, server_client.display_name)
-    stop = asyncio.Event()
+    stop, parent_end = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if parent is not None:
-        loop.add_reader(parent, _on_parent_end, parent, stop)
+        loop.add_reader(parent, _on_parent_end, parent, stop, parent_end)
     await stop.wait()
-    log.info("draining: calls in progress are finished, new ones are refused")
-    health.is_draining = True
-    stream_drain.begin()
     stop.clear()
+    health.is_ending = True
+    if settings.drain_delay_s and not parent_end.is_set():
+        log.info("retiring: not serving from now on, calls are accepted for another %g s", settings.drain_delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), settings.drain_delay_s)
+    log.info("draining: calls in progress are finished, new ones are refused")
+    stream_drain.begin()
+    if parent_end.is_set():
+        stop.clear()
     draining = asyncio.ensure_future(server.stop(settings.drain_s))
     second = asyncio.ensure_future(stop.wait())
     await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
@@ -90,9 +104,10 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     server_client.close()
 
 
-def _on_parent_end(parent: int, stop: asyncio.Event) -> None:
+def _on_parent_end(parent: int, stop: asyncio.Event, parent_end: asyncio.Event) -> None:
     """Stop the gateway: the process that has started it has ended."""
     asyncio.get_running_loop().remove_reader(parent)
+    parent_end.set()
     stop.set()
 
 

@@ -30,12 +30,12 @@ class HealthService:
     """The health of the server behind the gateway.
 
     Attributes:
-        is_draining: whether the gateway takes no more calls.
+        is_ending: whether the gateway takes no more calls, or is about to.
         watch_count: the number of open calls of `Watch`.
     """
 
     server: ServerClient
-    is_draining: bool = False
+    is_ending: bool = False
     watch_count: int = 0
 
     def make_handlers(self, calls: CallRunner) -> grpc.GenericRpcHandler:
@@ -69,7 +69,7 @@ class HealthService:
                 state = await self._find_state()
                 if state != last:
                     await context.write(_serialise(state))
-                if self.is_draining:
+                if self.is_ending:
                     return
                 last = state
                 await asyncio.sleep(_POLL_S)
@@ -79,7 +79,7 @@ class HealthService:
             self.watch_count -= 1
 
     async def _find_state(self) -> int:
-        if self.is_draining:
+        if self.is_ending:
             return _NOT_SERVING
         with contextlib.suppress(CallError):
             response = await self.server.send_request("GET", "/v2/health/ready", [])

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problem_responses import render_problem_response
 from normserve.logs.formatting import ThrottledLogger
@@ -65,16 +66,19 @@ class ConnectionLimits:
         reserve: int = RESERVE,
         address_limit_name: Reason = "max_connections_per_address",
         render_refusal: Callable[[NormserveError], bytes] = render_problem_response,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         """Args:
         reserve: number of connections that are accepted beyond each limit.
         address_limit_name: the setting that defines `max_per_address`.
         render_refusal: makes the response to a refused client.
+        proxies: those whose connections are of many clients, and have no limit of an address.
         """
         self.open_count = 0
         self._extra_connections = reserve
         self._address_limit = address_limit_name
         self._render_refusal = render_refusal
+        self._proxies = proxies
         self.max_connections = max_all
         self._max_per_address = max_per_address
         self._on_refused = on_refused
@@ -92,9 +96,11 @@ class ConnectionLimits:
         """
         address = identify_client(connection)
         of_address = self._counts_by_address.get(address, 0)
+        is_proxy = self._proxies is not None and self._proxies.is_proxy(_get_peer_address(connection))
+        limited_count = 0 if is_proxy else of_address
         beyond: Reason | None = None
         for reason, count, limit in (
-            (self._address_limit, of_address, self._max_per_address),
+            (self._address_limit, limited_count, self._max_per_address),
             ("max_connections", self.open_count, self.max_connections),
         ):
             if count >= limit + self._extra_connections:
@@ -177,14 +183,29 @@ def identify_client(connection: socket.socket) -> str:
         if connection.family == socket.AF_UNIX:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             return f"uid {struct.unpack('3i', credentials)[1]}"
-        peer = connection.getpeername()[0]
     except OSError:
+        return "gone"
+    peer = _get_peer_address(connection)
+    if not peer:
         return "gone"
     if ":" not in peer:
         return str(peer)
     address = ipaddress.IPv6Address(peer.partition("%")[0])
     # One host usually has at least a /64 network.
     return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
+def _get_peer_address(connection: socket.socket) -> str:
+    """Return the IP address of a connection's client.
+
+    It is an empty string on a Unix socket, and if the client has left.
+    """
+    if connection.family == socket.AF_UNIX:
+        return ""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return ""
 
 
 def raise_descriptor_limit_for_connections(wanted: int) -> int:

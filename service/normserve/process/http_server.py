@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.errors import NormserveError
 from normserve.http.problem_responses import NO_SNIFFING
 from normserve.http.transport import (
@@ -42,12 +43,12 @@ class HttpServer(uvicorn.Server):
         self._settings = settings
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_draining = False
+        self._has_signal_come = self._is_draining = False
         self.exit_code = ExitCode.STOPPED
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals within the block: drain at the first SIGTERM or SIGINT, stop at once at the second, and
+        """Handle signals within the block: drain after the first SIGTERM or SIGINT, stop at once at the second, and
         reload TLS files at SIGHUP.  A fatal signal prints each thread's traceback.
         """
         faulthandler.enable()
@@ -68,12 +69,18 @@ class HttpServer(uvicorn.Server):
         """Stop taking new requests, as the first step of a drain; subclasses implement this."""
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Start to drain at the first signal; at the second, end at once with exit code 1."""
-        log.info("%s came%s", number.name, ", again: the server ends at once" if self._is_draining else "")
-        if self._is_draining:
+        """Begin to end at the first signal; at the second, or in a drain, end at once with exit code 1."""
+        is_second = self._has_signal_come or self._is_draining
+        log.info("%s came%s", number.name, ", again: the server ends at once" if is_second else "")
+        if is_second:
             self.exit_code = ExitCode.FAILED
             self.should_exit = self.force_exit = True
             return
+        self._has_signal_come = True
+        self._begin_end()
+
+    def _begin_end(self) -> None:
+        """Start the drain, after a signal; a subclass may do so later."""
         self._start_drain()
 
     def _start_drain(self) -> None:
@@ -163,7 +170,15 @@ def make_uvicorn_config(
     )
     # A body that is somewhat too long is received to its end, so that its client learns of the limit.
     drains = DiscardLimits(2 * settings.max_body_bytes)
-    http: Any = make_connection_factory(ConnectionPolicy(patience, drains, refuse, on_unread_response_disconnect))
+    policy = ConnectionPolicy(
+        patience,
+        drains,
+        refuse,
+        on_unread_response_disconnect,
+        root_path=settings.root_path.encode(),
+        proxies=TrustedProxies.parse(settings.trusted_proxies),
+    )
+    http: Any = make_connection_factory(policy)
     return uvicorn.Config(
         entrance,
         host=settings.host,

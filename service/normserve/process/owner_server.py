@@ -15,6 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve import __version__
+from normserve.codec.forwarded_for import TrustedProxies
+from normserve.engine.engine import EngineState
 from normserve.errors import ConfigurationError, NormserveError, TooManyConnectionsError
 from normserve.errors.problems import get_status
 from normserve.http.app import create_app
@@ -89,6 +91,7 @@ class OwnerServer(HttpServer):
             max_all=raise_descriptor_limit_for_connections(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._services.metrics.observe_refused_connection,
+            proxies=TrustedProxies.parse(settings.trusted_proxies),
         )
         self._local_listener = local_listener
         self._gateway = gateway
@@ -135,6 +138,22 @@ class OwnerServer(HttpServer):
             self._services.log_crash("there is no memory left to go on with", context["exception"])
             self._schedule_failure_exit()
 
+    def _begin_end(self) -> None:
+        """Have load balancers choose other servers for `drain_delay_s`, then start the drain.
+
+        A process that is not ready has no requests to wait for.
+        """
+        if self._gateway is not None:
+            # It waits for as long, and then ends its calls.
+            self._gateway.request_stop()
+        delay_s, engine = self._services.settings.drain_delay_s, self._services.engine
+        if not delay_s or engine.state is not EngineState.READY:
+            self._start_drain()
+            return
+        log.info("retiring: not ready from now on, requests are accepted for another %g s", delay_s)
+        engine.start_retiring()
+        asyncio.get_running_loop().call_later(delay_s, self._start_drain)
+
     def _stop_admitting(self) -> None:
         """Report that this process is not ready, and make the engine refuse new jobs.  The drain is also written
         to the audit log.
@@ -142,7 +161,7 @@ class OwnerServer(HttpServer):
         self._broadcast_readiness(ready=False)
         audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
-        if self._gateway is not None:
+        if self._gateway is not None and not self._gateway.is_stopping:
             self._gateway.request_stop()
         self._services.engine.start_draining()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.peers.sibling_processes import FleetPosition
 from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit
 from normserve.process.connection_limits import (
@@ -59,6 +60,7 @@ class FleetSupervisor:
             max_all=raise_descriptor_limit_for_connections(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._report_refused,
+            proxies=TrustedProxies.parse(settings.trusted_proxies),
         )
         self._local_limits = make_local_limits(settings, self._report_refused)
         self._owners = _make_owner_slots(settings, folder)

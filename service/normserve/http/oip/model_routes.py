@@ -101,10 +101,13 @@ class ModelRoutes:
         return JSONResponse({"live": True})
 
     async def show_readiness(self, request: Request) -> JSONResponse:
-        """200 once warmed up and while requests are accepted and finished, else 400 with the reason."""
+        """200 once warmed up, while requests are accepted and finished and no signal has come, else 400 with the
+        reason.
+        """
         label_request(request, "readyz")
         try:
-            self._require_ready()
+            self.engine.require_available()
+            self.stall_detector.require_progress()
         except NormserveError as error:
             return JSONResponse({"error": error.detail}, status_code=400)
         return JSONResponse({"ready": True})

@@ -86,9 +86,11 @@ class StatusRoutes:
         return Response("ok\n", media_type="text/plain")
 
     async def show_readiness(self, request: Request) -> Response:
-        """200 once warmed up and while requests are accepted and finished, else 503 with the reason."""
+        """200 once warmed up, while requests are accepted and finished and no signal has come, else 503 with the
+        reason.
+        """
         _label_request(request, "readyz")
-        self.engine.require_ready()
+        self.engine.require_available()
         self.stall_detector.require_progress()
         return Response("ready\n", media_type="text/plain")
 

@@ -15,6 +15,7 @@ from typing import Any
 from uvicorn._types import ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from normserve.codec.forwarded_for import TrustedProxies
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
 from normserve.http.transport.body_discard import SMALL_BODY_BYTES, BodyDiscard, DiscardLimits
 from normserve.http.transport.chunked_body import ChunkedBodyDecoder
@@ -56,6 +57,8 @@ class ConnectionPolicy:
         idle_connections: the connections that wait for a request.
         on_unread_response_disconnect: called when a client disconnected without reading a response that the
             operating system had taken.
+        root_path: a path that is removed from the targets of requests that begin with it.
+        proxies: those that name their clients; None if there are none.
     """
 
     timeouts: ConnectionTimeouts
@@ -63,6 +66,8 @@ class ConnectionPolicy:
     render_refusal: Callable[[NormserveError, str], bytes]
     on_unread_response_disconnect: Callable[[], None]
     idle_connections: IdleConnectionQueue = field(default_factory=IdleConnectionQueue)
+    root_path: bytes = b""
+    proxies: TrustedProxies | None = None
 
 
 class ExchangeProtocol(HttpToolsProtocol):

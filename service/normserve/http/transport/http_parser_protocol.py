@@ -11,6 +11,7 @@ from typing import Any
 
 import httptools
 
+from normserve.codec.forwarded_for import FORWARDED_FOR
 from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.errors import (
     HeadersTooLargeError,
@@ -158,9 +159,11 @@ class HttpParserProtocol(ExchangeProtocol):
     def _begin_identical_request(self) -> None:
         """Begin a request whose header has the same bytes as the last one, without parsing them again."""
         headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
+        client = self.scope["client"]
         super().on_message_begin()
         self.headers += headers
         self.url, self.expect_100_continue = url, expects
+        self.scope["client"] = client
         self._header_timer.stop()
         super().on_headers_complete()
         self._begin_exchange(self.cycle, _parse_body_length(self._unrepeatable_fields))
@@ -200,6 +203,8 @@ class HttpParserProtocol(ExchangeProtocol):
         """Begin the request; refuse it if the header is invalid or the connection is beyond a limit."""
         self._header_timer.stop()
         version = self.parser.get_http_version()
+        if (below := self._policy.root_path) and self.url.startswith(below + b"/"):
+            self.url = self.url[len(below) :]
         if self._repeated_field is not None:
             fault: NormserveError | None = MalformedHttpError(f"{self._repeated_field.decode()} must be given once")
         else:
@@ -211,6 +216,10 @@ class HttpParserProtocol(ExchangeProtocol):
             self.expect_100_continue = False
         if not self.url.startswith(b"/"):
             self._set_host_from_target()
+        if self._policy.proxies is not None and self.client is not None:
+            values = [value for name, value in self.headers if name == FORWARDED_FOR]
+            if values:
+                self.scope["client"] = self._policy.proxies.find_client_address(self.client[0], values), 0
         super().on_headers_complete()
         if self.exceeded_limit is not None:
             self.cycle.keep_alive = False

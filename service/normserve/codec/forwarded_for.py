@@ -1,0 +1,75 @@
+"""The header by which a proxy names the client whose request it forwards."""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from typing import Self
+
+FORWARDED_FOR = b"x-forwarded-for"
+"""The name of the header, in lower case.
+
+Its value is a list of addresses, to which each proxy appends the one that it received the request from.
+"""
+
+_WITH_PORT = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
+
+_IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TrustedProxies:
+    """The networks of the proxies that the server believes when they name a client."""
+
+    def __init__(self, networks: Iterable[str]) -> None:
+        """Args: networks: addresses, each alone or with the length of its prefix."""
+        self._networks = [ipaddress.ip_network(each) for each in networks]
+
+    @classmethod
+    def parse(cls, setting: str) -> Self | None:
+        """Make the proxies of the setting `trusted_proxies`; return None if it is empty."""
+        return cls(setting.split(",")) if setting else None
+
+    def is_proxy(self, address: str) -> bool:
+        """Return whether a connection from this IP address comes from a trusted proxy."""
+        parsed = _parse_address(address.partition("%")[0])
+        return parsed is not None and self._is_trusted(parsed)
+
+    def find_client_address(self, peer: str, values: Iterable[bytes]) -> str:
+        """Return the address of the client that sent a request.
+
+        The addresses are read from the last to the first as long as each is a trusted proxy's: all others before
+        them may be the client's invention.  An entry that is no address ends the list, too.
+
+        Args:
+            peer: the address that the connection comes from.
+            values: those of all header fields `X-Forwarded-For`, in their order.
+        """
+        if not self.is_proxy(peer):
+            return peer
+        client = peer
+        for entry in reversed(b",".join(values).split(b",")):
+            address = _parse_address(entry.decode("latin-1").strip(" \t"))
+            if address is None:
+                break
+            client = str(address)
+            if not self._is_trusted(address):
+                break
+        return client
+
+    def _is_trusted(self, address: _IpAddress) -> bool:
+        return any(address in network for network in self._networks)
+
+
+def _parse_address(text: str) -> _IpAddress | None:
+    """Parse an IP address, which may have a port; return None if it is none.
+
+    An IPv4 address that is mapped to IPv6 is returned as IPv4.  One with a zone is none: the zone may be any text.
+    """
+    if (with_port := _WITH_PORT.fullmatch(text)) is not None:
+        text = with_port[1] or with_port[2]
+    if "%" in text:
+        return None
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
