@@ -51,6 +51,13 @@ def test_what_is_no_array_is_refused(given):
         layer_norm(given)
 
 
+@pytest.mark.parametrize("shape", [(8,), [8], 8])
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_the_form_of_torchs_own_function_is_refused_with_the_argument_that_is_too_many(norm, shape):
+    with pytest.raises(TypeError, match=r"^weight must be .*, got .*8.*: there is no normalized_shape before "):
+        norm(X, shape, jnp.ones(8))
+
+
 def test_arrays_of_numpy_are_taken():
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
     assert (layer_norm(x, np.ones(8, np.float32)) == layer_norm(jnp.asarray(x), jnp.ones(8))).all()

@@ -4,7 +4,7 @@ They read descriptions of arrays; `tensors.arrays` checks what only tensors have
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, cast, get_args
 
@@ -69,6 +69,12 @@ def is_number(value: object) -> bool:
 def is_integer(value: object) -> bool:
     """Return whether a value is an int, or stands for an int while torch traces; a bool is not."""
     return type(value) is int or type(value).__name__ == "SymInt"
+
+
+def is_shape(value: object) -> bool:
+    """Return whether a value is a size or a sequence of sizes, as torch's normalized_shape."""
+    sizes = value if isinstance(value, Sequence) else (value,)
+    return all(type(size) is int for size in sizes)
 
 
 def check_layout(layout: str | None) -> None:

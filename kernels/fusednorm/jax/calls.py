@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fusednorm.arguments.checks import is_shape
 from fusednorm.arguments.inputs import NormInputs
 from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
@@ -48,9 +49,10 @@ def _convert_array(name: str, given: Any) -> jax.Array | None:
     if given is None and name != "x":
         return None
     if not isinstance(given, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{name} must be an array of JAX or numpy, got {type(given).__name__}: write jnp.asarray({name})"
-        )
+        expected = f"{name} must be an array of JAX or numpy"
+        if name == "weight" and is_shape(given):
+            raise TypeError(f"{expected}, got {given}: there is no normalized_shape before weight")
+        raise TypeError(f"{expected}, got {type(given).__name__}: write jnp.asarray({name})")
     return jnp.asarray(given)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusednorm.arguments import arrays
 from fusednorm.arguments.arrays import Array
+from fusednorm.arguments.checks import is_shape
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.devices.device_properties import INTERPRETED, GpuModel
 from fusednorm.errors import KernelInputError
@@ -39,17 +40,12 @@ def check_tensors(names: Iterable[str], values: Iterable[object]) -> None:
         if isinstance(value, Tensor) or (value is None and not is_required):
             continue
         expected = "a torch tensor" if is_required else "a torch tensor or None"
-        if name == "weight" and _is_shape(value):
+        if name == "weight" and is_shape(value):
             raise KernelInputError(
                 f"weight must be {expected}, got {value}: there is no normalized_shape before weight"
             )
         remedy = f": torch.from_dlpack({name}) makes one" if hasattr(value, "__dlpack__") else ""
         raise KernelInputError(f"{name} must be {expected}, got {type(value).__name__}{remedy}")
-
-
-def _is_shape(value: object) -> bool:
-    sizes = value if isinstance(value, Sequence) else (value,)
-    return all(type(size) is int for size in sizes)
 
 
 def is_misaligned(tensor: Tensor) -> bool:
