@@ -29,6 +29,9 @@ COLUMNS = (1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 IMAGES = ((320, 64, 64), (640, 32, 32), (1280, 16, 16), (512, 64, 64), (256, 128, 128), (128, 256, 256))
 """Channels, height and width: UNets and decoders of diffusion models."""
 
+SCAN_COLUMNS, LAYERS = (1024, 4096), 12
+"""Columns and layers of a model whose layers are a norm and an activation, without products of matrices."""
+
 FIELDS = ("device", "jax", "operation", "shape", "dtype", "provider", "pass", "us", "of_copy", "of_xla")
 
 Norm = Callable[..., jax.Array]
@@ -44,6 +47,7 @@ class NormCase:
         channels: the length of weight and bias.
         has_bias: whether there is a bias.
         providers: functions of x, weight and bias, by the names of their libraries.
+        layers: the number of weights and biases, which are then [layers, channels]; 0 for one without an axis.
     """
 
     operation: str
@@ -51,11 +55,13 @@ class NormCase:
     channels: int
     has_bias: bool
     providers: dict[str, Norm]
+    layers: int = 0
 
     def draw(self, dtype: Any, seed: int) -> tuple[jax.Array, ...]:
         """Draw x and the parameters."""
         keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = (self.shape, (self.channels,), (self.channels,))[: 3 if self.has_bias else 2]
+        parameter = (self.layers, self.channels) if self.layers else (self.channels,)
+        shapes = (self.shape, parameter, parameter)[: 3 if self.has_bias else 2]
         return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False))
 
 
@@ -71,6 +77,11 @@ def list_cases() -> Iterator[NormCase]:
             places = (channels, height, width) if layout == "nchw" else (height, width, channels)
             providers = {"fusednorm": _make_group_norm(layout), "xla": _make_group_formula(layout)}
             yield NormCase(f"group_norm+silu {layout}", (samples, *places), channels, True, providers)
+    for cols in SCAN_COLUMNS:
+        shape = (X_BYTES // 2 // cols, cols)
+        of_layers = {"fusednorm": fusednorm.jax.add_layer_norm, "xla": _add_and_compute_layer_norm}
+        providers = {library: scan_layers(add_norm) for library, add_norm in of_layers.items()}
+        yield NormCase(f"scan of {LAYERS} add_layer_norm", shape, cols, True, providers, LAYERS)
 
 
 def _list_row_providers(operation: str) -> dict[str, Norm]:
@@ -98,6 +109,27 @@ def compute_rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     h = x.astype(jnp.float32)
     y = h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-6)
     return (y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _add_and_compute_layer_norm(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    h = residual.astype(jnp.float32) + x.astype(jnp.float32)
+    return compute_layer_norm(h, weight, bias).astype(x.dtype), h.astype(residual.dtype)
+
+
+def scan_layers(add_norm: Callable[..., Any]) -> Norm:
+    """Make a scan over layers, each of which adds to a residual, normalises the sum, and applies tanh."""
+
+    def apply(carry: tuple[jax.Array, jax.Array], parameters: tuple[jax.Array, ...]) -> Any:
+        y, h = add_norm(*carry, *parameters)
+        return (jnp.tanh(y), h), None
+
+    def compute(x: jax.Array, *parameters: jax.Array) -> jax.Array:
+        (y, h), _ = jax.lax.scan(apply, (x, x), parameters)
+        return y + h
+
+    return compute
 
 
 def _make_group_norm(layout: Any) -> Norm:
@@ -178,7 +210,7 @@ def measure_case(case: NormCase, dtype: Any) -> Iterator[dict[str, Any]]:
                 "provider": provider,
                 "pass": name,
                 "us": f"{us:.1f}",
-                "of_copy": f"{copies * copy_us / us:.3f}",
+                "of_copy": "" if case.layers else f"{copies * copy_us / us:.3f}",
                 "of_xla": f"{xla[name] / us:.2f}" if name in xla else "",
             }
 
