@@ -46,7 +46,9 @@ def view_foreign_array(name: str, value: object) -> Any:
         # numpy has neither bfloat16 nor float8 by DLPack; an array of several devices has no DLPack.
         array = _convert_by_numpy(value)
     if array is None:
-        raise TypeError(f"{name} must be an array that numpy can read, got {type(value).__name__}")
+        kind, dtype = type(value).__name__, getattr(value, "dtype", None)
+        remedy = "" if dtype is None else f" of {dtype}; convert it to float32 or float16"
+        raise TypeError(f"{name} must be an array that numpy can read, got {kind}{remedy}")
     return array
 
 

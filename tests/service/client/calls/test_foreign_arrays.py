@@ -134,6 +134,8 @@ class ReadableNowhere:
 
 
 class OfUnknownType(ReadableNowhere):
+    dtype = "other.bfloat16"
+
     def __array__(self, dtype=None, copy=None):
         raise ValueError("no such element type")
 
@@ -150,8 +152,8 @@ class OfUnknownType(ReadableNowhere):
         ([], r"x must be an array or a list of at least one array, got \[\]"),
         (None, "x must be an array or a list of at least one array, got None$"),
         ([X, None], "x must be an array or a list of at least one array, got None in a list"),
-        (ReadableNowhere(), "x must be an array that numpy can read, got ReadableNowhere"),
-        (OfUnknownType(), "x must be an array that numpy can read, got OfUnknownType"),
+        (ReadableNowhere(), "x must be an array that numpy can read, got ReadableNowhere$"),
+        (OfUnknownType(), "can read, got OfUnknownType of other.bfloat16; convert it to float32 or float16$"),
         (ForeignArray(X.astype(np.float64)), r"got float64; x\.astype\(np\.float32\) converts it"),
     ],
 )
