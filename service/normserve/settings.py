@@ -191,6 +191,11 @@ class Settings(BaseSettings):
     checkpoint: Path | None = Field(
         None, description="A .safetensors file whose norm layers are registered before the server is ready."
     )
+    checkpoint_op: Literal["layer_norm", "rms_norm"] | None = Field(
+        None,
+        description="The operation of the checkpoint's norms without a bias. By default they are RMSNorms if their"
+        " names contain rms or config.json beside the checkpoint has rms_norm_eps, and are left out otherwise.",
+    )
     api_key: SecretStr | None = Field(
         None,
         min_length=1,

@@ -18,7 +18,8 @@ from normserve.engine.executor import Executor
 from normserve.engine.progress import StallDetector
 from normserve.http.oip.regions.file_regions import SharedMemoryFolder
 from normserve.http.oip.regions.region_registry import RegionRegistry
-from normserve.layers.checkpoint import register_checkpoint_layer_norms
+from normserve.jobs.job import Op
+from normserve.layers.checkpoint import register_checkpoint
 from normserve.layers.layer_changes import FleetLayerChanges, LayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.logs import audit, crash
@@ -178,7 +179,8 @@ class ApplicationServices:
         self.layers.is_loading = True
         await self.engine.start()
         if self.settings.checkpoint is not None:
-            await register_checkpoint_layer_norms(self.settings.checkpoint, self.engine, self.layers)
+            op_without_bias = None if self.settings.checkpoint_op is None else Op(self.settings.checkpoint_op)
+            await register_checkpoint(self.settings.checkpoint, op_without_bias, self.engine, self.layers)
         # The objects of torch and the routes are permanent.  Without this, the first full garbage collection visits
         # them all under load and delays every request by a tenth of a second.
         gc.collect()

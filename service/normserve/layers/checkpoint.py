@@ -6,14 +6,17 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from normserve.codec.safetensors import CHECKPOINT_LIMITS, SafetensorsEntry, read_entries
 from normserve.engine.engine import Engine
 from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
-from normserve.layers.registry import LayerRegistry, is_layer_name
+from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.memory.tensors import HostTensor
 from normserve.regular_files import open_regular_file
 
@@ -21,89 +24,209 @@ log = logging.getLogger(__name__)
 
 # `ln` as a word of its own: ln_1, ln_f, attn.ln, ln2; not the middle of another word.
 _NAMES_A_NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._\d])", re.IGNORECASE)
-_DEFAULT_EPS = 1e-5
-# Names of the eps in the configurations of published checkpoints.
+_NAMES_AN_RMS_NORM = re.compile(r"rms", re.IGNORECASE)
+# Names of a layer's tensors; the second ones are those of checkpoints that were converted from TensorFlow.
+_PARAMETER_NAMES = (("weight", "bias"), ("gamma", "beta"))
+
+# Names of the eps in the configurations of published checkpoints, and the eps without one.
+_RMS_EPS_KEY = "rms_norm_eps"
 _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6}
+# Models whose RMSNorms all store their weights as differences from one.
+_OFFSET_MODEL_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+
+_MAX_NAMED = 4
+
+NO_BIAS = (
+    "they have no bias, and neither their names nor config.json say that they are RMSNorms;"
+    " --checkpoint-op says what they are"
+)
+BATCH_NORM = "their running means make them BatchNorms"
+NO_VECTOR = "their weights are no vectors"
+OTHER_BIAS = "their biases have other shapes than their weights"
+NO_LAYER_NAME = f"a layer's name must be {LAYER_NAMES}"
+"""Reasons for which a norm is left out."""
 
 
-async def register_checkpoint_layer_norms(path: Path, engine: Engine, layers: LayerRegistry) -> None:
-    """Register the LayerNorms of a safetensors checkpoint: the layer NAME for each pair NAME.weight, NAME.bias.
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """What the `config.json` beside a checkpoint says about its norms.
 
-    Both must be of rank 1, and NAME must contain norm or ln.  Their eps is that of a `config.json`
-    beside the file, 1e-5 without one.
+    Attributes:
+        eps: by operation.
+        has_rms_norms: whether norms without a bias are RMSNorms.
+        weight_offset: of RMSNorms.
+    """
+
+    eps: Mapping[Op, float] = field(default_factory=lambda: _DEFAULT_EPS)
+    has_rms_norms: bool = False
+    weight_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNorm:
+    """A norm among a checkpoint's tensors.
+
+    Attributes:
+        op: the operation; None if it is left out.
+        bias: None without one.
+        reason: why it is left out; "" if it is not.
+    """
+
+    name: str
+    op: Op | None
+    weight: SafetensorsEntry
+    bias: SafetensorsEntry | None
+    reason: str = ""
+
+
+async def register_checkpoint(
+    path: Path, op_without_bias: Op | None, engine: Engine, layers: LayerRegistry
+) -> None:
+    """Register the norms of a safetensors checkpoint under their names, and warn of those that are left out.
+
+    A norm is a vector NAME.weight, whose NAME contains norm or ln.  With NAME.bias it is a LayerNorm.  Options are
+    those of a `config.json` beside the file.
+
+    Args: op_without_bias: the operation of norms without a bias; None if their names or the configuration decide.
 
     Raises:
         ConfigurationError: the file cannot be read, its parameters are invalid, or they exceed a limit.
         NormserveError: the device could not take them.
     """
     try:
-        found = await asyncio.to_thread(_map_layer_norm_parameters, path)
-        eps = await asyncio.to_thread(read_config_eps, path)
+        config = await asyncio.to_thread(read_config, path)
+        body, entries = await asyncio.to_thread(_map_checkpoint, path)
+        norms = list(find_norms(entries, op_without_bias, config))
+        found = [
+            (norm.name, norm.op, norm.weight.view_tensor(body), norm.bias and norm.bias.view_tensor(body))
+            for norm in norms
+            if norm.op is not None
+        ]
     except OSError as error:
         raise ConfigurationError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except NormserveError as error:
         raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
-    for name, weight, bias in found:
-        nbytes = weight.nbytes + bias.nbytes
+    for name, op, weight, bias in found:
+        offset = config.weight_offset if op is Op.RMS_NORM else 0.0
+        spec = NormSpec(op, PassDirection.FORWARD, config.eps[op], weight_offset=offset)
         try:
-            with layers.reserve(name, nbytes):
-                resident = await engine.load_parameters(Op.LAYER_NORM, weight, bias)
+            await _register_norm(name, spec, weight, bias, engine, layers)
         except TooLargeError as error:
             raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
-        spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps)
-        layers.put_or_replace(RegisteredLayer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
-    log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
+    _log_norms(path, norms, config)
 
 
-def _map_layer_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
-    """Map a checkpoint into memory; return the name, weight and bias of each LayerNorm in it, without copies."""
+async def _register_norm(
+    name: str, spec: NormSpec, weight: HostTensor, bias: HostTensor | None, engine: Engine, layers: LayerRegistry
+) -> None:
+    """Load a norm's parameters onto the device, and register it.
+
+    Raises:
+        TooLargeError: the limit of layers, or of bytes, is reached.
+    """
+    nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+    with layers.reserve(name, nbytes):
+        resident = await engine.load_parameters(spec.op, weight, bias)
+    layers.put_or_replace(
+        RegisteredLayer(name, spec, weight.shape[0], weight.dtype, bias is not None, nbytes, resident)
+    )
+
+
+def _map_checkpoint(path: Path) -> tuple[memoryview, dict[str, SafetensorsEntry]]:
+    """Map a checkpoint into memory; return its bytes, without a copy, and its tensors by name."""
     with open_regular_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedPayloadError("the file is empty")
         # Copy on write: torch wants memory that it could write to.
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
-    return [
-        (name, weight.view_tensor(body), bias.view_tensor(body))
-        for name, weight, bias in _find_layer_norm_pairs(entries)
-    ]
+    return body, {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
 
 
-def read_config_eps(path: Path) -> float:
-    """Read the eps in a `config.json` beside the checkpoint; 1e-5 if there is no such file or no eps in it.
+def read_config(path: Path) -> CheckpointConfig:
+    """Read the `config.json` beside a checkpoint, or the part of it about a text model; without one, everything
+    has its default.
 
     Raises:
-        MalformedPayloadError: the eps is no number in (0, 1).
+        MalformedPayloadError: an eps is no number in (0, 1).
     """
     try:
         with open_regular_file(path.parent / "config.json") as file:
             config = json.loads(file.read())
     except (OSError, ValueError):
-        return _DEFAULT_EPS
-    named = [config[key] for key in _EPS_KEYS if key in config] if isinstance(config, dict) else []
-    if not named:
-        return _DEFAULT_EPS
-    if not isinstance(named[0], float) or not 0.0 < named[0] < 1.0:
-        raise MalformedPayloadError(f"config.json beside it has the eps {named[0]!r}, expected a number in (0, 1)")
-    return named[0]
+        return CheckpointConfig()
+    if not isinstance(config, dict):
+        return CheckpointConfig()
+    text_config = config.get("text_config")
+    text_config = text_config if isinstance(text_config, dict) else {}
+    model_types = {str(each.get("model_type")) for each in (config, text_config)}
+    config = text_config | config
+    eps = {
+        Op.LAYER_NORM: _find_eps(config, _EPS_KEYS, Op.LAYER_NORM),
+        Op.RMS_NORM: _find_eps(config, (_RMS_EPS_KEY, *_EPS_KEYS), Op.RMS_NORM),
+    }
+    return CheckpointConfig(eps, _RMS_EPS_KEY in config, 1.0 if model_types & _OFFSET_MODEL_TYPES else 0.0)
 
 
-def _find_layer_norm_pairs(
-    entries: dict[str, SafetensorsEntry],
-) -> Iterator[tuple[str, SafetensorsEntry, SafetensorsEntry]]:
-    """Yield the name, weight and bias of each LayerNorm: two vectors of equal length, named NAME.weight
-    and NAME.bias.
+def _find_eps(config: dict[str, Any], keys: tuple[str, ...], op: Op) -> float:
+    """Return the eps that a configuration has under the first of these keys; without one, the operation's default.
 
-    NAME must contain norm or ln.
+    Raises:
+        MalformedPayloadError: it is no number in (0, 1).
+    """
+    eps = next((config[key] for key in keys if key in config), _DEFAULT_EPS[op])
+    if not isinstance(eps, float) or not 0.0 < eps < 1.0:
+        raise MalformedPayloadError(f"config.json beside it has the eps {eps!r}, expected a number in (0, 1)")
+    return eps
 
-    BatchNorms, which have a running mean, are left out.
+
+def find_norms(
+    entries: Mapping[str, SafetensorsEntry], op_without_bias: Op | None, config: CheckpointConfig
+) -> Iterator[CheckpointNorm]:
+    """Yield the norms among a checkpoint's tensors, also those that are left out.
+
+    Args: op_without_bias: the operation of norms without a bias; None if their names or the configuration decide.
     """
     for key, weight in entries.items():
-        name = key.removesuffix(".weight")
-        bias = entries.get(f"{name}.bias")
-        # A running mean makes it a BatchNorm, which is another operation.
-        if name == key or bias is None or f"{name}.running_mean" in entries:
-            continue
-        is_pair = len(weight.shape) == 1 and weight.shape == bias.shape and weight.shape[0] > 0
-        if is_pair and _NAMES_A_NORM.search(name) and is_layer_name(name):
-            yield name, weight, bias
+        for weight_name, bias_name in _PARAMETER_NAMES:
+            name = key.removesuffix(f".{weight_name}")
+            # A weight that is no vector, of a layer within one that is called a norm, is a projection's.
+            called = name if len(weight.shape) == 1 else name.rpartition(".")[2]
+            if name == key or not _NAMES_A_NORM.search(called):
+                continue
+            bias = entries.get(f"{name}.{bias_name}")
+            op: Op | None = Op.LAYER_NORM
+            if bias is None:
+                is_rms_norm = config.has_rms_norms or _NAMES_AN_RMS_NORM.search(name)
+                op = op_without_bias or (Op.RMS_NORM if is_rms_norm else None)
+            reason = _find_reason_against(name, weight, bias, is_batch_norm=f"{name}.running_mean" in entries)
+            if op is None:
+                reason = reason or NO_BIAS
+            yield CheckpointNorm(name, None if reason else op, weight, bias, reason)
+
+
+def _find_reason_against(
+    name: str, weight: SafetensorsEntry, bias: SafetensorsEntry | None, *, is_batch_norm: bool
+) -> str:
+    """Return why a norm cannot be registered, whatever its operation; "" if it can."""
+    if is_batch_norm:
+        return BATCH_NORM
+    if len(weight.shape) != 1 or not weight.shape[0]:
+        return NO_VECTOR
+    if bias is not None and bias.shape != weight.shape:
+        return OTHER_BIAS
+    return "" if is_layer_name(name) else NO_LAYER_NAME
+
+
+def _log_norms(path: Path, norms: list[CheckpointNorm], config: CheckpointConfig) -> None:
+    """Log how many norms were registered, and a warning for each reason for which others were left out."""
+    counts = Counter(norm.op for norm in norms if norm.op is not None)
+    described = [f"{count} of {op.value} with eps {config.eps[op]:g}" for op, count in counts.items()]
+    log.info("registered %d layers from %s%s", counts.total(), path, "".join(f", {each}" for each in described))
+    for reason in dict.fromkeys(norm.reason for norm in norms if norm.reason):
+        # A name may have any characters, and break the log's lines.
+        names = [ascii(norm.name)[1:-1] for norm in norms if norm.reason == reason]
+        shown = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
+        log.warning("%d norms of %s are left out: %s: %s", len(names), path, reason, shown)
+    if not norms:
+        log.warning("%s has no norms: no tensor is called NAME.weight with norm or ln in NAME", path)

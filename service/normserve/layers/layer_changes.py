@@ -103,7 +103,7 @@ class FleetLayerChanges(LayerChanges):
 
     async def synchronise(self) -> None:
         """Load all layers of the journal at the start of this process; its siblings send it all later changes."""
-        self._checkpoint_names = frozenset(layer.name for layer in self._registry.list_layers())
+        self._checkpoint_names = frozenset(self._registry)
         async with self._lock.hold(None):
             for file in await self._journal.list_entry_files():
                 entry = await self._journal.read_entry_file(file)

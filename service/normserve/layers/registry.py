@@ -45,6 +45,9 @@ class LayerRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._layers
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all layers' parameters."""
@@ -107,8 +110,7 @@ class LayerRegistry:
         try:
             return self._layers[name]
         except KeyError:
-            if self.is_loading:
-                raise NotReadyError("the server is still loading its layers") from None
+            self._require_loaded()
             raise UnknownLayerError("no layer of that name is registered") from None
 
     def resolve(self, op: Op, text: str) -> RegisteredLayer:
@@ -142,8 +144,18 @@ class LayerRegistry:
         self._record_change()
 
     def list_layers(self) -> list[RegisteredLayer]:
-        """List all layers, sorted by name."""
+        """List all layers, sorted by name.
+
+        Raises:
+            NotReadyError: layers are still being loaded.
+        """
+        self._require_loaded()
         return [self._layers[name] for name in sorted(self._layers)]
+
+    def _require_loaded(self) -> None:
+        """Raises: NotReadyError: layers are still being loaded."""
+        if self.is_loading:
+            raise NotReadyError("the server is still loading its layers") from None
 
     def _record_change(self) -> None:
         self._chain_cache.clear()

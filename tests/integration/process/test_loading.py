@@ -51,8 +51,7 @@ def listens(path) -> bool:
 
 
 def holds_first(api: httpx.Client) -> bool:
-    answer = api.get("/v1/layers")
-    return answer.status_code == 200 and [each["name"] for each in answer.json()["layers"]] == [LOADED]
+    return api.get(f"/v1/layers/{LOADED}").status_code == 200
 
 
 def statuses(api: httpx.Client, name: str) -> list[int]:
@@ -64,6 +63,15 @@ def statuses(api: httpx.Client, name: str) -> list[int]:
         api.post(f"/v2/models/{name}/infer", json=INFER),
         api.post(f"/v2/repository/models/{name}/load"),
     ]
+    return with_retry_after(answers)
+
+
+def list_statuses(api: httpx.Client) -> list[int]:
+    """Of the lists of layers."""
+    return with_retry_after([api.get("/v1/layers"), api.head("/v1/layers"), api.post("/v2/repository/index")])
+
+
+def with_retry_after(answers: list[httpx.Response]) -> list[int]:
     for answer in answers:
         assert ("retry-after" in answer.headers) == (answer.status_code == 503)
     return [answer.status_code for answer in answers]
@@ -72,6 +80,8 @@ def statuses(api: httpx.Client, name: str) -> list[int]:
 def test_layers_that_may_still_come_are_not_unknown(loading, until):
     api, http, local, gate = loading
     impatient = RetryPolicy(tries=1)
+    assert list_statuses(api) == [503] * 3
+    assert_problem(api.get("/v1/layers"), 503, "not_ready")
     for name in (AWAITED, NOWHERE):
         assert statuses(api, name) == [503] * 6
         assert_problem(api.get(f"/v1/layers/{name}"), 503, "not_ready")
@@ -81,6 +91,7 @@ def test_layers_that_may_still_come_are_not_unknown(loading, until):
                 for ask in (
                     lambda of=client, by=name: of.layer_norm(X, layer=by),
                     lambda of=client, by=name: of.layer(by),
+                    lambda of=client: of.layers(),
                 ):
                     with pytest.raises(UnavailableError) as caught:
                         ask()
@@ -88,6 +99,8 @@ def test_layers_that_may_still_come_are_not_unknown(loading, until):
     gate.touch()
     until(lambda: api.get("/readyz").status_code == 200)
     assert statuses(api, NOWHERE) == [404] * 6
+    assert list_statuses(api) == [200] * 3
+    assert [each["name"] for each in api.get("/v1/layers").json()["layers"]] == [LOADED, AWAITED]
     assert api.get(f"/v2/models/{NOWHERE}/ready").status_code == 404
     with Client(f"unix://{local}") as client, pytest.raises(UnknownLayerError):
         client.layer_norm(X, layer=NOWHERE)

@@ -1,11 +1,13 @@
 """Starting: what is announced, and what keeps the server from it."""
 
+import json
 import os
 import socket
 
 import pytest
 import safetensors.torch
 import torch
+from normserve.client import Client
 
 from tests.integration.harness.servers import of_one_process
 from tests.integration.harness.stage import SCRIPT
@@ -106,6 +108,54 @@ def test_checkpoint_layers_go_by_their_names(start_server, tmp_path):
     assert layers.keys() == {"encoder.LayerNorm", "h.0.ln_1", "ln_f"}
     assert layers["encoder.LayerNorm"]["size"] == 8
     assert layers["ln_f"]["eps"] == 1e-5
+    reasons = [line.partition(" are left out: ")[2].strip() for line in server.lines if "WARNING" in line]
+    assert {
+        name: "--checkpoint-op" in reason for reason, _, name in (each.rpartition(": ") for each in reasons)
+    } == {
+        "alone.norm": True,
+        "norm_2d": False,
+        "batch_norm": False,
+    }
+
+
+LLAMA = {
+    "model.layers.0.input_layernorm.weight": torch.rand(8),
+    "model.layers.0.mlp.up_proj.weight": torch.rand(8, 8),
+    "model.norm.weight": torch.rand(8),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "eps", "offset"),
+    [
+        ({"model_type": "llama", "rms_norm_eps": 1e-5}, (), 1e-5, 0),
+        ({"model_type": "gemma2", "rms_norm_eps": 1e-6}, (), 1e-6, 1),
+        (None, ("--checkpoint-op", "rms_norm"), 1e-6, 0),
+    ],
+    ids=["llama", "gemma", "setting"],
+)
+def test_norms_without_a_bias_are_rms_norms(start_server, tmp_path, config, options, eps, offset):
+    safetensors.torch.save_file(LLAMA, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    server = start_server("--checkpoint", str(tmp_path / "model.safetensors"), *options)
+    x, weight = torch.randn(3, 8), LLAMA["model.norm.weight"]
+    with Client(server.url) as client:
+        assert {(layer["name"], layer["op"]) for layer in client.layers()} == {
+            ("model.layers.0.input_layernorm", "rms_norm"),
+            ("model.norm", "rms_norm"),
+        }
+        y = client.rms_norm(x, layer="model.norm").y
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), weight + offset, eps))
+    assert "registered 2 layers" in server.log
+    assert "WARNING" not in server.log
+
+
+def test_a_checkpoint_without_norms_is_a_warning(start_server, tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"dense.weight": torch.ones(4)}, path)
+    server = start_server("--checkpoint", str(path))
+    assert f"{path} has no norms" in server.log
 
 
 def test_more_layers_than_may_be_kept_need_another_setting(start_server, tmp_path):
