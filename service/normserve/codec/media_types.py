@@ -25,6 +25,19 @@ _ZIP = b"PK\x03\x04"
 # The bytes of a zip archive with the length of its first file's name, and the offset of that name.
 _ZIP_NAME_BYTES, _ZIP_NAME = slice(26, 28), 30
 
+_JSON_HINT = "send bytes, as numpy.save writes them; operations take JSON below /v2"
+_FORM_HINT = "send the file itself, with --data-binary of curl or data= of requests"
+_COMPRESSED_HINT = "send the file uncompressed"
+
+# Media types that are often declared by mistake, and what to do instead.
+_HINTS_BY_MEDIA_TYPE = {
+    "application/json": _JSON_HINT,
+    "multipart/form-data": _FORM_HINT,
+    "application/gzip": _COMPRESSED_HINT,
+    "application/x-gzip": _COMPRESSED_HINT,
+    "application/zstd": _COMPRESSED_HINT,
+}
+
 # The first bytes of files that are often sent by mistake, and their descriptions.
 _FAMILIAR = (
     *(
@@ -32,9 +45,20 @@ _FAMILIAR = (
         for protocol in range(2, 6)
     ),
     (b"\x89HDF", "HDF5: save one array as .npy, or tensors as safetensors"),
-    (b"{", "JSON: send bytes, as numpy.save writes them"),
-    (b"[", "JSON: send bytes, as numpy.save writes them"),
+    (b"{", f"JSON: {_JSON_HINT}"),
+    (b"[", f"JSON: {_JSON_HINT}"),
+    # The beginning of a boundary, as curl and Python's libraries choose it.
+    (b"--", f"a form: {_FORM_HINT}"),
+    (b"\x1f\x8b", f"gzip: {_COMPRESSED_HINT}"),
+    (b"\x28\xb5\x2f\xfd", f"zstd: {_COMPRESSED_HINT}"),
+    (b"\xfd7zXZ\0", f"xz: {_COMPRESSED_HINT}"),
+    (b"BZh", f"bzip2: {_COMPRESSED_HINT}"),
 )
+
+
+def suggest_media_type(media_type: str) -> str:
+    """Return what to do instead of declaring an unsupported media type."""
+    return _HINTS_BY_MEDIA_TYPE.get(media_type, "without a Content-Type the body's first bytes decide")
 
 
 def suggest_supported_format(head: bytes | memoryview) -> str:

@@ -26,7 +26,9 @@ _SLOWEST = 1.0
 def require_uncompressed(content_encoding: str) -> None:
     """Raises: UnsupportedMediaTypeError: the body is compressed."""
     if content_encoding.strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaTypeError("the body must be uncompressed, without a Content-Encoding")
+        raise UnsupportedMediaTypeError(
+            f"the body must be uncompressed, without a Content-Encoding, got {content_encoding.strip()[:100]!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

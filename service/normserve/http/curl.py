@@ -3,7 +3,7 @@
 from normserve.errors import NormserveError
 
 _FORM = "application/x-www-form-urlencoded"
-# Characters of a URL that mean something else to a shell; a variable in the URL is replaced within the quotes, too.
+# Characters that mean something else to a shell, which replaces a variable within double quotes, too.
 _NEEDS_QUOTES = frozenset("$&?")
 # Bytes that `curl -d @FILE` removes.
 _REMOVED_BYTES = (b"\0", b"\r", b"\n")
@@ -14,6 +14,7 @@ _EXAMINED_BYTES = 4096
 def make_sample_command(
     url: str,
     target: str = "/v1/layer_norm",
+    /,
     *,
     with_key: bool = False,
     with_certificate: bool = False,

@@ -1,6 +1,6 @@
 """The input contract of a job: which tensors, of which shapes and types, an operation takes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +20,7 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
+from normserve.errors.name_suggestions import find_closest_tensor
 from normserve.jobs.job import LAYER_OPTIONS, ChannelLayout, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost, estimate_memory_cost
 from normserve.jobs.result_specs import Described, compute_statistics_shape
@@ -61,7 +62,8 @@ def _merge_layer_options_and_validate(
         spec = _merge_layer_options(spec, layer)
     _check_tensor_names(spec, tensors, parameters_in_layer=layer is not None)
     _, x_shape = tensors["x"]
-    size = _check_x(spec, x_shape)
+    sizes = [tensors[name][1][0] for name in PARAMETERS if name in tensors and len(tensors[name][1]) == 1]
+    size = _check_x(spec, x_shape, sizes if layer is None else [layer.size])
     if layer is not None and layer.size != size:
         hint = _suggest_layout(spec, layer.size, x_shape)
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}{hint}")
@@ -132,14 +134,16 @@ def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[H
     return weight, bias
 
 
-def check_group_count(num_groups: int, channels: int) -> None:
+def check_group_count(num_groups: int, channels: int, hint: str = "") -> None:
     """Refuse a number of groups that does not divide the channels.
+
+    Args: hint: the end of the error.
 
     Raises:
         InvalidParameterError: num_groups does not divide the channels.
     """
     if channels % num_groups:
-        raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
+        raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}{hint}")
 
 
 def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
@@ -166,11 +170,16 @@ def _check_tensor_names(spec: NormSpec, tensors: Described, *, parameters_in_lay
 def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], what: str) -> None:
     for name in tensors:
         if name not in accepted_names:
-            raise UnexpectedTensorError(f"{what} takes {', '.join(accepted_names)}, got {name[:64]!r}")
+            closest = find_closest_tensor(name, [each for each in accepted_names if each not in tensors])
+            hint = f"; the closest is {closest!r}" if closest else ""
+            raise UnexpectedTensorError(f"{what} takes {', '.join(accepted_names)}, got {name[:64]!r}{hint}")
 
 
-def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
-    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or samples' C."""
+def _check_x(spec: NormSpec, shape: tuple[int, ...], parameter_sizes: Sequence[int]) -> int:
+    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or samples' C.
+
+    Args: parameter_sizes: the lengths of those that were sent, for the hint of an error.
+    """
     if spec.layout is None:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
@@ -183,7 +192,7 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
         )
     channels = shape[-1] if last else shape[1]
     if spec.op is Op.GROUP_NORM:
-        check_group_count(spec.num_groups, channels)
+        check_group_count(spec.num_groups, channels, _suggest_layout_of_groups(spec, shape, parameter_sizes))
     return channels
 
 
@@ -283,6 +292,15 @@ def _suggest_layout(spec: NormSpec, size: int, x_shape: tuple[int, ...]) -> str:
         return ""
     layout, channels = ("nhwc", x_shape[-1]) if spec.layout is ChannelLayout.NCHW else ("nchw", x_shape[1])
     return f"; with layout={layout} x has {size} channels" if channels == size else ""
+
+
+def _suggest_layout_of_groups(spec: NormSpec, x_shape: tuple[int, ...], parameter_sizes: Sequence[int]) -> str:
+    """Return the end of an error about groups: as `_suggest_layout`, if the parameters are as long as the channels
+    of the other layout, or if there are none and the groups divide those channels.
+    """
+    other = x_shape[1] if spec.layout is ChannelLayout.NHWC else x_shape[-1]
+    fits = set(parameter_sizes) == {other} if parameter_sizes else other % spec.num_groups == 0
+    return _suggest_layout(spec, other, x_shape) if fits else ""
 
 
 def _suggest_layout_of_samples(spec: NormSpec, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> str:

@@ -1,6 +1,5 @@
 """A request's parameters: the options of its call, the layer that it names, and its timeout."""
 
-import difflib
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from urllib.parse import parse_qsl
 
 from normserve.codec.api_names import DEFAULT_SLOPE, MAX_NORMS
 from normserve.errors import InvalidParameterError
+from normserve.errors.name_suggestions import suggest_name
 from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, list_options
 from normserve.jobs.option_values import RequestParameter, make_choice_parameter, parse_number
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
@@ -126,12 +126,6 @@ def _split_query(raw: bytes) -> list[tuple[str, str]]:
 def _describe_unknown_name(name: str, known_names: Collection[str]) -> str:
     """Return the error message for an unknown parameter, with the closest known name."""
     return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {suggest_name(name, known_names)}"
-
-
-def suggest_name(name: str, known_names: Collection[str]) -> str:
-    """Format the end of an error about an unknown name: its closest known name, or all if none is close."""
-    closest = difflib.get_close_matches(name[:_MAX_NAMED], known_names, n=1)
-    return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known_names)}"
 
 
 def suggest_operation(name: str) -> str:

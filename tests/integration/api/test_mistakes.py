@@ -1,7 +1,10 @@
 """What a newcomer gets wrong, and what the answer says about it."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from tests.integration.harness.wire import NPY, SAFETENSORS, assert_problem, npy
 
 FORM = "application/x-www-form-urlencoded"
 X = np.ones((2, 4), np.float32)
+# As `curl -F` and `requests.post(files=…)` send a file.
+FORM_BODY = b'--a\r\nContent-Disposition: form-data; name="x"\r\n\r\n' + npy(X) + b"\r\n--a--"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,11 @@ X = np.ones((2, 4), np.float32)
         ("/v1/layer", "/v1/layers"),
         ("/v1/layer/encoder.norm", "/v1/layers/{name}"),
         ("/v1/layer/layer_norm", "/v1/layers/{name}"),
+        ("/v1/layer_norm/forward", "/v1/layer_norm"),
+        ("/v1/rmsnorm/forward", "/v1/rms_norm"),
+        ("/v1/group_norm_forward", "/v1/group_norm"),
+        ("/v1/layer_norm/fwd", "/v1/layer_norm"),
+        ("/v1/layer_norm/backwards", "/v1/layer_norm/backward"),
     ],
 )
 def test_the_closest_path_is_named(api, path, closest):
@@ -31,14 +41,16 @@ def test_the_closest_path_is_named(api, path, closest):
     assert f"; the closest path is {closest};" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["/v2/model/layer_norm/infer", "/v2/models/layer_norm/inferr"])
+@pytest.mark.parametrize(
+    "path", ["/v2/model/layer_norm/infer", "/v2/models/layer_norm/inferr", "/v2/models/layer_norm/forward"]
+)
 def test_the_closest_path_is_named_over_v2(api, path):
     answer = api.post(path)
     assert answer.status_code == 404
     assert "; the closest path is /v2/models/{name}/infer;" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/v1/instance_norm", "/v1/instance_norm/backward"])
+@pytest.mark.parametrize("path", ["/v1/instance_norm", "/v1/instance_norm/forward", "/v1/instance_norm/backward"])
 def test_of_instance_norm_the_operation_is_named_that_computes_it(api, path):
     answer = api.post(path, content=npy(X))
     assert_problem(answer, 404, "not_found")
@@ -138,7 +150,62 @@ def test_of_a_whole_file_curl_is_not_blamed(api, method, body, said):
 def test_one_format_announced_as_the_other_is_named(api, body, declared, shown):
     answer = api.post("/v1/layer_norm", content=body, headers={"content-type": declared})
     assert_problem(answer, 400, "malformed_payload")
-    assert answer.json()["detail"].endswith(f"; its first bytes show {shown}, Content-Type says {declared}")
+    assert answer.json()["detail"].startswith(
+        f"Content-Type says {declared}, the body's first bytes show {shown}; "
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/layer_norm", "/v1/layers/a?op=layer_norm"])
+@pytest.mark.parametrize(
+    ("media_type", "said"),
+    [
+        ("application/json", "send bytes, as numpy.save writes them; operations take JSON below /v2"),
+        ("application/json; charset=utf-8", "operations take JSON below /v2"),
+        ("multipart/form-data; boundary=a", "with --data-binary of curl or data= of requests"),
+        ("application/gzip", "send the file uncompressed"),
+        ("text/plain", "without a Content-Type the body's first bytes decide"),
+    ],
+)
+def test_of_another_media_type_it_is_said_what_to_send(api, path, media_type, said):
+    method = "PUT" if "layers" in path else "POST"
+    answer = api.request(method, path, content=b"{}", headers={"content-type": media_type})
+    assert_problem(answer, 415, "unsupported_media_type")
+    detail = answer.json()["detail"]
+    assert f"got {media_type.partition(';')[0]!r}; " in detail
+    assert detail.endswith(said)
+
+
+@pytest.mark.parametrize("path", ["/v1/layer_norm", "/v1/layers/a?op=layer_norm", "/v2/models/layer_norm/infer"])
+def test_a_coding_is_named(api, path):
+    method = "PUT" if "layers" in path else "POST"
+    answer = api.request(method, path, content=gzip.compress(npy(X)), headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "the body must be uncompressed, without a Content-Encoding, got 'gzip'" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (gzip.compress(npy(X)), "gzip: send the file uncompressed"),
+        (lzma.compress(npy(X)), "xz: send the file uncompressed"),
+        (bz2.compress(npy(X)), "bzip2: send the file uncompressed"),
+        (FORM_BODY, "a form: send the file itself, with --data-binary of curl or data= of requests"),
+    ],
+    ids=["gzip", "xz", "bzip2", "form"],
+)
+def test_an_undeclared_coding_or_form_is_named(api, body, said):
+    answer = api.post("/v1/layer_norm", content=body)
+    assert_problem(answer, 415, "unsupported_media_type")
+    assert answer.json()["detail"].endswith(f"its first bytes show {said}")
+    answer = api.post("/v2/models/layer_norm/infer", content=body)
+    assert answer.status_code == 400
+    assert f"its first bytes show {said}; " in answer.json()["error"]
+
+
+def test_a_file_for_v1_is_named_over_v2(api):
+    answer = api.post("/v2/models/layer_norm/infer", content=npy(X))
+    assert answer.status_code == 400
+    assert f"its first bytes show {NPY}, which /v1 takes; " in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +220,7 @@ def test_one_format_announced_as_the_other_is_named(api, body, declared, shown):
 def test_what_is_announced_as_something_else_is_named(api, body, media_type, said):
     answer = api.post("/v1/layer_norm", content=body, headers={"content-type": media_type})
     assert_problem(answer, 400, "malformed_payload")
-    assert f"; its first bytes show {said}" in answer.json()["detail"]
+    assert answer.json()["detail"].startswith(f"the body's first bytes show {said}")
 
 
 @pytest.mark.parametrize(("op", "query"), [("layer_norm", {}), ("group_norm", {"num_groups": 2, "layout": "nhwc"})])
@@ -162,3 +229,37 @@ def test_of_a_wrong_length_both_shapes_are_named(api, op, query):
     answer = api.post(f"/v1/{op}", content=content, params=query, headers={"content-type": SAFETENSORS})
     assert_problem(answer, 422, "invalid_shape")
     assert answer.json()["detail"] == "x [2, 4] needs weight [4], got [5]"
+
+
+@pytest.mark.parametrize(
+    ("sent", "closest"), [("weights", "weight"), ("input", "x"), ("INPUT__0", "x"), ("norm.gamma", "weight")]
+)
+def test_the_closest_tensor_is_named(api, sent, closest):
+    others = {} if closest == "x" else {"x": torch.ones(2, 4)}
+    answer = api.post("/v1/layer_norm", content=packed(**{sent: torch.ones(4)}, **others))
+    assert_problem(answer, 422, "unexpected_tensor")
+    assert answer.json()["detail"].endswith(f"got {sent!r}; the closest is {closest!r}")
+
+
+def test_the_closest_tensor_of_a_layer_is_named(api):
+    answer = api.put("/v1/layers/a?op=layer_norm", content=packed(weights=torch.ones(4)))
+    assert_problem(answer, 422, "unexpected_tensor")
+    assert (
+        answer.json()["detail"]
+        == "a layer of layer_norm takes weight, bias, got 'weights'; the closest is 'weight'"
+    )
+
+
+def test_the_closest_tensor_is_named_over_v2(api):
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+    answer = api.post("/v2/models/layer_norm/infer", json={"inputs": [tensor]})
+    assert answer.status_code == 422
+    assert answer.json()["error"].endswith("got 'input'; the closest is 'x'")
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 32])
+def test_of_images_with_channels_last_the_layout_is_named(api, num_groups):
+    content = packed(x=torch.ones(2, 8, 8, 3), weight=torch.ones(3), bias=torch.ones(3))
+    answer = api.post("/v1/group_norm", content=content, params={"num_groups": num_groups})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].endswith("; with layout=nhwc x has 3 channels")

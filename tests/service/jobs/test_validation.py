@@ -62,6 +62,33 @@ def test_channels_are_where_the_layout_says():
         make_job(spec(Op.GROUP_NORM, num_groups=4), parameters)
 
 
+NHWC_HINT = "; with layout=nhwc x has 6 channels"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "registered", "hint"),
+    [
+        ({"weight": tensor(6)}, None, NHWC_HINT),
+        ({"bias": tensor(6)}, None, NHWC_HINT),
+        ({}, layer(op=Op.GROUP_NORM, num_groups=3, size=6), NHWC_HINT),
+        ({}, None, NHWC_HINT),
+        ({"weight": tensor(8)}, None, ""),
+        ({}, layer(op=Op.GROUP_NORM, num_groups=3, size=5), ""),
+    ],
+)
+def test_of_groups_that_fit_the_last_axis_the_layout_is_named(tensors, registered, hint):
+    groups = spec(Op.GROUP_NORM, num_groups=3, layout=ChannelLayout.NCHW)
+    with pytest.raises(InvalidParameterError) as caught:
+        make_job(groups, {"x": tensor(2, 8, 4, 6), **tensors}, registered)
+    assert caught.value.detail == f"num_groups must divide the 8 channels, got 3{hint}"
+
+
+def test_of_groups_that_fit_the_second_axis_the_layout_is_named():
+    groups = spec(Op.GROUP_NORM, num_groups=3, layout=ChannelLayout.NHWC)
+    with pytest.raises(InvalidParameterError, match="got 3; with layout=nchw x has 6 channels"):
+        make_job(groups, {"x": tensor(2, 6, 4, 8)})
+
+
 def test_heads_are_the_axis_before_the_last():
     parameters = {"weight": tensor(3, 4), "bias": tensor(3, 4)}
     assert make_job(spec(), {"x": tensor(2, 3, 4), **parameters}).unit_rows == 3

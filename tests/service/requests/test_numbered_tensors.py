@@ -88,6 +88,12 @@ def test_no_rows_at_all():
     assert several.split_results({"y": whole["x"]})["y.1"].shape == (0, 4)
 
 
+def test_an_unknown_name_is_left_to_the_check_of_the_job():
+    unknown = {"weights": tensor(4)}
+    whole, _, _ = join(numbered("x", (2, 4), (1, 4)) | unknown)
+    assert whole["weights"] is unknown["weights"]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -99,7 +105,6 @@ def test_no_rows_at_all():
         ({"x.+1": tensor(2, 4)}, UnexpectedTensorError, "got 'x.\\+1'"),
         ({"x.\u0661": tensor(2, 4)}, UnexpectedTensorError, "numbered from 0 on"),
         ({"x." + "9" * 5000: tensor(2, 4)}, UnexpectedTensorError, "numbered from 0 on"),
-        ({"noise": tensor(2, 4)}, UnexpectedTensorError, "parameters must be numbered, got 'noise'"),
         ({"x.1": tensor(1, 5)}, InvalidShapeError, r"x.1 must be \[1, 4\], got \[1, 5\]"),
         ({"x.1": tensor(4)}, InvalidShapeError, "x.1 must have at least two axes"),
         ({"x.1": tensor()}, InvalidShapeError, "x.1 must have at least two axes"),

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import re
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +27,8 @@ from normserve.http.middleware.request_middleware import send_problem
 from normserve.requests.request_parameters import suggest_operation
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
+# The end of a path to the pass that has none of its own: it is computed by that of the operation.
+_FORWARD = re.compile(r"[/_](?:forward|fwd)/?$")
 
 # The errors for statuses with which the framework refuses requests.
 _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
@@ -94,11 +97,13 @@ def _describe_missing_path(request: Request) -> str:
     """Format the message for a path without a route; it names the most similar path that has one, or the operation
     that computes what the path names.
     """
-    if operation := suggest_operation(request.url.path.removeprefix("/v1/").removesuffix("/backward")):
+    path = request.url.path[:_LONGEST_COMPARED]
+    path = _FORWARD.sub("/infer" if path.startswith("/v2/") else "", path)
+    if operation := suggest_operation(path.removeprefix("/v1/").removesuffix("/backward")):
         return f"nothing is at this path{operation}; GET /docs shows what there is"
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
-        requested_path, existing_path = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
+        requested_path, existing_path = _strip_path_parameters(path, template)
         compared = difflib.SequenceMatcher(None, requested_path, existing_path)
         if compared.quick_ratio() > similarity and (ratio := compared.ratio()) > similarity:
             closest, similarity = f"; the closest path is {template}", ratio

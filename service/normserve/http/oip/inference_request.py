@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from normserve.codec.api_names import OF_SAMPLES, PARAMETERS, STATISTICS
+from normserve.codec.media_types import detect_binary_media_type, suggest_supported_format
 from normserve.codec.shapes import count_bits_within_limits
 from normserve.errors import (
     InvalidParameterError,
@@ -20,6 +21,7 @@ from normserve.errors import (
     TooLargeError,
     UnexpectedTensorError,
 )
+from normserve.errors.name_suggestions import suggest_name
 from normserve.http.oip.datatypes import parse_datatype
 from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, PassDirection
@@ -31,7 +33,6 @@ from normserve.requests.request_parameters import (
     list_operation_parameters,
     make_spec,
     parse_parameters,
-    suggest_name,
 )
 
 LENGTH = b"inference-header-content-length"
@@ -170,10 +171,22 @@ def parse_header(text: bytes | memoryview) -> InferenceHeader:
         raise _make_format_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        raise MalformedPayloadError(f"the request's JSON cannot be read: {reason}") from None
+        shown = _describe_other_format(text)
+        raise MalformedPayloadError(f"the request's JSON cannot be read: {shown}{reason}") from None
     _require_valid_names("inputs", [each.name for each in header.inputs])
     _require_valid_names("outputs", [each.name for each in header.outputs or ()])
     return header
+
+
+def _describe_other_format(text: bytes | memoryview) -> str:
+    """Return the part of an error about JSON that cannot be read which names the format that its first bytes show;
+    "" if they show none, or JSON.
+    """
+    if bytes(text[:1]) in (b"{", b"["):
+        return ""
+    media_type = detect_binary_media_type(text)
+    what = f"{media_type}, which /v1 takes" if media_type else suggest_supported_format(text)
+    return f"its first bytes show {what}; " if what else ""
 
 
 def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:

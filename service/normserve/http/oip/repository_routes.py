@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError
+from normserve.errors.name_suggestions import suggest_name
 from normserve.http.body_reader import BodyReader, require_uncompressed
 from normserve.http.http_exchange import HttpExchange
 from normserve.http.oip.inference_request import require_json_limit, strip_byte_order_mark
 from normserve.http.oip.metric_labels import label_request
 from normserve.http.oip.models import VERSION, ModelCatalogue
 from normserve.layers.layer_changes import LayerChanges
-from normserve.requests.request_parameters import suggest_name
 
 _READY = "READY"
 _JSON = msgspec.json.Decoder(dict[str, Any])

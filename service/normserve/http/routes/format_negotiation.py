@@ -6,6 +6,7 @@ from normserve.codec.media_types import (
     SAFETENSORS,
     UNTYPED,
     detect_binary_media_type,
+    suggest_media_type,
     suggest_supported_format,
 )
 from normserve.errors import (
@@ -32,7 +33,9 @@ def parse_declared_format(content_type: str, content_encoding: str) -> str | Non
     if media_type in UNTYPED:
         return None
     if media_type not in CANONICAL:
-        raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, got {media_type[:100]!r}")
+        raise UnsupportedMediaTypeError(
+            f"the body must be {SAFETENSORS} or {NPY}, got {media_type[:100]!r}; {suggest_media_type(media_type)}"
+        )
     return CANONICAL[media_type]
 
 
@@ -65,11 +68,11 @@ def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, 
         found = None
     what = "" if found else suggest_supported_format(body)
     detail = error.detail
-    # The other error names it already.
+    # A reader's own error comes last: it says little of a body in another format.
     if what and isinstance(error, MalformedPayloadError):
-        detail += f"; its first bytes show {what}"
+        detail = f"the body's first bytes show {what}; {detail}"
     if declared and found and found != declared:
-        detail += f"; its first bytes show {found}, Content-Type says {declared}"
+        detail = f"Content-Type says {declared}, the body's first bytes show {found}; {detail}"
     return add_curl_hint(type(error)(detail), body) if is_form and not what else type(error)(detail)
 
 

@@ -1,0 +1,41 @@
+"""The ends of errors about unknown names, which suggest a known one."""
+
+import difflib
+import re
+from collections.abc import Collection
+
+# Longest part of an unknown name that is compared.
+_MAX_COMPARED = 64
+
+# Names of tensors in other libraries and protocols, in lower case and without numbers.
+_TENSOR_ALIASES = {
+    **dict.fromkeys(("input", "inputs", "data", "hidden_states"), "x"),
+    **dict.fromkeys(("gamma", "scale"), "weight"),
+    **dict.fromkeys(("beta", "shift"), "bias"),
+    **dict.fromkeys(("grad", "grad_output", "dout"), "dy"),
+}
+_NUMBER = re.compile(r"[._]*\d+$")
+
+
+def suggest_name(name: str, known_names: Collection[str]) -> str:
+    """Format the end of an error about an unknown name: its closest known name, or all if none is close."""
+    closest = find_closest_name(name, known_names)
+    return f"the closest is {closest!r}" if closest else f"expected {', '.join(known_names)}"
+
+
+def find_closest_name(name: str, known_names: Collection[str]) -> str:
+    """Return the known name that is most similar to a name; "" if none is."""
+    return next(iter(difflib.get_close_matches(name[:_MAX_COMPARED], known_names, n=1)), "")
+
+
+def find_closest_tensor(name: str, known_names: Collection[str]) -> str:
+    """Return the tensor that an unknown name probably means; "" if there is none.
+
+    It is found by similarity and by names that other libraries use, also in a longer name such as
+    `encoder.norm.gamma`, and in `INPUT__0`.
+    """
+    last = _NUMBER.sub("", name[:_MAX_COMPARED]).rpartition(".")[2].lower()
+    for candidate in (last, _TENSOR_ALIASES.get(last)):
+        if candidate in known_names:
+            return candidate
+    return find_closest_name(last, known_names)
