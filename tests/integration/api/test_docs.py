@@ -147,3 +147,19 @@ def test_its_examples_name_the_server(server, visit):
 def test_the_pages_link_to_each_other(api):
     assert "docs" in Links(api.get("/").text).links
     assert "./" in Links(api.get("/docs").text).links
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_operation_fits_a_narrow_screen_in_both_colours(locked, visit, scheme):
+    opened = visit(f"{locked.url}/docs", viewport={"width": 400, "height": 900}, color_scheme=scheme)
+    opened.wait("document.querySelectorAll('.opblock').length > 40")
+    ends = opened.page.locator(".opblock-summary").evaluate_all(
+        "rows => rows.map(row => ['.opblock-summary-path', '.opblock-summary-description', '.arrow']"
+        ".map(part => row.querySelector(part).getBoundingClientRect()).map(box => [box.left, box.right]))"
+    )
+    for path, summary, arrow in ends:
+        assert max(path[1], summary[1]) <= arrow[0]
+        assert arrow == [arrow[0], arrow[0] + 20]
+        assert arrow[1] <= 400
+    shade = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", shade))) < 200) == (scheme == "dark")
