@@ -14,15 +14,15 @@ from normserve.settings import Settings
 from tests.docker.k8s.conftest import DOCKERFILE, K8S, ROOT, run
 
 
-# The oldest release that knows preStop's sleep without being told to, and the newest whose schemas are here.
+# The oldest release that is supported, and the newest whose schemas are here.
 @pytest.mark.parametrize("release", ["1.30", "newest"])
 def test_manifests_are_valid(rendered, release):
     # Its import takes a second.
     from kubernetes_validate import latest_version, validate
 
     version = latest_version() if release == "newest" else release
-    # The schema of a ServiceMonitor comes with its operator.
-    known = [each for each in yaml.safe_load_all(rendered) if each["kind"] != "ServiceMonitor"]
+    # The schemas of these come with their operator.
+    known = [each for each in yaml.safe_load_all(rendered) if each["apiVersion"] != "monitoring.coreos.com/v1"]
     for manifest in known:
         assert version.startswith(validate(manifest, version, strict=True))
 
@@ -117,6 +117,18 @@ def test_rules_for_prometheus_find_the_job(manifests):
     assert "jobLabel" not in manifests["ServiceMonitor"]["spec"]
     alerts = (ROOT / "docker/rules/alerts.yml").read_text(encoding="utf-8")
     assert set(re.findall(r'job="(\w+)"', alerts)) == {manifests["Service"]["metadata"]["name"]}
+
+
+def test_rules_of_the_operator_are_those_of_prometheus(manifests, tool, tmp_path):
+    """If this fails, run python docker/k8s/prometheus_rule.py."""
+    groups = manifests["PrometheusRule"]["spec"]["groups"]
+    written = []
+    for file in sorted((ROOT / "docker/rules").glob("*.yml")):
+        for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]:
+            written.append({**group, "name": f"{group['name']}-{file.stem}"})
+    assert groups == written
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
+    run(tool("promtool", package="prometheus"), "check", "rules", str(tmp_path / "rules.yml"))
 
 
 def test_budget_lets_a_node_be_drained(manifests):

@@ -12,9 +12,11 @@ from tests.docker.k8s.quantities import GIB, nbytes
 
 
 def test_grace_period_is_longer_than_the_drain(pod, container, settings):
-    asleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] > asleep + settings.drain_s + _FAREWELL_S + CLOSE_S + _STOP_S
-    assert container["livenessProbe"]["terminationGracePeriodSeconds"] > asleep
+    assert "lifecycle" not in container
+    assert settings.drain_delay_s > 0
+    needed_s = settings.drain_delay_s + settings.drain_s + _FAREWELL_S + CLOSE_S + _STOP_S
+    assert pod["terminationGracePeriodSeconds"] > needed_s
+    assert container["livenessProbe"]["terminationGracePeriodSeconds"] > settings.drain_delay_s
 
 
 def test_settings_come_from_the_config_map_and_the_key_from_a_secret_if_there_is_one(manifests, container):

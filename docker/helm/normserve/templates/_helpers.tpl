@@ -1,0 +1,49 @@
+{{- define "normserve.selector" -}}
+app.kubernetes.io/name: normserve
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "normserve.labels" -}}
+{{ include "normserve.selector" . }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "normserve.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Values.device }}
+{{- end }}
+
+{{/* The settings of the device, and over them those of the values. */}}
+{{- define "normserve.settings" -}}
+{{- $settings := dict "NORMSERVE_LOG_LEVEL" "info" "NORMSERVE_GRPC_PORT" "8001" "NORMSERVE_DRAIN_DELAY_S" "5" }}
+{{- if eq .Values.device "cpu" }}
+{{- $_ := set $settings "NORMSERVE_CPU_THREADS" "3" }}
+{{- $_ := set $settings "NORMSERVE_MAX_INFLIGHT_BYTES" "1073741824" }}
+{{- $_ := set $settings "NORMSERVE_MAX_BODY_BYTES" "268435456" }}
+{{- $_ := set $settings "NORMSERVE_MAX_IDLE_SLAB_BYTES" "536870912" }}
+{{- end }}
+{{- range $name, $value := .Values.settings }}
+{{- /* Numbers of YAML are floats, which would be printed with an exponent. */}}
+{{- if kindIs "float64" $value }}{{ $value = $value | toJson }}{{ end }}
+{{- $_ := set $settings $name (toString $value) }}
+{{- end }}
+{{- toYaml $settings }}
+{{- end }}
+
+{{/* Half of the admitted bytes, beyond which the autoscaler adds pods. */}}
+{{- define "normserve.targetBytes" -}}
+{{- $settings := include "normserve.settings" . | fromYaml }}
+{{- $bytes := get $settings "NORMSERVE_MAX_INFLIGHT_BYTES" | default "4294967296" }}
+{{- if not (regexMatch "^[0-9]+$" $bytes) }}
+{{- fail (printf "settings.NORMSERVE_MAX_INFLIGHT_BYTES must be a number of bytes, got %s" $bytes) }}
+{{- end }}
+{{- div (int64 $bytes) 2 }}
+{{- end }}
+
+{{- define "normserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop:
+    - ALL
+{{- end }}

@@ -1,0 +1,173 @@
+"""The Helm chart, as Helm's own library renders it: it has what the overlays of kustomize have, and is valid."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docker.k8s.conftest import K8S, OVERLAYS, ROOT, dev_tool, run
+from tests.docker.k8s.quantities import nbytes
+
+__all__ = ["dev_tool"]
+
+CHART = ROOT / "docker/helm/normserve"
+#: What Helm's labels add, which kustomize has not.
+HELMS = {"app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart"}
+
+
+def ask_helm(release: str, values: dict) -> dict:
+    script = Path(__file__).with_name("render_chart.py")
+    given = json.dumps([str(CHART), release, values])
+    done = subprocess.run([sys.executable, script], input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def render(release: str = "normserve", **values: object) -> dict[str, dict]:
+    """The manifests by kind."""
+    files = ask_helm(release, values)["files"].values()
+    found = [each for file in files for each in yaml.safe_load_all(file) if each]
+    by_kind = {each["kind"]: each for each in found}
+    assert len(by_kind) == len(found)
+    return by_kind
+
+
+@pytest.fixture(scope="module")
+def charts():
+    return {device: render(device=device) for device in OVERLAYS}
+
+
+@pytest.fixture(scope="module")
+def overlays(dev_tool):
+    kustomize = (dev_tool("kubectl"), "kustomize")
+    return {
+        name: {each["kind"]: each for each in yaml.safe_load_all(run(*kustomize, str(K8S / name)))}
+        for name in OVERLAYS
+    }
+
+
+def reduce_labels(node: object) -> None:
+    """Remove Helm's labels everywhere."""
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        reduce_labels(each)
+    if isinstance(node, dict):
+        for name in HELMS & node.keys():
+            del node[name]
+
+
+def reduce_chart(manifests: dict[str, dict]) -> dict[str, dict]:
+    """What remains of the chart's manifests without what only Helm has."""
+    reduced = copy.deepcopy(manifests)
+    reduce_labels(reduced)
+    del reduced["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+    del reduced["ServiceMonitor"]["spec"]["jobLabel"]
+    return reduced
+
+
+def reduce_overlay(manifests: dict[str, dict]) -> dict[str, dict]:
+    """What remains of an overlay's manifests without what only kustomize has: the hash in a name."""
+    reduced = copy.deepcopy(manifests)
+    reduced["ConfigMap"]["metadata"]["name"] = "normserve"
+    (container,) = reduced["Deployment"]["spec"]["template"]["spec"]["containers"]
+    container["envFrom"][0]["configMapRef"]["name"] = "normserve"
+    target = reduced["HorizontalPodAutoscaler"]["spec"]["metrics"][1]["pods"]["target"]
+    target["averageValue"] = str(nbytes(target["averageValue"]))
+    return reduced
+
+
+@pytest.mark.parametrize("device", OVERLAYS)
+def test_it_has_what_the_overlay_has(charts, overlays, device):
+    chart, overlay = reduce_chart(charts[device]), reduce_overlay(overlays[device])
+    assert chart.keys() == overlay.keys()
+    for kind, manifest in overlay.items():
+        assert chart[kind] == manifest, kind
+
+
+def test_helm_finds_no_fault():
+    found = ask_helm("normserve", {})
+    assert found["errors"] == []
+    assert [each["error"] for each in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("release", ["1.30", "newest"])
+@pytest.mark.parametrize("device", OVERLAYS)
+def test_it_is_valid(charts, device, release):
+    # Its import takes a second.
+    from kubernetes_validate import latest_version, validate
+
+    version = latest_version() if release == "newest" else release
+    for manifest in charts[device].values():
+        # The schemas of these come with their operator.
+        if manifest["apiVersion"] != "monitoring.coreos.com/v1":
+            assert version.startswith(validate(manifest, version, strict=True))
+
+
+def test_two_releases_do_not_meet():
+    one, other = render("one"), render("other")
+    for kind, manifest in one.items():
+        assert manifest["metadata"]["name"] == "one"
+        assert other[kind]["metadata"]["name"] == "other"
+    selector = one["Service"]["spec"]["selector"]
+    assert selector == one["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert selector != other["Service"]["spec"]["selector"]
+    # The rules ask for this job, which is the value of the label that jobLabel names.
+    assert one["Service"]["metadata"]["labels"][one["ServiceMonitor"]["spec"]["jobLabel"]] == "normserve"
+
+
+def test_values_are_used():
+    found = render(
+        "any",
+        image={"repository": "registry.example.com/normserve", "tag": "0.1.0-gpu"},
+        device="gpu",
+        settings={
+            "NORMSERVE_MAX_INFLIGHT_BYTES": 2**31,
+            "NORMSERVE_TRACE_RATIO": 0.5,
+            "NORMSERVE_ACCESS_LOG": True,
+        },
+        resources={"limits": {"memory": "9Gi"}},
+        autoscaling={"minReplicas": 1, "maxReplicas": 3},
+        apiKeySecret="key",
+        prometheusNamespace="watch",
+        monitoring=False,
+    )
+    assert not {"ServiceMonitor", "PrometheusRule"} & found.keys()
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,), (baking,) = pod["containers"], pod["initContainers"]
+    assert container["image"] == baking["image"] == "registry.example.com/normserve:0.1.0-gpu"
+    assert container["resources"] == {"limits": {"memory": "9Gi"}}
+    assert container["env"][0]["valueFrom"]["secretKeyRef"]["name"] == "key"
+    told = found["ConfigMap"]["data"]
+    assert told["NORMSERVE_MAX_INFLIGHT_BYTES"] == "2147483648"
+    assert (told["NORMSERVE_TRACE_RATIO"], told["NORMSERVE_ACCESS_LOG"]) == ("0.5", "true")
+    scaler = found["HorizontalPodAutoscaler"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (1, 3)
+    assert scaler["metrics"][1]["pods"]["target"]["averageValue"] == str(2**30)
+    prometheus = found["NetworkPolicy"]["spec"]["ingress"][0]["from"][1]["namespaceSelector"]["matchLabels"]
+    assert prometheus == {"kubernetes.io/metadata.name": "watch"}
+
+
+def test_a_changed_setting_rolls_the_pods(charts):
+    def get_annotations(manifests: dict) -> dict:
+        return manifests["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+
+    changed = render(settings={"NORMSERVE_WARM_SIZES": "768"})
+    assert get_annotations(changed) != get_annotations(charts["cpu"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": "tpu"},
+        {"devices": "cpu"},
+        {"settings": {"WARM_SIZES": "768"}},
+        {"settings": {"NORMSERVE_PORT": 80}},
+        {"settings": {"NORMSERVE_MAX_INFLIGHT_BYTES": "4GiB"}},
+        {"autoscaling": {"minReplicas": 0}},
+    ],
+)
+def test_wrong_values_are_refused(values):
+    assert "error" in ask_helm("normserve", values)
