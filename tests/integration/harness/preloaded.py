@@ -15,24 +15,13 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-# Imported for the processes that are forked.
-import normload.clients.client_worker
-import normload.clients.oracle  # noqa: F401
-import normserve.backends.cpu.backend
-import normserve.cli.commands
-import normserve.http.app
-import normserve.process.front_end_server
-import normserve.process.owner_server
-import normserve.process.supervisor
-import normserve.process.worker  # noqa: F401
-
 from tests.integration.harness.forked_workers import fork_worker
 
 
 def forking() -> ForkServerContext:
     """For `multiprocessing`, in place of one that spawns."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["tests.integration.harness.preloading", __name__])
     return context
 
 
