@@ -21,7 +21,7 @@ PROSE = (
 
 WITHOUT_A_CSV = {
     # Versions of Python, Kubernetes, TLS, torch, Triton and CUDA, and a compute capability.
-    "README.md": ["3.11", "3.11", "3.11", "3.12"],
+    "README.md": ["3.11", "3.12"],
     "docs/deploying/images.md": ["9.0"],
     "docs/deploying/tls-and-keys.md": ["1.2", "1.3"],
     "docs/patching.md": ["3.11"],
