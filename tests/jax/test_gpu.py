@@ -31,6 +31,8 @@ CASES = {
     "rows of 1000": ("layer_norm", FUSED, rows(333, 1000)),
     "odd rows": ("layer_norm", {}, rows(77, 1235)),
     "rows of 8192": ("rms_norm", {}, rows(512, 8192, bias=False)),
+    "rows of 16384": ("rms_norm", {}, rows(300, 16384, residual=True, bias=False)),
+    "rows of 16000": ("layer_norm", {}, rows(77, 16000)),
     "rows of 20000": ("layer_norm", {}, rows(64, 20000)),
     "rows of 131072": ("rms_norm", {}, rows(16, 131072, bias=False)),
     "a row of 2^20": ("layer_norm", {}, rows(1, 1 << 20)),

@@ -308,7 +308,18 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     if call.is_channels_first:
         return channels_first.choose_backward(call.cols, call.rows, call.itemsize, call.residual is not None)
     can_wait = call.x.device.has_launch_options
-    return choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
+    choice = choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
+    if isinstance(choice, LayerNormBackwardSplit):
+        return _find_unshared_tile(call) or choice
+    return choice
+
+
+def _find_unshared_tile(call: LayerNormBackwardCall) -> LayerNormBackwardTile | None:
+    """Find the tile that holds a row which programs cannot share; None if registers do not suffice."""
+    is_light = call.options.is_rms or call.is_plain
+    if call.x.ndim > 2 or not is_light or call.cols * call.itemsize % 16:
+        return None
+    return next((tile for limit, tile in tables.BACKWARD_UNSHARED[call.itemsize] if call.cols <= limit), None)
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:

@@ -1,11 +1,14 @@
 """Which configuration is chosen for a row, where the tables alone do not say it."""
 
 import pytest
+from fusednorm.arguments.arrays import Array, contiguous_strides
+from fusednorm.arguments.options import NormOptions
+from fusednorm.devices.device_properties import H200
 from fusednorm.launch.launches import REGISTERS_PER_SM
 from fusednorm.ops.layer_norm import choices
 from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.backward import partial_reduction
-from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, LayerNormBackwardCall
 from fusednorm.ops.layer_norm.forward import split
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
@@ -13,6 +16,7 @@ from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 from fusednorm.policy import cooperative_launches
+from fusednorm.results import Backward
 
 MULTIPROCESSORS = 132
 
@@ -107,3 +111,31 @@ def test_parts_are_spread_before_they_are_gathered():
     assert split.count_parts_per_program(128) == 1
     assert 1 < split.count_parts_per_program(1 << 13) <= split.MAX_PARTS_A_PROGRAM
     assert split.count_parts_per_program(1 << 20) == split.MAX_PARTS_A_PROGRAM
+
+
+def plan_backward_without_waiting(op, cols, dtype="bfloat16", **options):
+    """List the kernels of a backward pass on a device where no program can wait."""
+    device = H200._replace(has_launch_options=False)
+    shape = 64, cols
+    x = Array("x", dtype, shape, contiguous_strides(shape), device)
+    rows = Array("rstd", "float32", shape[:-1], contiguous_strides(shape[:-1]), device)
+    weight = Array("weight", dtype, (cols,), (1,), device)
+    mean = None if op == "rms_norm" else rows
+    given = {"x": x, "dy": x, "weight": weight, "mean": mean, "rstd": rows}
+    checked = NormOptions(op, **options).validate()
+    launches = choices.plan_backward(LayerNormBackwardCall(**given, options=checked, out=Backward(x, weight)))
+    return {launch.kernel.fn.__name__.removeprefix("layer_norm_backward_") for launch in launches}
+
+
+ONCE, TWICE = {"tile_kernel", "reduce_kernel"}, {"split_sums_kernel", "split_apply_kernel", "reduce_kernel"}
+
+
+@pytest.mark.parametrize("cols", [12296, 16384])
+def test_rows_that_one_program_holds_are_read_once_where_nothing_waits(cols):
+    assert plan_backward_without_waiting("layer_norm", cols) == ONCE
+    assert plan_backward_without_waiting("rms_norm", cols, activation="silu") == ONCE
+    # These need more registers.
+    assert plan_backward_without_waiting("layer_norm", cols, activation="silu") == TWICE
+    assert plan_backward_without_waiting("rms_norm", cols, "float32") == TWICE
+    assert plan_backward_without_waiting("rms_norm", cols + 1) == TWICE
+    assert plan_backward_without_waiting("rms_norm", cols + 16384) == TWICE
