@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ from typing import Any
 import fusednorm.jax
 import jax
 import jax.numpy as jnp
+import triton
 
 X_BYTES = 256 << 20
 CALLS, REPEATS = 20, 9
@@ -32,7 +34,10 @@ IMAGES = ((320, 64, 64), (640, 32, 32), (1280, 16, 16), (512, 64, 64), (256, 128
 SCAN_COLUMNS, LAYERS = (1024, 4096), 12
 """Columns and layers of a model whose layers are a norm and an activation, without products of matrices."""
 
-FIELDS = ("device", "jax", "operation", "shape", "dtype", "provider", "pass", "us", "of_copy", "of_xla")
+FIELDS = (
+    *("device", "jax", "triton", "commit", "operation", "shape", "dtype", "provider", "pass"),
+    *("us", "of_copy", "of_xla"),
+)
 
 Norm = Callable[..., jax.Array]
 
@@ -86,12 +91,18 @@ def list_cases() -> Iterator[NormCase]:
 
 def _list_row_providers(operation: str) -> dict[str, Norm]:
     if operation == "rms_norm":
-        return {"fusednorm": fusednorm.jax.rms_norm, "xla": compute_rms_norm}
-    providers = {"fusednorm": fusednorm.jax.layer_norm, "xla": compute_layer_norm}
+        providers = {"fusednorm": fusednorm.jax.rms_norm, "xla": compute_rms_norm}
+    else:
+        providers = {"fusednorm": fusednorm.jax.layer_norm, "xla": compute_layer_norm}
     if util.find_spec("tokamax") is not None:
         import tokamax
 
-        providers["tokamax"] = lambda x, weight, bias: tokamax.layer_norm(x, weight, bias, epsilon=1e-5)
+        # By default it computes what its kernel refuses by XLA.
+        kernel = partial(tokamax.layer_norm, implementation="triton")
+        if operation == "rms_norm":
+            providers["tokamax"] = lambda x, weight: kernel(x, weight, None, epsilon=1e-6, subtract_mean=False)
+        else:
+            providers["tokamax"] = partial(kernel, epsilon=1e-5)
     return providers
 
 
@@ -182,7 +193,7 @@ def measure_us(function: Callable[..., Any], turns: list[tuple[jax.Array, ...]])
     return median(times)
 
 
-def measure_case(case: NormCase, dtype: Any) -> Iterator[dict[str, Any]]:
+def measure_case(case: NormCase, dtype: Any, commit: str) -> Iterator[dict[str, Any]]:
     """Measure both passes of a case by each provider, and yield rows of the table."""
     turns = [case.draw(dtype, seed) for seed in range(2)]
     copy_us = measure_us(jnp.negative, [inputs[:1] for inputs in turns])
@@ -204,6 +215,8 @@ def measure_case(case: NormCase, dtype: Any) -> Iterator[dict[str, Any]]:
             yield {
                 "device": jax.devices()[0].device_kind,
                 "jax": jax.__version__,
+                "triton": triton.__version__,
+                "commit": commit,
                 "operation": case.operation,
                 "shape": "x".join(map(str, case.shape)),
                 "dtype": jnp.dtype(dtype).name,
@@ -221,13 +234,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the CSV file to write")
     parser.add_argument("--only", default="", help="measure only operations whose names contain this")
     parser.add_argument("--dtype", default="bfloat16", help="of all arrays (default bfloat16)")
+    parser.add_argument("--commit", default="", help="of what is measured, for the table")
     arguments = parser.parse_args()
     with arguments.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         for case in list_cases():
             if arguments.only in case.operation:
-                for row in measure_case(case, jnp.dtype(arguments.dtype)):
+                for row in measure_case(case, jnp.dtype(arguments.dtype), arguments.commit):
                     writer.writerow(row)
                     file.flush()
                     print(*row.values(), sep="  ", flush=True)

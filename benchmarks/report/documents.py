@@ -32,6 +32,7 @@ DOCUMENTS = (
     "docs/deploying/ray.md",
     "docs/deploying/sizing.md",
     "docs/deploying/tls-and-keys.md",
+    "docs/jax.md",
     "docs/kernel-limits.md",
     "docs/load-testing.md",
     "docs/local.md",

@@ -197,7 +197,7 @@ def load_rows(*names: str) -> CsvRows:
     Rows of row lengths have two additional columns: `cols`, and `sweep`, "1" if x has 256 MiB.
     """
     paths = [RESULTS / name for name in names]
-    if len(names) == 1 and "provider" not in (rows := records.read_csv(paths[0]))[0]:
+    if len(names) == 1 and not (rows := records.read_csv(paths[0]))[0].keys() >= set(CELL):
         return CsvRows(names[0], tuple(rows))
     return CsvRows(" ".join(names), tuple(_add_length(row) for row in records.read_records(paths)))
 

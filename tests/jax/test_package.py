@@ -2,8 +2,10 @@
 
 import doctest
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import fusednorm.jax
 import pytest
@@ -68,3 +70,11 @@ def test_examples_of_docstrings_show_what_they_print():
     failed, tried = doctest.testmod(fusednorm.jax)
     assert tried > 10
     assert not failed
+
+
+def test_examples_of_the_page_run():
+    page = Path(__file__).parents[2] / "docs/jax.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, page, "exec"), {})
