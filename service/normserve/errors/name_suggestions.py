@@ -35,7 +35,7 @@ def find_closest_tensor(name: str, known_names: Collection[str]) -> str:
     `encoder.norm.gamma`, and in `INPUT__0`.
     """
     last = _NUMBER.sub("", name[:_MAX_COMPARED]).rpartition(".")[2].lower()
-    for candidate in (last, _TENSOR_ALIASES.get(last)):
+    for candidate in (last, _TENSOR_ALIASES.get(last, "")):
         if candidate in known_names:
             return candidate
     return find_closest_name(last, known_names)

@@ -99,7 +99,12 @@ async def register_checkpoint(
         body, entries = await asyncio.to_thread(_map_checkpoint, path)
         norms = list(find_norms(entries, op_without_bias, config))
         found = [
-            (norm.name, norm.op, norm.weight.view_tensor(body), norm.bias and norm.bias.view_tensor(body))
+            (
+                norm.name,
+                norm.op,
+                norm.weight.view_tensor(body),
+                None if norm.bias is None else norm.bias.view_tensor(body),
+            )
             for norm in norms
             if norm.op is not None
         ]
