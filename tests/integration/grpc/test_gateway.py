@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 
 import grpc
@@ -15,7 +14,8 @@ from normserve.grpc.schema import HEALTH, INFERENCE, list_methods
 
 from tests.integration.grpc.requests import make_input
 from tests.integration.harness.gateways import find_gateway_address, find_gateway_process
-from tests.integration.harness.servers import launch_command
+from tests.integration.harness.preloaded import PreloadedProcess
+from tests.integration.harness.servers import ServerProcess, launch_command
 from tests.integration.oip.models import random
 
 CHECK, STATE = list_methods(HEALTH)["Check"]
@@ -106,6 +106,11 @@ def test_a_server_that_is_killed_takes_its_gateway_along(start_server, until):
     until(has_ended)
 
 
+def launch_gateway(*options):
+    """The command, in a process that has imported the server, but not gRPC."""
+    return ServerProcess(PreloadedProcess(["-m", "normserve", "grpc", *options], {}))
+
+
 def test_on_its_own_for_a_server_elsewhere(speaking, until):
     command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server"]
     gateway = launch_command([*command, speaking.url], dict(os.environ))
@@ -119,8 +124,7 @@ def test_on_its_own_for_a_server_elsewhere(speaking, until):
 
 
 def test_without_its_server(until):
-    command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server"]
-    gateway = launch_command([*command, "http+unix:///nonexistent/http.sock"], dict(os.environ))
+    gateway = launch_gateway("--listen", "127.0.0.1:0", "--server", "http+unix:///nonexistent/http.sock")
     try:
         address = find_gateway_address(gateway)
         with grpc.insecure_channel(address) as channel:
@@ -152,7 +156,9 @@ def test_a_port_that_is_in_use_ends_the_server(start_server, options):
     ],
 )
 def test_options_that_cannot_be_used(options, expected):
-    command = [sys.executable, "-m", "normserve", "grpc", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert expected in re.sub(r"(?m)^[EIW]\d{4} .*\n", "", ended.stderr)
+    gateway = launch_gateway(*options)
+    try:
+        assert gateway.wait(60) == 2
+    finally:
+        gateway.stop()
+    assert expected in re.sub(r"(?m)^[EIW]\d{4} .*\n", "", gateway.log)

@@ -22,7 +22,10 @@ torch.save((y.detach(), x.grad), sys.argv[2])
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [("fusednorm", "torch"), ("torch", "fusednorm")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("fusednorm", "torch"), pytest.param("torch", "fusednorm", marks=pytest.mark.slow)],
+)
 def test_an_exported_program_is_loaded(tmp_path, first, second):
     norm = torch.nn.Sequential(fusednorm.LayerNorm(4), fusednorm.RMSNorm(4, activation="silu"))
     x = torch.linspace(-1, 2, 12).reshape(3, 4).requires_grad_()
@@ -36,7 +39,7 @@ def test_an_exported_program_is_loaded(tmp_path, first, second):
     torch.testing.assert_close(torch.load(tmp_path / "results.pt"), (y.detach(), x.grad))
 
 
-@pytest.mark.parametrize("module", ["api.operators", "launch.execution"])
+@pytest.mark.parametrize("module", ["api.operators", pytest.param("launch.execution", marks=pytest.mark.slow)])
 def test_any_module_may_be_the_first_to_import_torch(module):
     program = f"import fusednorm.{module}, torch; print(torch.ops.fusednorm.layer_norm.default)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
