@@ -54,6 +54,13 @@ from fusednorm.policy.cooperative_launches import may_wait
 MOST_BYTES_WITH_RESIDUAL = 96 << 10
 """The largest row that one program holds with a residual: at 128 KB, only the next row's prefetch would overlap."""
 
+MOST_COLS_WITH_GATE = 8192
+"""The longest 16-bit row that a tile backward holds with a gate, which needs the sums of one more gradient and x.
+
+From 8200 to 12288 columns, a thread would store 1.4 KB in local memory and load it again for each row, ten times
+the bytes of the row; the parts of `LayerNormBackwardSplit` need no local memory (sm_90, Triton 3.7; not timed).
+"""
+
 _REGISTERS_BESIDE = 48
 """The number of a thread's registers besides those for its part of the row."""
 
@@ -307,6 +314,8 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     """Choose the configuration of a backward pass."""
     if call.is_channels_first:
         return channels_first.choose_backward(call.cols, call.rows, call.itemsize, call.residual is not None)
+    if call.gate is not None and call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
+        return tables.BACKWARD_SPLIT[call.itemsize]
     can_wait = call.x.device.has_launch_options
     choice = choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
     if isinstance(choice, LayerNormBackwardSplit):

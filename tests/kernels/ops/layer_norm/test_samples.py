@@ -8,6 +8,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, UnsupportedShapeError, reference
+from fusednorm.ops.layer_norm.choices import MOST_COLS_WITH_GATE
 from fusednorm.tensors.arrays import FLOAT8
 
 from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
@@ -75,6 +76,27 @@ def test_each_sample_has_its_own(op, cols, names, poisoned, device):
 def test_rows_too_long_for_a_tile(op, names, poisoned, device):
     x = torch.randn(2, 2, LONG, device=device)
     check(op, x, of_samples(x, 1, names), activation="silu")
+
+
+def test_long_rows_in_16_bits_with_a_gate(device):
+    x = torch.randn(2, 1, MOST_COLS_WITH_GATE + 8, device=device, dtype=torch.bfloat16)
+    check("rms_norm", x, of_samples(x, 1, ("gate",), dtype=x.dtype), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cols", "name", "is_split"),
+    [
+        (torch.bfloat16, MOST_COLS_WITH_GATE + 8, "gate", True),
+        (torch.bfloat16, MOST_COLS_WITH_GATE + 8, "scale", False),
+        (torch.bfloat16, MOST_COLS_WITH_GATE, "gate", False),
+        (torch.float32, MOST_COLS_WITH_GATE, "gate", False),
+    ],
+)
+def test_only_long_rows_in_16_bits_are_split_for_a_gate(dtype, cols, name, is_split, plans, device):
+    x = torch.randn(2, 1, cols, device=device, dtype=dtype)
+    fusednorm.rms_norm_backward(x, x, residual=x, **of_samples(x, 1, (name,), dtype=dtype))
+    (first, *_) = plans[0]
+    assert first.kernel.fn.__name__.startswith("layer_norm_backward_split") == is_split
 
 
 @pytest.mark.parametrize("affine", [True, False])
