@@ -37,20 +37,22 @@ class TrustedProxies:
         """Return the address of the client that sent a request.
 
         The addresses are read from the last to the first as long as each is a trusted proxy's: all others before
-        them may be the client's invention.  An entry that is no address ends the list, too.
+        them may be the client's invention.  An entry that is no address ends the list, too, and so does a loopback
+        address that a proxy on another host has received: it is none of this host.
 
         Args:
             peer: the address that the connection comes from.
             values: those of all header fields `X-Forwarded-For`, in their order.
         """
-        if not self.is_proxy(peer):
+        sender = _parse_address(peer.partition("%")[0])
+        if sender is None or not self._is_trusted(sender):
             return peer
         client = peer
         for entry in reversed(b",".join(values).split(b",")):
             address = _parse_address(entry.decode("latin-1").strip(" \t"))
-            if address is None:
+            if address is None or (address.is_loopback and not sender.is_loopback):
                 break
-            client = str(address)
+            client, sender = str(address), address
             if not self._is_trusted(address):
                 break
         return client

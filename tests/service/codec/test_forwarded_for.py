@@ -41,6 +41,25 @@ def test_the_last_address_that_is_no_proxys_is_the_clients(values, client):
     assert find("::ffff:10.0.0.1", *values) == client
 
 
+@pytest.mark.parametrize(
+    ("peer", "value", "client"),
+    [
+        # Two proxies on this host, and a client that is on it, too.
+        ("127.0.0.1", b"203.0.113.5, 127.0.0.1", "203.0.113.5"),
+        ("127.0.0.1", b"127.0.0.3", "127.0.0.3"),
+        ("::1", b"127.0.0.1", "127.0.0.1"),
+        # The loopback address of another host, or one that somebody in a trusted network has made up.
+        ("10.0.0.1", b"127.0.0.3", "10.0.0.1"),
+        ("10.0.0.1", b"::1", "10.0.0.1"),
+        ("10.0.0.1", b"::ffff:127.0.0.3", "10.0.0.1"),
+        ("127.0.0.1", b"127.0.0.3, 10.0.0.7", "10.0.0.7"),
+    ],
+)
+def test_a_loopback_address_is_this_hosts_or_nobodys(peer, value, client):
+    proxies = TrustedProxies.parse("127.0.0.1,::1,10.0.0.0/8")
+    assert proxies.find_client_address(peer, [value]) == client
+
+
 @pytest.mark.parametrize("peer", ["203.0.113.9", "192.0.2.8", "11.0.0.1", "2001:db8::9", "::ffff:11.0.0.1", "gone"])
 def test_whoever_is_no_proxy_is_not_believed(peer):
     assert find(peer, b"203.0.113.5") == peer
