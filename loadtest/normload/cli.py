@@ -17,8 +17,9 @@ from normserve.client.http.server_address import ServerAddress
 from normload.adapters.registry import ADAPTERS
 from normload.clients.client_processes import ClientProcessError
 from normload.load import scenarios
+from normload.load.objectives import LoadObjective, parse_objective
 from normload.load_run import SAMPLE, TargetServer, run_scenario
-from normload.measurements.objectives import LoadObjective, parse_objective
+from normload.measurements.objectives import Outcome, evaluate_objective
 from normload.measurements.results import RunResult, read_result
 from normload.report import comparison, comparison_report, csv_report, html_report, report_tables, terminal_report
 
@@ -69,7 +70,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
             watcher=watcher,
         )
     terminal_report.print_result(console, result)
-    outcomes = [evaluate_objective(objective, result) for objective in options.slo]
+    outcomes = [evaluate_objective(objective, result) for objective in (*chosen.objectives, *options.slo)]
     terminal_report.print_objectives(console, outcomes)
     if options.json is not None:
         result.write_json(options.json)
@@ -84,14 +85,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
     return _choose_exit_code(result, outcomes)
 
 
-def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
-    """Return an objective with its measured value over all phases, and whether that value passes."""
-    all_phases = result.all_phases
-    value = objective.compute_value(all_phases.total, all_phases.rate)
-    return objective, value, objective.is_met(value)
-
-
-def _choose_exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
+def _choose_exit_code(result: RunResult, outcomes: Sequence[Outcome]) -> int:
     """Choose the exit code of `normload run`, 0 if nothing failed.  The gravest failure decides: a wrong response,
     then no successful request, then a missed objective.
     """
@@ -119,10 +113,7 @@ def _compare_runs(options: argparse.Namespace) -> int:
     code, which shows whether a metric is worse.
     """
     before, after = _read_runs(options.before), _read_runs(options.after)
-    found, remarks = (
-        comparison.compare_runs(before, after),
-        comparison.describe_offered_load_differences(before, after),
-    )
+    found, remarks = comparison.compare_runs(before, after), comparison.describe_load_differences(before, after)
     comparison_report.print_significant_changes(terminal_report.make_console(), found, remarks)
     if options.csv is not None:
         _write_file(options.csv, comparison_report.render_csv(found))
@@ -225,7 +216,7 @@ def _add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         action="append",
         default=[],
         metavar="BOUND",
-        help="an objective such as p99<20ms or errors<0.1%%",
+        help="an objective such as p99<20ms or errors<0.1%% over the whole run, beside those of the scenario",
     )
     add("--json", type=Path, metavar="FILE", help="write the result, for `normload compare`")
     add("--html", type=Path, metavar="FILE", help="write an HTML report with plots")

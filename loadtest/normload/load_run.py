@@ -1,5 +1,6 @@
 """A whole run: warm-up, measurement of the upper bounds and of the capacity, the phases, the result."""
 
+import math
 import os
 import time
 from collections import Counter
@@ -189,13 +190,17 @@ class _ScenarioRun:
                 time.sleep(scenario.settle_s)
             before = read_available_cores_cpu_times()
             start, tallies = self._send_segment(segment[0].name, segment)
+            ended = time.perf_counter() if self._fleet.is_stopped else math.inf
             after = read_available_cores_cpu_times()
             if before is not None and after is not None:
                 self._update_peak_machine_use(after.compute_busy_fraction(before))
             began = start if began is None else began
-            end = start + sum(phase.duration_s for phase in segment)
+            end = min(ended, start + sum(phase.duration_s for phase in segment))
             for phase, tally in zip(segment, tallies, strict=True):
-                self._phases.append(PhaseResult(phase, start - began, end - start, tally))
+                if start < ended:
+                    # Rates and plots of a run that was ended early are of the time in which it ran.
+                    sent_phase = replace(phase, duration_s=min(phase.duration_s, ended - start))
+                    self._phases.append(PhaseResult(sent_phase, start - began, end - start, tally))
                 start += phase.duration_s
 
     def make_result(

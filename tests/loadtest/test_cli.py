@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import pytest
 from normload import cli
 from normload.load import scenarios
+from normload.report import terminal_report
 
 from tests.loadtest.conftest import made_result, wait_for
 
@@ -108,6 +110,36 @@ def test_every_request_is_counted_by_its_status(normload, fake_server):
     assert document["summary"]["phases"][0]["offered_per_second"] == pytest.approx(document["capacity"] / 2)
 
 
+def test_objectives_of_the_scenario_decide_about_their_phase_only(normload):
+    own = """
+        [[objectives]]
+        bound = "rate>1"
+        phase = "calm"
+
+        [[objectives]]
+        bound = "p50<0.001ms"
+        phase = "busy"
+        """
+    code, output, _ = normload("--processes", "1", "--slo", "errors<1%", text=SCENARIO + own)
+    assert code == cli.MISSED
+    verdicts = [
+        line.partition(": ")[::2] for line in output.splitlines() if ": passed" in line or ": failed" in line
+    ]
+    assert [(text, verdict.partition(",")[0]) for text, verdict in verdicts] == [
+        ("rate>1 in calm", "passed"),
+        ("p50<0.001ms in busy", "failed"),
+        ("errors<1%", "passed"),
+    ]
+
+
+def test_progress_on_a_pipe_is_lines(normload, monkeypatch):
+    monkeypatch.setattr(terminal_report, "LINE_S", 0.05)
+    _, output, _ = normload("--processes", "1")
+    lines = [line for line in output.splitlines() if line.startswith("normload: ")]
+    assert "normload: calm: begins, 0 s" in lines or "normload: calm: begins, 1 s" in lines
+    assert any(re.fullmatch(r"normload: calm: \d+ of \d s, \d+/s, 0 errors", line) for line in lines)
+
+
 def test_a_server_that_answers_nothing_fails_the_run(normload, fake_server):
     fake_server.before = lambda _: (503, "not_ready")
     code, _, _ = normload("--processes", "1", "--duration", "0.2")
@@ -132,6 +164,11 @@ def test_an_interrupt_ends_the_run_and_shows_what_there_is(normload, fake_server
         thread.join()
     assert code == 0
     assert "ended early" in output
+    # Of the time in which it ran, not of the minute that the phase would have lasted.
+    (phase,) = document["phases"]
+    assert phase["phase"]["duration_s"] < 50
+    whole = document["summary"]["phases"][-1]
+    assert whole["ok_per_second"] == pytest.approx(100, rel=0.9)
     assert sum(document["summary"]["sent_by_status"].values()) == fake_server.requests
 
 

@@ -19,7 +19,12 @@
     connections = 8             # of "closed": number of requests in flight
     duration_s = 30.0
 
-The values here are the defaults, except for the phases and `settle_s`.
+    [[objectives]]
+    bound = "p99<20ms"          # as in --slo
+    phase = "steady"            # or all phases
+    operation = "layer_norm"    # or all operations
+
+The values here are the defaults, except for the phases, the objectives and `settle_s`.
 """
 
 import tomllib
@@ -29,6 +34,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from normload.load.objectives import LoadObjective, parse_objective
 from normload.load.toml_tables import MOST, ScenarioError, TomlTable, format_value, is_number
 from normload.load.workload import Workload, read_workload
 
@@ -80,6 +86,7 @@ class LoadScenario:
     settle_s: float | None = None
     cycles: int = 1
     capacity: LoadPhase = LoadPhase("capacity", "closed", 3.0, connections=16)
+    objectives: tuple[LoadObjective, ...] = ()
 
     def list_segments(self) -> list[tuple[LoadPhase, ...]]:
         """List the segments of a run: series of phases that are sent without a pause.
@@ -162,16 +169,22 @@ def parse_scenario(name: str, text: str) -> LoadScenario:
     except (ValueError, RecursionError) as error:
         raise ScenarioError(f"{name}: {error}") from None
     table = TomlTable(name, document)
+    workload = read_workload(table.take_table("workload"))
+    phases = tuple(phase for each in table.take_tables_or_empty("phases") for phase in _read_phases(each))
     scenario = LoadScenario(
         name=name,
         description=table.take_text("description", ""),
-        workload=read_workload(table.take_table("workload")),
-        phases=tuple(phase for each in table.take_tables_or_empty("phases") for phase in _read_phases(each)),
+        workload=workload,
+        phases=phases,
         connections=table.take_positive_count("connections", 64, _MOST_CONNECTIONS),
         warmup_s=table.take_nonnegative_seconds("warmup_s", 2.0),
         settle_s=table.take_nonnegative_seconds("settle_s") if table.has_key("settle_s") else None,
         cycles=table.take_positive_count("cycles", 1, _MOST_CYCLES),
         capacity=_read_capacity_phase(table.take_table("capacity")),
+        objectives=tuple(
+            _read_objective(each, [phase.name for phase in phases], workload.list_operations())
+            for each in table.take_tables_or_empty("objectives")
+        ),
     )
     table.check_no_unknown_keys()
     if not scenario.phases:
@@ -214,6 +227,23 @@ def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
             phases.append(LoadPhase(label, kind, duration_s, number, of_capacity))
     table.check_no_unknown_keys()
     return phases
+
+
+def _read_objective(table: TomlTable, phases: Sequence[str], operations: Sequence[str]) -> LoadObjective:
+    """Read one table of `[[objectives]]`.
+
+    Args: phases, operations: those of the scenario.
+    """
+    try:
+        objective = parse_objective(table.take_text("bound"))
+    except ScenarioError:
+        raise
+    except ValueError as error:
+        raise ScenarioError(f"{table.location}: bound: {error}") from None
+    phase = table.take_one_of("phase", phases) if table.has_key("phase") else None
+    operation = table.take_one_of("operation", operations) if table.has_key("operation") else None
+    table.check_no_unknown_keys()
+    return replace(objective, phase=phase, operation=operation)
 
 
 def _parse_rate(where: str, rate: Any) -> tuple[float, bool]:

@@ -79,6 +79,10 @@ class Workload:
     max_bytes: int = 2**20
     pool: int = 64
 
+    def list_operations(self) -> list[str]:
+        """List the operations of the requests, sorted."""
+        return sorted({case.operation for case, _ in self.cases} if self.cases else self.mix)
+
     def draw_cases(self, seed: int) -> list[tuple[RequestCase, float]]:
         """Return the run's requests with their relative frequencies: those of the scenario, or `pool` random
         ones.

@@ -1,83 +1,35 @@
-"""Objectives of a run, such as `p99<20ms`, `errors<0.1%` and `rate>500`."""
+"""What a run measured of its objectives."""
 
 import math
-import re
-from dataclasses import dataclass
 
-from normload.measurements.tallies import RequestTotals
+from normload.load.objectives import LoadObjective
+from normload.measurements.results import RunResult
+from normload.measurements.tallies import compute_rate
 
-_OBJECTIVE = re.compile(
-    r"(?P<metric>p\d{1,2}(?:\.\d+)?|max|errors|rate)\s*(?P<relation><=|>=|<|>)\s*(?P<number>\d+(?:\.\d+)?)\s*"
-    r"(?P<unit>us|µs|ms|s|%|/s)?"
-)
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+Outcome = tuple[LoadObjective, float, bool]
+"""An objective, its value in a run, and whether it passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadObjective:
-    """A bound that a metric must satisfy over the whole run, such as p99<20ms.
+def evaluate_objective(objective: LoadObjective, result: RunResult) -> Outcome:
+    """Measure an objective over its phase and operation, or all of them; return it with its value and whether that
+    passes.
 
-    Attributes:
-        text: as given.
-        metric: p50, p99.9 etc. or max of latency in seconds; errors as a fraction of all requests; rate of
-            successful requests per second.
-        at_most: whether the bound is an upper one.
-        inclusive: whether a value equal to the bound passes.
-        bound: in the metric's unit.
+    The value is NaN for a latency without successful requests, for errors without requests, and for a phase that
+    did not run.
     """
-
-    text: str
-    metric: str
-    at_most: bool
-    inclusive: bool
-    bound: float
-
-    def compute_value(self, total: RequestTotals, rate: float) -> float:
-        """Compute the objective's metric from a run's totals and its rate.
-
-        Return NaN for a latency without successful requests, and for errors without requests.
-        """
-        if self.metric == "errors":
-            return total.errors / total.requests if total.requests else math.nan
-        if self.metric == "rate":
-            return rate
-        if self.metric == "max":
-            return total.latency.max_s if total.latency.count else math.nan
-        return total.latency.compute_percentile_s(float(self.metric[1:]))
-
-    def is_met(self, value: float) -> bool:
-        """Return whether a value is within the bound; NaN is not."""
-        if value == self.bound:
-            return self.inclusive
-        return value < self.bound if self.at_most else value > self.bound
-
-    def format_value(self, value: float) -> str:
-        """Format a value of the metric: latencies in ms, errors in per cent, the rate per second."""
-        if self.metric == "errors":
-            return f"{value:.3%}"
-        return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"
-
-
-def parse_objective(text: str) -> LoadObjective:
-    """Parse the text of an objective, such as "p99<20ms".
-
-    Raises:
-        ValueError: the text is not an objective.
-    """
-    match = _OBJECTIVE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"an objective must be like p99<20ms, errors<0.1% or rate>500, got {text!r}")
-    metric, unit, number = match["metric"], match["unit"], float(match["number"])
-    if metric == "errors":
-        if unit not in ("%", None):
-            raise ValueError(f"errors must be a share like 0.1%, got {text!r}")
-        bound = number / 100 if unit else number
-    elif metric == "rate":
-        if unit not in ("/s", None):
-            raise ValueError(f"rate must be a number a second like 500/s, got {text!r}")
-        bound = number
-    elif unit in _SECONDS:
-        bound = number * _SECONDS[unit]
-    else:
-        raise ValueError(f"{metric} must be a time like 20ms, got {text!r}")
-    return LoadObjective(text.strip(), metric, match["relation"][0] == "<", len(match["relation"]) == 2, bound)
+    parts = {part.name: part for part in result.summarise_phases()}
+    part = result.all_phases if objective.phase is None else parts.get(objective.phase)
+    value = math.nan
+    if part is not None:
+        total, in_time = part.total, part.in_time
+        if objective.operation is not None:
+            total, in_time = part.sum_operation(objective.operation)
+        if objective.metric == "errors":
+            value = total.errors / total.requests if total.requests else math.nan
+        elif objective.metric == "rate":
+            value = compute_rate(in_time.ok, part.duration_s)
+        elif objective.metric == "max":
+            value = total.latency.max_s if total.latency.count else math.nan
+        else:
+            value = total.latency.compute_percentile_s(float(objective.metric[1:]))
+    return objective, value, objective.is_met(value)

@@ -98,8 +98,10 @@ class _IntervalArrays:
         seconds: list[float] = []
         for phase in part.phases:
             found = phase.tally.sum_by_interval()
-            cells += [found.get(number, RequestTotals()) for number in range(INTERVALS)]
-            seconds += [phase.tally.interval_s] * INTERVALS
+            # Fewer of a run that was ended early.
+            count = max(1, min(INTERVALS, round(phase.phase.duration_s / phase.tally.interval_s)))
+            cells += [found.get(number, RequestTotals()) for number in range(count)]
+            seconds += [phase.tally.interval_s] * count
         self.seconds = np.asarray(seconds)
         self.ok = np.asarray([cell.ok for cell in cells], np.float64)
         self.requests = np.asarray([cell.requests for cell in cells], np.float64)
@@ -151,7 +153,7 @@ _METRICS = (
         "rate", True, lambda value: f"{value:.1f}/s", lambda times, of: _divide(times @ of.ok, times @ of.seconds)
     ),
     _ComparedMetric(
-        "end to end",
+        "served",
         True,
         lambda value: f"{value / 1e9:.3f} GB/s",
         lambda times, of: _divide(times @ of.moved, times @ of.seconds),
@@ -204,15 +206,21 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
     return changes
 
 
-def describe_offered_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
-    """Describe the phases whose offered loads differ by more than 5 %: their latencies are hardly comparable."""
+def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
+    """Describe the phases whose offered loads or durations differ by more than 5 %.
+
+    Latencies at different loads are hardly comparable.  In a longer phase the high percentiles are of more
+    requests, and effects of time, such as caches that fill, weigh differently.
+    """
     sentences = []
     for number, part in enumerate(before[0].summarise_phases()):
-        old, new = (
-            float(np.mean([run.summarise_phases()[number].offered for run in side])) for side in (before, after)
-        )
-        if abs(old - new) > _BETWEEN_RUNS * old:
-            sentences.append(f"{part.name}: offered {old:.1f}/s before and {new:.1f}/s after.")
+        old, new = ([run.summarise_phases()[number] for run in side] for side in (before, after))
+        offered = [float(np.mean([each.offered for each in side])) for side in (old, new)]
+        if abs(offered[0] - offered[1]) > _BETWEEN_RUNS * offered[0]:
+            sentences.append(f"{part.name}: offered {offered[0]:.1f}/s before and {offered[1]:.1f}/s after.")
+        seconds = [float(np.mean([each.duration_s for each in side])) for side in (old, new)]
+        if abs(seconds[0] - seconds[1]) > _BETWEEN_RUNS * seconds[0]:
+            sentences.append(f"{part.name}: {seconds[0]:.1f} s before and {seconds[1]:.1f} s after.")
     return sentences
 
 

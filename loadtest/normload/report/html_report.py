@@ -10,6 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from normload.measurements.objectives import Outcome
 from normload.measurements.results import PERCENTILES, PhaseResult, RunResult
 from normload.measurements.tallies import OK, RequestTotals, compute_rate
 from normload.report import report_tables
@@ -21,7 +22,7 @@ _WHOLE = 999
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
-def render_html(result: RunResult, outcomes: Sequence[report_tables.Outcome] = ()) -> str:
+def render_html(result: RunResult, outcomes: Sequence[Outcome] = ()) -> str:
     """Render a run as one HTML page.
 
     Args: outcomes: the run's objectives with their results.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from normload.measurements.objectives import LoadObjective
+from normload.measurements.objectives import Outcome
 from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
 from normload.measurements.tallies import OK, RequestTotals, compute_rate
 
@@ -21,9 +21,6 @@ OBJECTIVE_HEADINGS = ("objective", "measured", "result")
 
 # A server's description of itself may contain markup.
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|&"} | {"\n": " ", "\r": " "})
-
-Outcome = tuple[LoadObjective, float, bool]
-"""An objective, its value in a run, and whether it passed."""
 
 
 def make_phase_rows(result: RunResult) -> list[list[str]]:
@@ -44,7 +41,7 @@ def make_operation_rows(result: RunResult) -> list[list[str]]:
 def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Make a table row for each objective: its text, the measured value, and whether it passed."""
     return [
-        [objective.text, objective.format_value(value), "passed" if passed else "failed"]
+        [objective.label, objective.format_value(value), "passed" if passed else "failed"]
         for objective, value, passed in outcomes
     ]
 
@@ -93,15 +90,16 @@ def list_sentences(result: RunResult) -> list[str]:
 
 
 def _list_bandwidth_sentences(result: RunResult) -> list[str]:
-    """Describe two bandwidths, end to end and of the kernels, as fractions of their upper bounds.  An unknown
-    bandwidth is left out.
+    """Describe the served throughput and the bandwidth of the kernels, as fractions of their upper bounds.
+
+    An unknown one is left out.
     """
     sentences = []
     all_phases, echo = result.all_phases, result.echo
     if echo is not None and all_phases.bytes_per_second > 0:
         reached = max(part.bytes_per_second for part in result.summarise_phases())
         sentences.append(
-            f"End-to-end bandwidth: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "
+            f"Served throughput: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "
             f"loopback echo's {echo.bytes_per_second / 1e9:.2f} GB/s ({echo.pairs} pairs of sockets, messages of "
             f"{_format_bytes(echo.nbytes)}, median round trip {format_milliseconds(echo.p50_s)} ms)."
         )

@@ -12,11 +12,14 @@ from rich.table import Table
 
 from normload import load_run
 from normload.clients import client_worker
+from normload.measurements.objectives import Outcome
 from normload.measurements.results import RunResult
 from normload.report import report_tables
 
 # Width for output to a pipe or a file.
 _UNATTENDED_WIDTH = 120
+# Interval between lines about the progress where there is no terminal.
+LINE_S = 10.0
 
 
 def make_console() -> Console:
@@ -60,14 +63,55 @@ class ProgressBar(load_run.RunObserver):
         self._on_control(stop)
 
 
+class ProgressLines(load_run.RunObserver):
+    """Lines about a run's progress on a pipe or in a file: one for each stage, and one each ten seconds."""
+
+    def __init__(self, on_control: Callable[[Callable[[], None]], None]) -> None:
+        self._on_control = on_control
+        self._name = ""
+        self._duration_s: float | None = None
+        self._began = self._last = 0.0
+        self._requests = self._errors = 0
+
+    def begin_stage(self, name: str, duration_s: float | None) -> None:
+        """Write the name of a new stage, and its duration if it is known."""
+        self._name, self._duration_s = name, duration_s
+        self._began = self._last = time.perf_counter()
+        self._requests = self._errors = 0
+        self._write_line("begins" if duration_s is None else f"begins, {duration_s:.0f} s")
+
+    def add_progress(self, progress: client_worker.LoadProgress) -> None:
+        """Add requests that have ended to the stage's counts; write a line if the last one is ten seconds ago."""
+        self._requests += progress.requests
+        self._errors += progress.errors
+        now = time.perf_counter()
+        if now - self._last >= LINE_S:
+            self._last = now
+            of = "" if self._duration_s is None else f" of {self._duration_s:.0f}"
+            rate = self._requests / (now - self._began)
+            self._write_line(f"{now - self._began:.0f}{of} s, {rate:.0f}/s, {self._errors} errors")
+
+    def set_stop(self, stop: Callable[[], None]) -> None:
+        """Pass on the function that ends the run."""
+        self._on_control(stop)
+
+    def _write_line(self, text: str) -> None:
+        # Not stdout, which has the results.
+        print(f"normload: {self._name}: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def show_progress(
     console: Console, on_control: Callable[[Callable[[], None]], None]
 ) -> Iterator[load_run.RunObserver]:
-    """Show a progress bar while the `with` block runs; yield the observer that updates it.
+    """Show the progress while the `with` block runs, as a bar on a terminal and as lines elsewhere; yield the
+    observer that updates it.
 
     Args: on_control: receives the function that ends the run early.
     """
+    if not console.is_terminal:
+        yield ProgressLines(on_control)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -96,7 +140,7 @@ def print_result(console: Console, result: RunResult) -> None:
         _print_line(console, remark, "yellow")
 
 
-def print_objectives(console: Console, outcomes: Sequence[report_tables.Outcome]) -> None:
+def print_objectives(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print each objective with its measured value."""
     for text, measured, verdict in report_tables.make_objective_rows(outcomes):
         _print_line(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")

@@ -142,6 +142,38 @@ def test_what_means_nothing_is_refused_and_said(text, said):
         parse_scenario("mine", text)
 
 
+def test_objectives_are_of_the_run_of_a_phase_or_of_an_operation():
+    text = """
+        [workload]
+        mix = { layer_norm = 1, "rms_norm/backward" = 1 }
+
+        [[objectives]]
+        bound = "errors<0.1%"
+
+        [[objectives]]
+        bound = "p99 < 20ms"
+        phase = "steady"
+        operation = "rms_norm/backward"
+        """
+    objectives = parse_scenario("mine", text + STEADY).objectives
+    assert [each.label for each in objectives] == ["errors<0.1%", "p99 < 20ms of rms_norm/backward in steady"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('bound = "p99<20"', "[[objectives]] 1: bound: p99 must be a time like 20ms"),
+        ('bound = "p99<20ms"\nphase = "later"', "phase must be one of steady"),
+        ('bound = "p99<20ms"\noperation = "softmax"', "operation must be one of"),
+        ('bound = "p99<20ms"\noperations = "layer_norm"', "did you mean operation?"),
+        ("", "bound is missing"),
+    ],
+)
+def test_an_objective_that_means_nothing_is_refused_and_said(line, said):
+    with pytest.raises(ScenarioError, match=re.escape(said)):
+        parse_scenario("mine", f"{STEADY}\n[[objectives]]\n{line}\n")
+
+
 def test_the_smallest_sizes_are_sizes():
     workload = parse_scenario("mine", "[workload]\nmin_kib = 1e-30\nmax_mib = 1e-30\npool = 3" + STEADY).workload
     assert all(case.make_tensors()["x"].nbytes <= 4 * max(case.shape) for case, _ in workload.draw_cases(0))

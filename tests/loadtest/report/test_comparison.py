@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_higher_latencies_are_worse_and_lower_ones_better():
 
 def test_fewer_answers_are_worse():
     found = changed(made_result(latencies(0)), made_result(latencies(1, count=3000)))
-    assert found.keys() == {"rate", "end to end"}
+    assert found.keys() == {"rate", "served"}
     assert all(change.is_worse for change in found.values())
 
 
@@ -59,10 +60,18 @@ def test_runs_of_different_scenarios_are_not_compared():
 
 def test_other_loads_are_said():
     before, after = made_result([0.01], rate=100.0), made_result([0.01], rate=150.0)
-    assert comparison.describe_offered_load_differences([before], [before]) == []
-    assert comparison.describe_offered_load_differences([before], [after]) == [
+    assert comparison.describe_load_differences([before], [before]) == []
+    assert comparison.describe_load_differences([before], [after]) == [
         "steady: offered 100.0/s before and 150.0/s after."
     ]
+
+
+def test_other_durations_are_said():
+    before, after = made_result([0.01]), made_result([0.01])
+    (only,) = after.phases
+    only.phase = replace(only.phase, duration_s=2 * only.phase.duration_s)
+    (sentence,) = comparison.describe_load_differences([before], [after])
+    assert sentence == f"steady: {only.phase.duration_s / 2:.1f} s before and {only.phase.duration_s:.1f} s after."
 
 
 def several(seed, slower=1.0, between=0.03, runs=3, count=400):

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from normload.measurements.objectives import parse_objective
+from normload.load.objectives import parse_objective
+from normload.measurements.objectives import evaluate_objective
 from normload.report import csv_report, html_report, report_tables
 
 from tests.loadtest.conftest import made_result
@@ -24,8 +25,7 @@ def result():
 @pytest.fixture
 def outcomes(result):
     objectives = map(parse_objective, ("p99<1ms", "errors<50%"))
-    values = [(each, each.compute_value(result.all_phases.total, result.all_phases.rate)) for each in objectives]
-    return [(each, value, each.is_met(value)) for each, value in values]
+    return [evaluate_objective(each, result) for each in objectives]
 
 
 def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):

@@ -153,9 +153,9 @@
     shown.push(
       plot({
         ...over,
-        title: "End-to-end bandwidth: bytes of requests and responses",
+        title: "Served throughput: bytes of requests and responses",
         note: bound("the loopback echo", time.ceilings.echo),
-        columns: { "end to end": time.bandwidth },
+        columns: { served: time.bandwidth },
         unit: "GB/s",
       })
     );
