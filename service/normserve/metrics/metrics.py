@@ -36,6 +36,11 @@ class Metrics:
         )
         for reason in SPANS_DROPPED:
             self._dropped_spans(reason)
+        self._restarts = make.add_counter(
+            "child_restarts_total",
+            "Restarts of each process that another process of the server starts, by its name in the log.",
+            ("child",),
+        )
         self._state_gauges = StateGauges(make)
         self.families = tuple(make.families)
         self._exposition = TextExposition(self.families, {} if process is None else {"process": process})
@@ -130,6 +135,10 @@ class Metrics:
     def observe_refused_connection(self, reason: str) -> None:
         """Count a connection that was refused; `reason` names the setting."""
         self._request_metrics.refused_connections(reason).inc()
+
+    def observe_restarts(self, child: str, count: int = 1) -> None:
+        """Count the restarts of a process of this server; none creates its series."""
+        self._restarts(child).inc(count)
 
     def observe_unread_response_disconnect(self) -> None:
         """Count a client that disconnected after its entire response was written to the socket, but before it

@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class FleetPosition:
         restarts: how often the process with this index has ended unexpectedly.
         folder: the folder of the fleet's sockets and registered layers.
         is_visible_to_clients: whether clients see which process is which.
+        children: the names of the supervisor's children without a device, whose restarts this process counts.
     """
 
     index: int
@@ -59,6 +60,7 @@ class FleetPosition:
     restarts: int
     folder: Path
     is_visible_to_clients: bool = True
+    children: Sequence[str] = ()
 
     def get_socket_path(self, index: int) -> Path:
         """Return the path of the socket on which the process with this index listens."""

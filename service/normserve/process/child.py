@@ -33,6 +33,11 @@ _REASONS = {number: reason for reason, number in REFUSED.items()}
 _RELINK_PAUSE_S = 0.5
 
 
+def name_owner(index: int) -> str:
+    """Return the name, in logs and metrics, of a process that owns a device."""
+    return f"process {index}"
+
+
 @dataclasses.dataclass
 class HandedConnection:
     """A client's connection that the supervisor has sent to a child process, kept until the connection has ended.

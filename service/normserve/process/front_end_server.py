@@ -47,6 +47,7 @@ class FrontEndServer(HttpServer):
             is_stalled=lambda: False,
             on_connection=self._serve_handed_over,
             on_refused=lambda reason: None,
+            on_restarted=lambda child: None,
             on_link=front_end.connect_owner,
             on_closed=self._start_drain,
         )

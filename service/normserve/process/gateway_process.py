@@ -20,6 +20,9 @@ from normserve.settings import Settings, make_device_environment
 
 log = logging.getLogger(__name__)
 
+GATEWAY = "gateway"
+"""The gateway's name among the processes whose restarts are counted."""
+
 _MODULE = "normserve.process.gateway_process"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
@@ -35,6 +38,7 @@ class GatewayProcess:
     Attributes:
         is_stopping: whether it was asked to stop.
         on_misconfigured: called once if the first process cannot start with its settings, as if its port is in use.
+        on_restarted: called each time before the process is started again.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -42,6 +46,7 @@ class GatewayProcess:
         self._subprocess: asyncio.subprocess.Process | None = None
         self.is_stopping = False
         self.on_misconfigured: Callable[[], None] = lambda: None
+        self.on_restarted: Callable[[], None] = lambda: None
 
     async def keep_running(self) -> None:
         """Run the process, and start it again whenever it ends, after a pause that grows.  Return when it was asked
@@ -59,6 +64,7 @@ class GatewayProcess:
             has_started = True
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
             log.error("the gateway of gRPC ended with code %d and is started again in %.1f s", code, pause)
+            self.on_restarted()
             await asyncio.sleep(pause)
 
     def request_stop(self) -> None:

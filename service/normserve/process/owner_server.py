@@ -26,13 +26,14 @@ from normserve.http.relay.relay_server import RelayServer
 from normserve.local.local_server import LocalServer
 from normserve.logs import audit
 from normserve.metrics.request_metrics import RequestRecord
+from normserve.process.child import name_owner
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
     raise_descriptor_limit_for_connections,
 )
 from normserve.process.exit_codes import ExitCode
-from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
+from normserve.process.gateway_process import GATEWAY, GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
 from normserve.process.listeners import (
     ListenError,
@@ -123,6 +124,8 @@ class OwnerServer(HttpServer):
             accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
             self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
         if self._gateway is not None:
+            self._services.metrics.observe_restarts(GATEWAY, 0)
+            self._gateway.on_restarted = functools.partial(self._services.metrics.observe_restarts, GATEWAY)
             self._gateway.on_misconfigured = lambda: self._schedule_failure_exit(ExitCode.MISCONFIGURED)
             self._gateway_task = asyncio.get_running_loop().create_task(self._gateway.keep_running())
         self._start_task(self._announce_or_end_when_warm())
@@ -195,12 +198,17 @@ class OwnerServer(HttpServer):
         """Make the channel over which the supervisor sends connections to this process.  When the supervisor
         ends, this process drains as well.
         """
-        service = self._services
+        service, place = self._services, self._services.sibling_processes.position
+        assert place is not None
+        service.metrics.observe_restarts(name_owner(place.index), place.restarts)
+        for child in place.children:
+            service.metrics.observe_restarts(child, 0)
         return SupervisorChannel(
             channel,
             is_stalled=lambda: service.stall_detector.is_stalled,
             on_connection=self._serve_handed_over,
             on_refused=service.metrics.observe_refused_connection,
+            on_restarted=lambda child: service.metrics.observe_restarts(place.children[child]),
             on_link=self._relay_server.serve_front_end,
             on_closed=self._start_drain,
         )

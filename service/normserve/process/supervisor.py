@@ -23,14 +23,14 @@ from typing import Any
 
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.peers.sibling_processes import FleetPosition
-from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit
+from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit, name_owner
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
     raise_descriptor_limit_for_connections,
 )
 from normserve.process.exit_codes import ExitCode
-from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
+from normserve.process.gateway_process import GATEWAY, GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.listeners import (
     ListenError,
     make_url,
@@ -39,7 +39,7 @@ from normserve.process.listeners import (
     print_url_and_example,
 )
 from normserve.process.local_setup import make_local_limits
-from normserve.process.supervisor_channel import BEAT_S, LINK, REFUSED
+from normserve.process.supervisor_channel import BEAT_S, LINK, REFUSED, RESTARTED
 from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class FleetSupervisor:
         # Connections that a process had not received when it ended.
         self._retry_tasks: set[asyncio.Task[None]] = set()
         self._gateway: GatewayProcess | None = None
+        # Restarts that are counted once a process that owns a device runs.
+        self._unsent_restarts: list[str] = []
         self._stop_event = asyncio.Event()
         self._exit_code = 0
 
@@ -107,6 +109,7 @@ class FleetSupervisor:
             self._gateway = make_gateway_process(self._settings, listeners)
             if self._gateway is not None:
                 self._gateway.on_misconfigured = self._end_as_misconfigured
+                self._gateway.on_restarted = functools.partial(self._report_restart, GATEWAY)
             speaking = None if self._gateway is None else asyncio.create_task(self._gateway.keep_running())
             serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
             await asyncio.gather(*(self._keep_running(process) for process in self._owners))
@@ -139,6 +142,8 @@ class FleetSupervisor:
                     self._drain_owners_or_stop_all()
                 return
             process.restarts += 1
+            if process in self._front_ends:
+                self._report_restart(process.name)
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
             ended = {**process.log_fields, **describe_exit(code)}
             log.error("%s ended and is started again in %.1f s", process.name, pause, extra={"fields": ended})
@@ -193,6 +198,9 @@ class FleetSupervisor:
             pairs = [(process, owner) for owner in self._owners]
         else:
             pairs = [(front_end, process) for front_end in self._front_ends]
+            unsent, self._unsent_restarts = self._unsent_restarts, []
+            for child in unsent:
+                self._report_restart(child)
         for front_end, owner in pairs:
             if front_end.is_reachable and owner.is_reachable:
                 here, there = socket.socketpair()
@@ -266,6 +274,15 @@ class FleetSupervisor:
         """
         any(process.send_message(REFUSED[reason]) for process in self._owners)
 
+    def _report_restart(self, child: str) -> None:
+        """Report that a child without a device is started again, for the metrics of a process that owns one.
+
+        While none runs, the report waits.  Processes with a device know their own restarts.
+        """
+        message = RESTARTED + list_children(self._settings).index(child)
+        if not any(process.send_message(message) for process in self._owners):
+            self._unsent_restarts.append(child)
+
     async def _announce_when_all_ready(self, listener: socket.socket) -> None:
         """Wait until every process has been ready once, then log and print the server's URL."""
         for process in self._processes:
@@ -276,6 +293,16 @@ class FleetSupervisor:
         print_url_and_example(self._settings, url)
 
 
+def list_children(settings: Settings) -> list[str]:
+    """List the names of the supervisor's children without a device: front ends, and the gateway of gRPC."""
+    front_ends = [_name_front_end(index) for index in range(settings.frontend_count)]
+    return front_ends if settings.grpc_port is None else [*front_ends, GATEWAY]
+
+
+def _name_front_end(index: int) -> str:
+    return f"front end {index}"
+
+
 def _make_owner_slots(settings: Settings, folder: Path) -> list[ChildSlot]:
     """Make a supervisor's slot for each device, in which a process that owns the device will run."""
     # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
@@ -283,13 +310,19 @@ def _make_owner_slots(settings: Settings, folder: Path) -> list[ChildSlot]:
 
     def make_arguments(index: int, restarts: int) -> object:
         place = FleetPosition(
-            index, len(devices), devices[index], restarts, folder, is_visible_to_clients=bool(settings.devices)
+            index,
+            len(devices),
+            devices[index],
+            restarts,
+            folder,
+            is_visible_to_clients=bool(settings.devices),
+            children=list_children(settings),
         )
         return _make_owner_settings(settings, devices[index], len(devices)), place
 
     return [
         ChildSlot(
-            f"process {index}", OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
+            name_owner(index), OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
         )
         for index in range(len(devices))
     ]
@@ -299,7 +332,7 @@ def _make_front_end_slots(settings: Settings) -> list[ChildSlot]:
     """Make a supervisor's slot for each front end process; none if the settings have no front ends."""
     return [
         ChildSlot(
-            f"front end {index}",
+            _name_front_end(index),
             FRONT_END,
             functools.partial(_make_front_end_arguments, settings, index),
             "cpu",

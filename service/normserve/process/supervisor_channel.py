@@ -39,6 +39,11 @@ has the metrics.
 
 _REASONS = {number: reason for reason, number in REFUSED.items()}
 
+RESTARTED = 2**63
+"""The message that a child of the supervisor without a device is started again, to which the child's index in
+`FleetPosition.children` is added.  A process that owns a device counts it.
+"""
+
 _BEYOND = {"max_connections": 2**62, "max_connections_per_address": 2**61}
 # Numbers that are no connection's begin here.
 _SPECIAL = 2**63
@@ -162,6 +167,7 @@ class SupervisorChannel:
         is_stalled: Callable[[], bool],
         on_connection: Callable[[socket.socket, Callable[[], None], str | None], None],
         on_refused: Callable[[str], None],
+        on_restarted: Callable[[int], None],
         on_link: Callable[[socket.socket], None],
         on_closed: Callable[[], None],
     ) -> None:
@@ -170,6 +176,8 @@ class SupervisorChannel:
         on_connection: serves a connection; calls its second argument when the connection has ended.  The third
             one is the limit that the connection exceeds, None if there is none.
         on_refused: called when the other process refused a connection; the argument names the setting.
+        on_restarted: called when another child of the supervisor was started again, with its index in
+            `FleetPosition.children`.
         on_link: receives one end of the link between a front end and a process that owns a device.
         on_closed: called when the other process has ended.
         """
@@ -178,6 +186,7 @@ class SupervisorChannel:
         self._is_stalled = is_stalled
         self._on_connection = on_connection
         self._on_refused = on_refused
+        self._on_restarted = on_restarted
         self._on_link = on_link
         self._on_closed = on_closed
         self._is_ready = False
@@ -221,6 +230,8 @@ class SupervisorChannel:
         number, beyond = decode_connection(message)
         if (reason := _REASONS.get(number)) is not None:
             self._on_refused(reason)
+        elif RESTARTED <= number < LINK:
+            self._on_restarted(number - RESTARTED)
         elif not descriptors:
             self._throttled_log.warning("a connection was lost: no descriptor is free")
             if number != LINK:

@@ -1,13 +1,17 @@
 """What holds for the whole process that serves."""
 
 import asyncio
+import re
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import uvicorn
 from normserve.http.app import create_app
+from normserve.peers.sibling_processes import FleetPosition, SiblingProcesses
 from normserve.process import owner_server
+from normserve.process.supervisor_channel import RESTARTED, send_with_socket
 from normserve.settings import Settings
 
 
@@ -34,8 +38,25 @@ def channel():
 
 
 def running_on(channel: socket.socket) -> owner_server.OwnerServer:
-    app = create_app(Settings(backend="torch"))
+    place = FleetPosition(0, 1, "cpu", 2, Path("/"), children=["front end 0", "gateway"])
+    app = create_app(Settings(backend="torch"), siblings=SiblingProcesses(place))
     return owner_server.OwnerServer(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel, None)
+
+
+def test_restarts_of_each_process_of_the_server_are_in_its_metrics(channel):
+    async def play() -> set[str]:
+        running = running_on(channel[0])
+        running._channel.start()
+        send_with_socket(channel[1], RESTARTED + 1)
+        await asyncio.sleep(0.05)
+        text = running._services.metrics.render().decode()
+        return set(re.findall(r"^normserve_child_restarts_total(.*)$", text, re.MULTILINE))
+
+    assert asyncio.run(play()) == {
+        '{process="0",child="process 0"} 2.0',
+        '{process="0",child="front end 0"} 0.0',
+        '{process="0",child="gateway"} 1.0',
+    }
 
 
 def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch, switch_interval):

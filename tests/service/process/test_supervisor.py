@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 from normserve.process import supervisor
-from normserve.process.supervisor import FleetSupervisor
-from normserve.process.supervisor_channel import REFUSED
+from normserve.process.supervisor import FleetSupervisor, list_children
+from normserve.process.supervisor_channel import REFUSED, RESTARTED
 from normserve.settings import Settings
 
 from tests.service.process.fake_processes import FakeProcesses
@@ -71,6 +71,36 @@ def test_the_first_that_failed_decides(fleet, later):
 
     asyncio.run(run())
     assert fleet._exit_code == 2
+
+
+def test_restarts_are_reported_to_an_owner_once_one_runs(tmp_path):
+    fleet = FleetSupervisor(Settings(devices="cpu", frontends="2", grpc_port=1), tmp_path)
+    assert list_children(fleet._settings) == ["front end 0", "front end 1", "gateway"]
+    (owner,) = fleet._owners
+    sent: list[int] = []
+    fleet._report_restart("front end 1")
+    owner.send_message = lambda number, along=None: sent.append(number) is None
+    fleet._link_process(owner)
+    fleet._report_restart("gateway")
+    assert sent == [RESTARTED + 1, RESTARTED + 2]
+
+
+def test_each_restart_of_a_front_end_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
+    fleet = FleetSupervisor(Settings(frontends="1"), tmp_path)
+    (front_end,), (owner,) = fleet._front_ends, fleet._owners
+    front_end.ready_event.set()
+    sent: list[int] = []
+    owner.send_message = lambda number, along=None: sent.append(number) is None
+
+    async def run() -> int:
+        if len(sent) == 2:
+            fleet._drain_owners_or_stop_all()
+        return -signal.SIGKILL
+
+    front_end.run_process = run
+    asyncio.run(asyncio.wait_for(fleet._keep_running(front_end), 10))
+    assert sent == [RESTARTED, RESTARTED]
 
 
 @pytest.fixture

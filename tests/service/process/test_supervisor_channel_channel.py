@@ -11,6 +11,7 @@ from normserve.process.supervisor_channel import (
     NOT_READY,
     READY,
     REFUSED,
+    RESTARTED,
     ReportReader,
     SupervisorChannel,
     encode_connection,
@@ -33,6 +34,7 @@ class Process:
         self.is_stalled = False
         self.came: list[tuple[socket.socket, object, str | None]] = []
         self.refused: list[str] = []
+        self.restarted: list[int] = []
         self.is_alone = asyncio.Event()
         self.links = []
         self.channel = SupervisorChannel(
@@ -40,6 +42,7 @@ class Process:
             is_stalled=lambda: self.is_stalled,
             on_connection=lambda *come: self.came.append(come),
             on_refused=self.refused.append,
+            on_restarted=self.restarted.append,
             on_link=self.links.append,
             on_closed=self.is_alone.set,
         )
@@ -132,8 +135,11 @@ def test_the_end_of_a_process_that_has_left_reports_unread_is_told(loop):
             process.channel.start()
             for _ in range(3):
                 send_with_socket(there, REFUSED["max_connections"])
+            for child in (1, 0, 1):
+                send_with_socket(there, RESTARTED + child)
             there.close()
             await asyncio.wait_for(process.is_alone.wait(), 10)
         assert process.refused == 3 * ["max_connections"]
+        assert process.restarted == [1, 0, 1]
 
     loop(play())

@@ -96,8 +96,12 @@ class RelayServer:
         return sum([each.connection_count for each in self._front_ends])
 
     def describe_front_ends(self) -> list[dict[str, int]]:
-        """Return the index and process id of each connected front end, sorted by index."""
-        there = sorted((each.hello.index, each.hello.pid) for each in self._front_ends)
+        """Return the index and process id of each connected front end, sorted by index.
+
+        The link of one that starts is there before its first message, which has both.
+        """
+        hellos = [each.hello for each in self._front_ends if each.hello is not None]
+        there = sorted((hello.index, hello.pid) for hello in hellos)
         return [{"index": index, "pid": pid} for index, pid in there]
 
     def serve_front_end(self, connected: socket.socket) -> None:
@@ -247,7 +251,7 @@ class _FrontEndSession:
     """The link to one front end, and its requests in progress.
 
     Attributes:
-        hello: the front end's index and process id.
+        hello: the front end's index and process id; None before its first message.
         connection_count: the number of clients that are connected to the front end.
         on_lost: called when the link has ended.
     """
@@ -263,7 +267,7 @@ class _FrontEndSession:
         polling: BusyPoller | None,
     ) -> None:
         self.slab_pool = slabs
-        self.hello = relay_messages.FrontEndHello(-1, 0)
+        self.hello: relay_messages.FrontEndHello | None = None
         self.connection_count = 0
         self.on_lost: Callable[[], None] = lambda: None
         self._shared_slabs = shared
