@@ -33,11 +33,21 @@ The values of all labels are limited, so that clients cannot create new series:
   requests under `/v2` `oip`, or `grpc` if the gateway of gRPC passes them on, or `oip_shm` and `oip_cuda` if they
   use or register regions of shared memory or of CUDA memory;
 - `code`: the HTTP status; 499 if the client disconnected;
+- `code_class`: its class: `2xx` results, `4xx` what the client did or may repeat, `5xx` what the server did;
+- `child`: a process that another one of the server starts, as the log names it, and `gateway` for that of gRPC;
 - `key`: the name of an API key that the server has known since its start.
 
 `rate(normserve_kernel_bytes_total)` divided by `rate(normserve_kernel_seconds_total)` is the mean bandwidth of the
 kernels. Divided by `normserve_device_copy_bandwidth_bytes_per_second`, it is the fraction of a copy's bandwidth.
-The buckets of durations double from 10 µs to 20 s.
+The buckets of durations double from 10 µs to 5.6 minutes, which is beyond the default of `--transfer-timeout-s`.
+Those of kernel bandwidth double from 1 MB/s to 1 GB/s; from there to 8 TB/s each is 1.25 times the one below, so
+that a loss of a fifth is a bucket.
+
+Two quantities are bytes a second of requests. The *request bandwidth* is that of one request: the bytes of its
+bodies over its duration (`normserve_request_bandwidth_bytes_per_second`). The *served throughput* is that of the
+server, the bytes of all requests over the time:
+`sum(rate(normserve_body_bytes_total{op=~".*_norm(_chain)?"}[1m]))`. With several requests at once, the throughput
+is larger. It is what `normload` reports, except that `normload` leaves out requests without a result.
 
 With `--devices`, each process returns the metrics of all processes: each series has the additional label `process`,
 and `normserve_process_up` is 1 for the processes that respond. Metrics that begin with `process_` are those of the

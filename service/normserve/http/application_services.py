@@ -93,6 +93,7 @@ class ApplicationServices:
             settings.timeout_ms,
             self.tracer,
             settings.access_log,
+            settings.access_log_probes,
         )
         self._keys_file = None if settings.api_keys_file is None else KeysFileReader(settings.api_keys_file)
         self.keyring = self._load_keyring()

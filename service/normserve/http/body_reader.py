@@ -61,7 +61,8 @@ class BodyReader:
         exchange.services.engine.require_ready(is_call_in_progress=is_of_gateway)
         body = await self.admit_and_receive_body(exchange)
         exchange.mark_in_progress()
-        exchange.record_received(exchange.incoming_body.receive_s)
+        reception = exchange.incoming_body
+        exchange.record.record_received(reception.receive_s, is_relayed=reception.is_relayed)
         return body
 
     async def admit_and_receive_body(self, exchange: HttpExchange) -> memoryview:

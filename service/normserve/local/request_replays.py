@@ -322,6 +322,10 @@ def _compute_stage_and_total_durations(samples: list[Sample]) -> RequestTimes:
         "copy_in": copy_in,
         "kernel": kernel,
         "copy_out": copy_out,
+        "resume": [
+            max(0.0, end - sum(spans))
+            for end, *spans in zip(answering, launched, copy_in, kernel, copy_out, strict=True)
+        ],
         "send": [each - before for before, each in zip(answering, ended, strict=True)],
     }
     return RequestTimes(stages, [each - before for before, each in zip(received, ended, strict=True)])

@@ -7,7 +7,11 @@ from normserve.jobs.job import Batch, BatchResult, NormJob, Op, PassDirection
 from normserve.memory.tensors import DType
 from normserve.metrics.registry import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
-_BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
+# Bytes per second, from 1 MB/s to 8 TB/s.  From 1 GB/s on, a loss of a fifth is a bucket.
+_BANDWIDTH_BUCKETS = (
+    *[1e6 * 2**k for k in range(10)],
+    *[float(round(8e12 * 0.8**k)) for k in range(40, -1, -1)],
+)
 _BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))
 _BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from normserve.admission import revocation
-from normserve.errors import NormserveError
+from normserve.errors.problems import STATUSES
 from normserve.jobs.job import NormResult
 from normserve.metrics.instruments import Exemplar
 from normserve.metrics.registry import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
@@ -24,7 +24,11 @@ CLIENT_LEFT = 499
 REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address", "local_connections")
 REJECTIONS = ("overloaded", "rate_limited", "draining", "not_ready", "too_large", "deadline_exceeded")
 
-_DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(22))
+#: Routes that machines ask on their own, again and again.
+PROBES = frozenset(("livez", "readyz", "metrics"))
+
+# Up to the first beyond five minutes, the default of `--transfer-timeout-s`.
+_DURATION_BUCKETS = tuple(1e-5 * 2**k for k in range(26))
 _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
 
 
@@ -42,7 +46,8 @@ class RequestRecord:
         current_stage: the stage that the request is in, in case it is aborted.
         received_bytes, sent_bytes: bytes of bodies.
         began_at: when its header was complete, by `time.perf_counter`.
-        duration_s: from then to its end.
+        ended_at: when the operating system took the last byte of its response; 0 if that never happened.
+        duration_s: from `began_at` to its end.
         rows: of x, of an operation that was admitted.
         launched_at, launch_bytes, kernel_bytes, batch_size: of its result, as in `NormResult`.
         response_began_at: when the writing of its response began, by `time.perf_counter`.
@@ -62,6 +67,7 @@ class RequestRecord:
     received_bytes: int = 0
     sent_bytes: int = 0
     began_at: float = field(default_factory=time.perf_counter)
+    ended_at: float = 0.0
     duration_s: float = 0.0
     rows: int = 0
     launched_at: float = 0.0
@@ -81,9 +87,45 @@ class RequestRecord:
         self.stage_seconds["copy_in"] = result.copy_in_s
         self.stage_seconds["kernel"] = result.kernel_s
         self.stage_seconds["copy_out"] = result.copy_out_s
+        launch_ended_at = result.started_at + result.copy_in_s + result.kernel_s + result.copy_out_s
+        self.stage_seconds["resume"] = max(0.0, response_began_at - launch_ended_at)
         self.launched_at, self.launch_bytes = result.started_at, result.launch_bytes
         self.kernel_bytes, self.batch_size = result.kernel_bytes, result.batch_size
         self.response_began_at = response_began_at
+
+    def record_received(self, receive_s: float, *, is_relayed: bool) -> None:
+        """Record that the body was received completely, and that its parsing begins.
+
+        Args:
+            receive_s: seconds from the end of the header to the last byte of the body.
+            is_relayed: whether another process received it, and this one has only now been told.
+        """
+        self.stage_seconds["recv"] = receive_s
+        if is_relayed:
+            self.stage_seconds["relay_in"] = max(0.0, time.perf_counter() - self.began_at - receive_s)
+        self.current_stage = "parse"
+
+    def record_parsed(self) -> None:
+        """Record that the request is parsed and waits for the device."""
+        relay_s = self.stage_seconds.get("relay_in", 0.0)
+        received_at = self.began_at + self.stage_seconds["recv"] + relay_s
+        self.stage_seconds["parse"] = time.perf_counter() - received_at
+        self.current_stage = "queue"
+
+    def record_sent(self, send_s: float, ended_at: float, *, is_relayed: bool) -> None:
+        """Record the transmission of the response, whose stages only an operation with a result has.
+
+        Args:
+            send_s: seconds from its first byte to its last one.
+            ended_at: when the operating system took the last one, by `time.perf_counter`; 0 if it did not.
+            is_relayed: whether another process has the client's connection.
+        """
+        self.ended_at = ended_at
+        if "kernel" in self.stage_seconds:
+            if is_relayed and ended_at:
+                serialized_at = self.response_began_at + self.stage_seconds["serialize"]
+                self.stage_seconds["relay_out"] = max(0.0, ended_at - send_s - serialized_at)
+            self.stage_seconds["send"] = send_s
 
 
 class RequestTimes(NamedTuple):
@@ -111,7 +153,7 @@ class RequestMetrics:
         self._duration = make.add_histogram(
             "request_duration_seconds",
             "From a request's header to the last byte of its response.",
-            labels,
+            (*labels, "code_class"),
             _DURATION_BUCKETS,
         )
         self._stage_duration = make.add_histogram(
@@ -119,11 +161,21 @@ class RequestMetrics:
         )
         self._bandwidth = make.add_histogram(
             "request_bandwidth_bytes_per_second",
-            "Bytes of an operation's request and response over its wall time.",
+            "Request bandwidth: bytes of one operation's request and response, divided by its duration.",
             labels,
             _BANDWIDTH_BUCKETS,
         )
-        self._rejected = make.add_counter("rejected_total", "Requests rejected, by reason.", ("reason",))
+        self._body_bytes = make.add_counter(
+            "body_bytes_total",
+            "Bytes of request and response bodies; over shared memory, of tensors. The rate of those of operations "
+            "is the served throughput.",
+            (*labels, "direction"),
+        )
+        self._rejected = make.add_counter(
+            "rejected_total",
+            "Requests rejected, by reason and class of status, without probes and scrapes.",
+            ("reason", "code_class"),
+        )
         self.revoked_bodies = make.add_counter(
             "revoked_total", "Request bodies aborted in favour of other requests, by reason.", ("reason",)
         )
@@ -144,13 +196,14 @@ class RequestMetrics:
         )
         self._recorded: list[RequestRecord] = []
         # A rate sees the step from 0 to 1, and none from nothing to 1.
+        statuses = {error.code: status for error, status in STATUSES.items()}
         for reason in REJECTIONS:
-            self._rejected(reason)
+            self._rejected(reason, classify_status(statuses[reason]))
         for reason in revocation.REASONS:
             self.revoked_bodies(reason)
         for reason in REFUSED_CONNECTIONS:
             self.refused_connections(reason)
-        for cause in _list_error_codes(NormserveError):
+        for cause in statuses:
             self._errors(cause)
         for stage in ("recv", "parse", "queue", "send"):
             self.disconnects(stage)
@@ -169,7 +222,7 @@ class RequestMetrics:
         """Record a request that ends now.  The metrics are updated here once enough requests are recorded, or by
         `flush`.
         """
-        record.duration_s = time.perf_counter() - record.began_at
+        record.duration_s = (record.ended_at or time.perf_counter()) - record.began_at
         self._recorded.append(record)
         if len(self._recorded) >= COUNTED_AT_ONCE:
             self.flush()
@@ -211,8 +264,11 @@ class RequestMetrics:
         """
         count = len(times.durations_s)
         labels = (record.op, record.direction, record.transport)
+        code_class = classify_status(record.status)
         self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc(count)
-        self._duration(*labels).observe_many(times.durations_s)
+        self._duration(*labels, code_class).observe_many(times.durations_s)
+        self._body_bytes(*labels, "in").inc(sum(received))
+        self._body_bytes(*labels, "out").inc(sum(sent))
         for stage, seconds in times.stage_seconds.items():
             self._stage_duration(stage).observe_many(seconds)
         if record.key_name is not None:
@@ -221,8 +277,8 @@ class RequestMetrics:
             self._key_bytes(record.key_name, "out").inc(sum(sent))
         if record.error_code is not None:
             self._errors(record.error_code).inc(count)
-        if record.error_code in REJECTIONS:
-            self._rejected(record.error_code).inc(count)
+        if record.error_code in REJECTIONS and record.op not in PROBES:
+            self._rejected(record.error_code, code_class).inc(count)
         if record.status == CLIENT_LEFT:
             self.disconnects(record.current_stage).inc(count)
         elif record.status < 300 and "kernel" in times.stage_seconds:
@@ -235,12 +291,12 @@ class RequestMetrics:
         """Attach a traced request as an exemplar to the histogram buckets in which it was counted."""
         assert record.trace_id is not None
         observed = time.time() - (time.perf_counter() - record.began_at - record.duration_s)
-        duration = self._duration(record.op, record.direction, record.transport)
+        duration = self._duration(record.op, record.direction, record.transport, classify_status(record.status))
         duration.attach_exemplar(Exemplar(record.trace_id, record.duration_s, observed))
         for stage, seconds in record.stage_seconds.items():
             self._stage_duration(stage).attach_exemplar(Exemplar(record.trace_id, seconds, observed))
 
 
-def _list_error_codes(error: type[NormserveError]) -> set[str]:
-    """List the codes of an error and of all its subclasses."""
-    return {error.code}.union(*(_list_error_codes(each) for each in error.__subclasses__()))
+def classify_status(status: int) -> str:
+    """Return the class of an HTTP status, as in `2xx`."""
+    return f"{status // 100}xx"

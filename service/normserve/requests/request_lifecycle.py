@@ -4,7 +4,6 @@ The access log, with the logger `normserve.access`, has one line for each comple
 """
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from normserve.jobs.job import NormJob, NormResult
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
-from normserve.metrics.request_metrics import CLIENT_LEFT, RequestRecord
+from normserve.metrics.request_metrics import CLIENT_LEFT, PROBES, RequestRecord
 from normserve.requests.memory_admission import MemoryAdmission
 from normserve.traces.parent_span import make_log_fields
 
@@ -43,6 +42,7 @@ class RequestServices:
         timeout_ms: default limit of the time from a request's arrival to its start on the device.
         tracer: None if requests are not traced.
         is_logged: whether the access log has a line for each request.
+        logs_probes: whether it has one for probes and scrapes, too.
     """
 
     engine: Engine
@@ -53,6 +53,7 @@ class RequestServices:
     timeout_ms: float
     tracer: "RequestTracer | None" = None
     is_logged: bool = False
+    logs_probes: bool = True
 
 
 class RequestLifecycle(ABC):
@@ -121,11 +122,6 @@ class RequestLifecycle(ABC):
         )
         return permit
 
-    def record_received(self, seconds: float) -> None:
-        """Record that the body was received completely, `seconds` after the header."""
-        self.record.stage_seconds["recv"] = seconds
-        self.record.current_stage = "parse"
-
     def mark_in_progress(self) -> None:
         """Count the request as in progress, since it was received completely and the server owes it a response.
 
@@ -155,8 +151,7 @@ class RequestLifecycle(ABC):
         record = self.record
         self.services.memory_admission.charge_results_and_temporaries(self.permit, job, cost, body_bytes)
         record.dtype, record.rows = job.x.dtype.label, job.rows
-        record.stage_seconds["parse"] = time.perf_counter() - record.began_at - record.stage_seconds["recv"]
-        record.current_stage = "queue"
+        record.record_parsed()
 
     def charge_body_copy(self, nbytes: int) -> None:
         """Add the bytes of a copy of the body to the request's permit.
@@ -218,7 +213,7 @@ class RequestLifecycle(ABC):
         if services.tracer is not None and self.is_traced:
             services.tracer.end_span_if_sampled(record, self.headers, self.describe_span)
         services.metrics.observe_request(record)
-        if services.is_logged:
+        if services.is_logged and (services.logs_probes or record.op not in PROBES):
             log_request(*self.describe_log_target(), record, self.client_identity, self.log_fields)
 
     def _on_job_end(self, ended: NormResult | NormserveError) -> None:

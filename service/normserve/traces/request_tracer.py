@@ -32,6 +32,8 @@ from normserve.traces.parent_span import ParentSpan, parse_parent
 # A span costs the server about as much time as such a stage takes.
 SHORTEST_S = 20e-6
 
+LAUNCH_STAGES = ("copy_in", "kernel", "copy_out")
+
 # Requests of one launch end soon after one another; one that ends later links to the launch, and is not linked to.
 _LAUNCH_OPEN_S = 1.0
 
@@ -118,7 +120,7 @@ class RequestTracer:
         traced = record.span
         if not isinstance(traced, _RequestSpan):
             return
-        span, ended = traced.span, time.perf_counter()
+        span, ended = traced.span, record.ended_at or time.perf_counter()
 
         def at(moment: float) -> int:
             return traced.began_ns + _to_nanoseconds(moment - record.began_at)
@@ -156,7 +158,7 @@ class RequestTracer:
         """
         key = (record.launched_at, record.launch_bytes)
         if key not in self._launch_spans:
-            seconds = sum([record.stage_seconds[stage] for stage in ("copy_in", "kernel", "copy_out")])
+            seconds = sum([record.stage_seconds[stage] for stage in LAUNCH_STAGES])
             attributes: Attributes = {
                 "normserve.op": record.op,
                 "normserve.pass": record.direction,
@@ -234,9 +236,9 @@ def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageIn
     """
     queue = record.stage_seconds.get("queue", 0.0)
     stages = [
-        *_place_consecutively(record, record.began_at, "recv", "parse"),
-        *_place_consecutively(record, record.launched_at - queue, "queue", "copy_in", "kernel", "copy_out"),
-        *_place_consecutively(record, record.response_began_at, "serialize", "send"),
+        *_place_consecutively(record, record.began_at, "recv", "relay_in", "parse"),
+        *_place_consecutively(record, record.launched_at - queue, "queue", *LAUNCH_STAGES, "resume"),
+        *_place_consecutively(record, record.response_began_at, "serialize", "relay_out", "send"),
     ]
     if record.status < 400:
         return [

@@ -38,15 +38,15 @@ def busy(start_server):
 LINES = {
     "kernel": {f"{op}_norm {way}" for op in ("layer", "rms", "group") for way in ("forward", "backward")}
     | {"peak"},
-    "stages": {"recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send"},
+    "stages": {"recv", "parse", "queue", "copy_in", "kernel", "copy_out", "resume", "serialize", "send"},
     "latency": {"p50", "p99"},
     "requests": {"answered", "refused", "failed"},
-    "end-to-end": {"tcp"},
+    "throughput": {"tcp"},
 }
 FIGURES = {
     "#kernel": r"[\d.]+ [MG]B/s",
     "#share": r"\d+ % of peak bandwidth",
-    "#end-to-end": r"[\d.]+ [kMG]B/s",
+    "#throughput": r"[\d.]+ [kMG]B/s",
     "#requests": r"[\d.]+ /s",
     "#latency": r"[\d.]+ (µs|ms|s)",
     "#tail": r"median; p99 [\d.]+ (µs|ms|s)",

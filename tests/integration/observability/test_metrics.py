@@ -87,7 +87,7 @@ def test_counters_equal_what_was_sent(fresh):
     assert grown("normserve_errors_total", cause="malformed_payload") == 2
     # What was malformed had been received.
     assert grown("normserve_stage_duration_seconds_count", stage="recv") == 7 + 2
-    for stage in ("parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send"):
+    for stage in ("parse", "queue", "copy_in", "kernel", "copy_out", "resume", "serialize", "send"):
         assert grown("normserve_stage_duration_seconds_count", stage=stage) == 7
     assert grown("normserve_batch_requests_sum") == 7
     assert grown("normserve_request_bandwidth_bytes_per_second_count", **labels) == 7

@@ -19,7 +19,10 @@ from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import npy, packed, post
 from tests.integration.observability.load import IMAGES
 
-STAGES = ["recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send"]
+STAGES = [
+    *("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"),
+    *("resume", "serialize", "relay_out", "send"),
+]
 SERVER, INTERNAL = 2, 1
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -109,6 +112,21 @@ def test_stages_lie_one_behind_the_other_within_their_request(traced, collector,
     for earlier, later in itertools.pairwise(stages):
         # Rounded to nanoseconds one by one.
         assert earlier.ended <= later.began + 2
+
+
+def test_a_trace_of_a_front_end_ends_with_its_last_stage(launched, span_of):
+    with collecting() as there:
+        options = ("--frontends", "1", "--trace-endpoint", there.url, "--trace-ratio", "0")
+        with launched(*options, env=SOON).client() as http:
+            answer = post(http, content=npy(np.ones((1024, 1024), np.float32)), traceparent=SAMPLED)
+            span = span_of(answer, there)
+        stages = there.children(span)
+        names = [stage.name for stage in stages]
+        assert names == [name for name in STAGES if name in names]
+        assert {"relay_in", "relay_out"} <= set(names)
+        # Rounded to nanoseconds one by one.
+        assert names[-1] == "send"
+        assert span.ended == pytest.approx(stages[-1].ended, rel=0, abs=2)
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": UNSAMPLED}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 from normserve.jobs.device_description import DeviceDescription
@@ -12,6 +13,7 @@ from normserve.metrics.exposition import convert_to_open_metrics
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.registry import COUNTED_AT_ONCE
 from normserve.metrics.request_metrics import RequestRecord
+from normserve.settings import Settings
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -56,7 +58,8 @@ def test_every_name_and_label_is_one_of_the_projects_or_of_the_process(metrics):
 
 def test_errors_are_there_before_the_first(metrics):
     assert value(metrics, "errors_total", cause="device_failure") == 0
-    assert value(metrics, "rejected_total", reason="overloaded") == 0
+    assert value(metrics, "rejected_total", reason="overloaded", code_class="4xx") == 0
+    assert value(metrics, "rejected_total", reason="not_ready", code_class="5xx") == 0
     assert value(metrics, "revoked_total", reason="stalled") == value(metrics, "revoked_total", reason="share") == 0
 
 
@@ -96,7 +99,7 @@ def test_request_is_counted(metrics):
     metrics.observe_request(record)
     labels = {"op": "rms_norm", "pass": "backward", "transport": "tcp"}
     assert value(metrics, "requests_total", dtype="float16", code="200", **labels) == 1
-    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+    assert value(metrics, "request_duration_seconds_count", code_class="2xx", **labels) == 1
     assert value(metrics, "request_bandwidth_bytes_per_second_count", **labels) == 1
     assert value(metrics, "stage_duration_seconds_sum", stage="send") == 0.002
 
@@ -106,8 +109,44 @@ def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
     metrics.observe_request(RequestRecord("layer_norm", status=422, error_code="invalid_shape"))
     assert value(metrics, "errors_total", cause="overloaded") == 1
     assert value(metrics, "errors_total", cause="invalid_shape") == 1
-    assert value(metrics, "rejected_total", reason="overloaded") == 1
-    assert value(metrics, "rejected_total", reason="invalid_shape") is None
+    assert value(metrics, "rejected_total", reason="overloaded", code_class="4xx") == 1
+    assert value(metrics, "rejected_total", reason="invalid_shape", code_class="4xx") is None
+
+
+def test_durations_of_results_rejections_and_failures_are_apart(metrics):
+    labels = {"op": "layer_norm", "pass": "none", "transport": "tcp"}
+    for status in (200, 200, 429, 499, 503):
+        metrics.observe_request(RequestRecord("layer_norm", status=status))
+    counts = {
+        name: value(metrics, "request_duration_seconds_count", code_class=name, **labels)
+        for name in ("2xx", "4xx", "5xx")
+    }
+    assert counts == {"2xx": 2, "4xx": 2, "5xx": 1}
+
+
+@pytest.mark.parametrize("probe", ["livez", "readyz", "metrics"])
+def test_a_probe_that_fails_is_no_rejection(metrics, probe):
+    metrics.observe_request(RequestRecord(probe, status=503, error_code="not_ready"))
+    assert value(metrics, "rejected_total", reason="not_ready", code_class="5xx") == 0
+    assert value(metrics, "errors_total", cause="not_ready") == 1
+
+
+def test_bytes_of_bodies_need_no_key(metrics):
+    labels = {"op": "layer_norm", "pass": "forward", "transport": "unix"}
+    for _ in range(3):
+        metrics.observe_request(
+            RequestRecord("layer_norm", "forward", transport="unix", received_bytes=100, sent_bytes=10)
+        )
+    assert value(metrics, "body_bytes_total", direction="in", **labels) == 300
+    assert value(metrics, "body_bytes_total", direction="out", **labels) == 30
+
+
+def test_restarts_are_counted_by_process(metrics):
+    for child in ("front end 0", "front end 1"):
+        metrics.observe_restarts(child, 0)
+    metrics.observe_restarts("front end 1")
+    assert value(metrics, "child_restarts_total", child="front end 0") == 0
+    assert value(metrics, "child_restarts_total", child="front end 1") == 1
 
 
 def test_requests_are_counted_by_the_name_of_their_key(metrics):
@@ -198,17 +237,27 @@ def in_bucket(metrics, name: str, value: float) -> bool:
     return [each.value for each in buckets] == [float(float(each.labels["le"]) >= value) for each in buckets]
 
 
-def test_duration_buckets_double_from_ten_microseconds_to_twenty_seconds(metrics):
+def test_duration_buckets_double_from_ten_microseconds_to_the_longest_transfer(metrics):
     metrics.observe_request(RequestRecord("livez", status=200))
-    expected = [1e-5 * 2**k for k in range(22)]
-    assert bounds(metrics, "request_duration_seconds") == pytest.approx([*expected, float("inf")])
-    assert 20 < expected[-1] < 22
+    *found, last = bounds(metrics, "request_duration_seconds")
+    assert found == pytest.approx([1e-5 * 2**k for k in range(len(found))])
+    assert found[-2] < Settings().transfer_timeout_s < found[-1] < last == float("inf")
+
+
+def test_kernel_bandwidth_buckets_show_a_loss_of_a_fifth(metrics):
+    metrics.observe_launch(Batch((job(2, 4),)), BatchResult(({"y": tensor(2, 4)},), (64,), 0.0, 0.5, 0.0))
+    *found, _ = bounds(metrics, "kernel_bandwidth_bytes_per_second")
+    assert (found[0], found[-1]) == (1e6, 8e12)
+    ratios = [upper / lower for lower, upper in pairwise(found)]
+    assert max(ratios) < 2.1
+    # As fast as a device's memory.
+    assert max(ratio for ratio, lower in zip(ratios, found, strict=False) if lower > 1e9) == pytest.approx(1.25)
 
 
 def test_stage_buckets_are_those_of_durations(metrics):
     metrics.observe_request(RequestRecord("rms_norm", status=200, stage_seconds={"kernel": 0.001}))
     metrics.observe_request(RequestRecord("livez", status=200))
-    assert bounds(metrics, "stage_duration_seconds") == bounds(metrics, "request_duration_seconds")[:23]
+    assert bounds(metrics, "stage_duration_seconds") == bounds(metrics, "request_duration_seconds")[:27]
 
 
 def test_bandwidth_buckets_divide_a_decade_in_four_from_a_megabyte_to_a_hundred_gigabytes(metrics):
@@ -231,9 +280,18 @@ def answered(*, seconds_ago: float = 3.0, **changes) -> RequestRecord:
 
 def test_duration_is_from_the_header_to_the_end(metrics):
     metrics.observe_request(answered(seconds_ago=3.0))
-    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp", "code_class": "2xx"}
     assert value(metrics, "request_duration_seconds_sum", **labels) == pytest.approx(3.0, abs=1.0)
     assert in_bucket(metrics, "request_duration_seconds", 3.0)
+
+
+def test_duration_ends_with_the_last_byte_and_not_when_this_process_hears_of_it(metrics):
+    record = answered(seconds_ago=3.0)
+    record.record_sent(0.5, record.began_at + 2.0, is_relayed=False)
+    metrics.observe_request(record)
+    labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp", "code_class": "2xx"}
+    assert value(metrics, "request_duration_seconds_sum", **labels) == pytest.approx(2.0)
+    assert value(metrics, "stage_duration_seconds_sum", stage="send") == 0.5
 
 
 def test_stage_takes_the_seconds_that_were_measured(metrics):
@@ -264,7 +322,8 @@ def test_only_an_answer_that_a_kernel_computed_has_a_bandwidth(metrics, changes)
     metrics.observe_request(answered(**changes))
     labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
     assert value(metrics, "request_bandwidth_bytes_per_second_count", **labels) is None
-    assert value(metrics, "request_duration_seconds_count", **labels) == 1
+    code_class = f"{changes.get('status', 200) // 100}xx"
+    assert value(metrics, "request_duration_seconds_count", code_class=code_class, **labels) == 1
 
 
 def test_requests_that_ended_are_not_kept_until_a_scrape(metrics):

@@ -152,7 +152,7 @@ def test_work_is_counted_once_from_its_first_beginning_to_its_first_end():
 
 def test_a_received_body_is_in_the_record():
     request = Sent(Server().services)
-    request.record_received(0.25)
+    request.record.record_received(0.25, is_relayed=False)
     assert (request.record.stage_seconds["recv"], request.record.current_stage) == (0.25, "parse")
 
 
@@ -249,6 +249,20 @@ def test_errors_of_the_server_are_logged_with_whose_request_it_was(error, logger
     assert [record.name for record in caplog.records] == ([] if logger is None else [logger])
     for record in caplog.records:
         assert record.fields == {"request_id": "an-id", "key": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("logs_probes", "logged"), [(True, ["layer_norm", "livez", "readyz", "metrics"]), (False, ["layer_norm"])]
+)
+def test_the_access_log_leaves_out_probes_if_told_to(logs_probes, logged, caplog):
+    caplog.set_level(logging.INFO, "normserve.access")
+    server = Server()
+    for op in ("layer_norm", "livez", "readyz", "metrics"):
+        request = Sent(replace(server.services, is_logged=True, logs_probes=logs_probes))
+        request.record.op, request.record.status = op, len(op)
+        request.finish_request(is_delivered=True)
+    assert [each.fields["status"] for each in caplog.records] == list(map(len, logged))
+    assert len(server.records) == 4
 
 
 @pytest.mark.parametrize("is_logged", [False, True])

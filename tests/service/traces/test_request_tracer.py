@@ -1,5 +1,7 @@
 """From durations to times."""
 
+from itertools import pairwise
+
 import pytest
 from normserve.jobs.job import NormResult
 from normserve.metrics.request_metrics import RequestRecord
@@ -22,23 +24,37 @@ def test_a_result_has_every_stage():
         StageInterval("copy_in", 105.0, 105.25),
         StageInterval("kernel", 105.25, 107.25),
         StageInterval("copy_out", 107.25, 107.75),
+        StageInterval("resume", 107.75, 108.0),
         StageInterval("serialize", 108.0, 108.5),
         StageInterval("send", 108.5, 110.0),
     ]
     assert (done.launch_bytes, done.kernel_bytes, done.batch_size) == (128, 64, 2)
 
 
+def test_a_relayed_result_has_stages_without_a_gap():
+    done = record(status=200)
+    done.stage_seconds |= {"recv": 1.0, "relay_in": 0.5, "parse": 0.5}
+    done.record_result(NormResult({}, 3.0, 0.25, 2.0, 0.5, 64, 64, 1, started_at=105.0), response_began_at=108.0)
+    done.stage_seconds["serialize"] = 0.5
+    done.record_sent(1.5, 111.0, is_relayed=True)
+    stages = compute_stage_intervals(done, done.ended_at)
+    assert all(before.ended_at == after.began_at for before, after in pairwise(stages))
+    assert (stages[0].began_at, stages[-1].ended_at) == (done.began_at, done.ended_at)
+    assert [stage.name for stage in stages if stage.name.startswith("relay")] == ["relay_in", "relay_out"]
+
+
 def test_short_stages_are_left_out_except_for_the_kernel():
     short, long = SHORTEST_S / 2, SHORTEST_S * 2
     done = record(status=200, stage_seconds={"recv": 0.0, "parse": long})
     done.record_result(
-        NormResult({}, short, short, short, long, 64, 64, 1, started_at=105.0), response_began_at=108.0
+        NormResult({}, short, short, short, long, 64, 64, 1, started_at=105.0),
+        response_began_at=105.0 + 2 * short + long,
     )
     done.stage_seconds |= {"serialize": short, "send": long}
     stages = compute_stage_intervals(done, 110.0)
     assert [stage.name for stage in stages] == ["parse", "kernel", "copy_out", "send"]
     # Those that follow one that is left out begin at its end.
-    began = [100.0, 105.0 + short, 105.0 + 2 * short, 108.0 + short]
+    began = [100.0, 105.0 + short, 105.0 + 2 * short, 105.0 + 3 * short + long]
     assert [stage.began_at for stage in stages] == pytest.approx(began, rel=0, abs=1e-9)
 
 

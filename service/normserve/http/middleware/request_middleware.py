@@ -134,8 +134,9 @@ class RequestMiddleware:
         """Complete the request's record and report it; for a layer change, also write an audit log entry."""
         record = exchange.record
         record.received_bytes = exchange.incoming_body.received_bytes
-        if outgoing.has_started and "kernel" in record.stage_seconds:
-            record.stage_seconds["send"] = exchange.response_sender.send_s
+        if outgoing.has_started:
+            sender = exchange.response_sender
+            record.record_sent(sender.send_s, sender.ended_at, is_relayed=sender.is_relayed)
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
         if record.op == LAYERS:

@@ -11,13 +11,17 @@ const EVERY_MS = 2000;
 const WINDOW = 3;
 const PATIENCE_MS = 5000;
 
-const STAGES = ["recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send"];
+const STAGES = [
+  ...["recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"],
+  ...["resume", "serialize", "relay_out", "send"],
+];
 const OPERATIONS = ["layer_norm", "rms_norm", "group_norm"].flatMap((op) => [`${op} forward`, `${op} backward`]);
 const OUTCOMES = { 2: "answered", 4: "refused", 5: "failed" };
 const LEFT = "client left";
 const PEAK = "peak";
 
 const isOperation = (labels) => labels.op.endsWith("_norm");
+const isResult = (labels) => isOperation(labels) && labels.code_class === "2xx";
 const operation = (labels) => `${labels.op} ${labels.pass}`;
 const outcome = ({ op, code }) => {
   if (!isOperation({ op })) return null;
@@ -29,7 +33,7 @@ const plots = {
   stages: new Plot("plot-stages", units.duration, { stacked: true, known: STAGES }),
   latency: new Plot("plot-latency", units.duration, { known: ["p50", "p99"] }),
   requests: new Plot("plot-requests", units.rate, { known: ["answered", "refused", LEFT, "-", "failed"] }),
-  endToEnd: new Plot("plot-end-to-end", units.bandwidth, { known: ["tcp", "unix"] }),
+  throughput: new Plot("plot-throughput", units.bandwidth, { known: ["tcp", "unix"] }),
 };
 
 const readings = [];
@@ -66,7 +70,7 @@ function showInterval(interval) {
   plots.stages.add(now.time, stages.has("kernel") ? ordered(stages, STAGES) : new Map());
 
   const [median, tail] = [0.5, 0.99].map((share) =>
-    interval.quantile(share, "normserve_request_duration_seconds", isOperation),
+    interval.quantile(share, "normserve_request_duration_seconds", isResult),
   );
   plots.latency.add(now.time, median === null ? new Map() : new Map([["p50", median], ["p99", tail]]));
   show("latency", units.duration(median));
@@ -79,9 +83,11 @@ function showInterval(interval) {
   show("requests", units.rate([...rates.values()].reduce((sum, each) => sum + each, 0)));
   show("errors", wrong ? `of which ${units.rate(wrong)} refused or failed` : "none refused, none failed");
 
-  const whole = "normserve_request_bandwidth_bytes_per_second";
-  plots.endToEnd.add(now.time, interval.ratio(`${whole}_sum`, `${whole}_count`, (labels) => labels.transport));
-  show("end-to-end", units.bandwidth(interval.ratio(`${whole}_sum`, `${whole}_count`, everything).get("all")));
+  const ofOperation = (labels) => (isOperation(labels) ? labels.transport : null);
+  const served = interval.growth("normserve_body_bytes_total", ofOperation);
+  const throughput = new Map([...served].map(([transport, bytes]) => [transport, bytes / interval.seconds]));
+  plots.throughput.add(now.time, throughput);
+  show("throughput", units.bandwidth([...throughput.values()].reduce((sum, each) => sum + each, 0)));
 }
 
 function showFacts(now) {

@@ -463,9 +463,10 @@ class _ForwardedRequest:
         The report states whether the client was connected until the end of the response.
         """
         self._is_response_complete = is_last
-        is_delivered = is_last and bool(self._response_sender.is_delivered)
+        sender = self._response_sender
+        is_delivered = is_last and bool(sender.is_delivered)
         self._owner.link.send_message(
-            relay_messages.ResponseSent(self._number, self._response_sender.send_s, is_delivered)
+            relay_messages.ResponseSent(self._number, sender.send_s, is_delivered, sender.ended_at)
         )
 
     def _report_disconnect(self) -> None:

@@ -111,11 +111,13 @@ class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
     Attributes:
         seconds: since the response's first byte.
         is_delivered: the client was connected when the operating system took the response's last byte.
+        ended: when it took that byte, by `time.perf_counter`; 0 if it did not.
     """
 
     number: int
     seconds: float
     is_delivered: bool
+    ended: float = 0.0
 
 
 class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):

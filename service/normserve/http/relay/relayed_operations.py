@@ -142,7 +142,7 @@ class RelayedOperation(CallbackRequest):
         Args: receive_s: seconds from the end of the header to the end of the body.
         """
         self.record.received_bytes = len(body)
-        self.record_received(receive_s)
+        self.record.record_received(receive_s, is_relayed=True)
         try:
             self._response_format = self._header.operation.submit_operation(
                 self, self._header.operation_head, body, layer
@@ -175,8 +175,7 @@ class RelayedOperation(CallbackRequest):
 
     def _finish_sent(self, sent: relay_messages.ResponseSent) -> None:
         """Finish the request, after the report that its response was sent or could not be sent."""
-        if "kernel" in self.record.stage_seconds:
-            self.record.stage_seconds["send"] = sent.seconds
+        self.record.record_sent(sent.seconds, sent.ended, is_relayed=True)
         self._retained = ()
         self.finish_request(is_delivered=sent.is_delivered)
         self._front_end.end_request(self._number)

@@ -116,6 +116,8 @@ class RelayedRequest:
 class RelayedIncomingBody(IncomingBody):
     """The body of a relayed request, which the front end receives into a slab or sends in pieces."""
 
+    is_relayed = True
+
     def __init__(self, front_end: FrontEndConnection, request: relay_messages.RequestStarted) -> None:
         super().__init__(request.content_length, self._start_and_take_early_bytes)
         self._front_end = front_end
@@ -259,6 +261,8 @@ class RelayedResponseSender(ResponseSender):
         is_response_complete: whether the complete response has been passed to the front end.
     """
 
+    is_relayed = True
+
     def __init__(self, front_end: FrontEndConnection, number: int) -> None:
         super().__init__()
         self._front_end = front_end
@@ -337,7 +341,7 @@ class RelayedResponseSender(ResponseSender):
             self._response_sent = None
 
     def _record_sent(self, sent: relay_messages.ResponseSent) -> None:
-        self._send_s = sent.seconds
+        self._send_s, self.ended_at = sent.seconds, sent.ended
         if self.is_delivered is None:
             self.is_delivered = sent.is_delivered
 

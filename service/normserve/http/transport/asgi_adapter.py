@@ -118,5 +118,5 @@ class AsgiResponseSender(ResponseSender):
             message = {**message, "body": bytes(message["body"])}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._ended_at = time.perf_counter()
+            self.ended_at = time.perf_counter()
             self.is_delivered = True

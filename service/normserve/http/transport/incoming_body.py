@@ -21,7 +21,10 @@ class IncomingBody:
         is_complete: whether the last byte has been received.
         is_receiving: whether received bytes belong to `get_free_buffer` and `append_part` here, not to
             uvicorn.
+        is_relayed: whether another process receives the body.
     """
+
+    is_relayed = False
 
     def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
         """Args: begin: starts to receive the body, and returns the bytes that were already received."""

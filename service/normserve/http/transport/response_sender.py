@@ -40,13 +40,17 @@ class ResponseSender(ABC):
 
     Attributes:
         on_disconnect: called if the client disconnects before its response is complete.
+        ended_at: when the operating system took the last byte, by `time.perf_counter`; 0 before.
+        is_relayed: whether another process has the client's connection.
         is_delivered: whether the operating system took the last byte while the client was connected; None before
             the end.
     """
 
+    is_relayed = False
+
     def __init__(self) -> None:
         self._began_at = 0.0
-        self._ended_at = 0.0
+        self.ended_at = 0.0
         self.on_disconnect: Callable[[], None] | None = None
         self.is_delivered: bool | None = None
 
@@ -70,7 +74,7 @@ class ResponseSender(ABC):
     @property
     def send_s(self) -> float:
         """The seconds from the first byte of the response until the operating system took the last one."""
-        return (self._ended_at or time.perf_counter()) - self._began_at if self._began_at else 0.0
+        return (self.ended_at or time.perf_counter()) - self._began_at if self._began_at else 0.0
 
 
 class SocketResponseSender(ResponseSender):
@@ -202,7 +206,7 @@ class SocketResponseSender(ResponseSender):
         if self.is_delivered is None:
             was_closing = self._was_closing_before if self._is_closed else self._transport.is_closing()
             self.is_delivered = not was_closing
-            self._ended_at = time.perf_counter()
+            self.ended_at = time.perf_counter()
         self._cycle = None
 
     def handle_disconnect(self) -> None:

@@ -83,11 +83,12 @@ class SpokenFor:
         """What has been said of a request."""
         return [each for each in self.heard if getattr(each, "number", None) == number]
 
-    async def answer(self, number: int) -> Any:
-        """The response to a request, which is sent as soon as it comes."""
+    async def answer(self, number: int, took_s: float = 0.001) -> Any:
+        """The response to a request, which is sent as soon as it comes, and sending it takes some time."""
         await until(lambda: [each for each in self.said_of(number) if isinstance(each, ANSWERS)])
         (answer,) = [each for each in self.said_of(number) if isinstance(each, ANSWERS)]
-        self.link.send_message(relay_messages.ResponseSent(number, 0.001, is_delivered=True))
+        ended = time.perf_counter() + took_s
+        self.link.send_message(relay_messages.ResponseSent(number, took_s, is_delivered=True, ended=ended))
         return (
             answer.make_response(self._request_ids[number])
             if isinstance(answer, relay_messages.OperationResponse)

@@ -46,7 +46,7 @@ class Owner:
 class FakeSending:
     """What becomes of a response."""
 
-    send_s = 0.25
+    send_s, ended_at = 0.25, 0.0
 
     def __init__(self) -> None:
         self.on_disconnect: Any = None

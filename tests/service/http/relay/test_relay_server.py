@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,36 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
     assert (await other.answer(1)).status == 200
+
+
+@scene
+async def test_a_front_end_that_has_only_been_linked_is_not_described(owner):
+    here, there = socket.socketpair()
+    with here:
+        owner.relays.serve_front_end(there)
+        front_end = owner.front_end()
+        front_end.link.send_message(relay_messages.ConnectionCount(3))
+        await until(lambda: owner.relays.connection_count == 3)
+        assert owner.relays.describe_front_ends() == [{"index": 0, "pid": 1000}]
+        assert 'frontend="-1"' not in owner.service.metrics.render().decode()
+    await until(lambda: len(owner.relays._front_ends) == 1)
+
+
+@scene
+async def test_a_relayed_operation_has_stages_from_its_header_to_its_last_byte(owner):
+    front_end = owner.front_end()
+    front_end.request(1)
+    await until(lambda: owner.executor.running)
+    owner.executor.finish()
+    await front_end.answer(1, took_s=0.002)
+    await until(lambda: owner.is_idle)
+    (record,) = owner.records
+    stages = ("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out", "resume", "serialize")
+    assert set(record.stage_seconds) == {*stages, "relay_out", "send"}
+    assert record.stage_seconds["send"] == 0.002
+    began_at = record.response_began_at + record.stage_seconds["serialize"]
+    assert began_at + record.stage_seconds["relay_out"] + 0.002 == pytest.approx(record.ended_at)
+    assert record.duration_s == record.ended_at - record.began_at
 
 
 @scene
