@@ -17,8 +17,12 @@ from grafana_foundation_sdk.models.dashboard import (
 from panels import HERE, OPS, PEAK, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
 
 TARGET = Path(__file__).parent / "dashboards/normserve.json"
+OF_JOB = f'job="normserve",{HERE}'
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
-STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
+STAGES = (
+    *("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"),
+    *("resume", "serialize", "relay_out", "send"),
+)
 
 
 def overview() -> list[stat.Panel]:
@@ -57,6 +61,8 @@ def overview() -> list[stat.Panel]:
 def requests() -> list[timeseries.Panel]:
     """What is asked, and how it ends."""
     total, duration = "normserve_requests_total", "normserve_request_duration_seconds"
+    results, others = f'{OPS},code_class="2xx"', f'{OPS},code_class!="2xx"'
+    routes = f'{HERE},op!~".*_norm(_chain)?"'
     return [
         lines(
             "Requests",
@@ -73,12 +79,33 @@ def requests() -> list[timeseries.Panel]:
         ).span(8),
         lines(
             "Latency",
-            "From a request's header to the last byte of its response.",
+            "From a request's header to the last byte of its response, of operations with a result (2xx).",
             "s",
             [
-                (quantile(0.5, duration, "op, pass"), "{{op}} {{pass}} p50"),
-                (quantile(0.99, duration, "op, pass"), "{{op}} {{pass}} p99"),
+                (quantile(0.5, duration, "op, pass", results), "{{op}} {{pass}} p50"),
+                (quantile(0.99, duration, "op, pass", results), "{{op}} {{pass}} p99"),
             ],
+        ).span(8),
+        lines(
+            "Latency of rejections and failures",
+            "The same of operations without a result, by class of status: 4xx is the client's, 5xx the server's.",
+            "s",
+            [
+                (quantile(0.5, duration, "code_class", others), "{{code_class}} p50"),
+                (quantile(0.99, duration, "code_class", others), "{{code_class}} p99"),
+            ],
+        ).span(8),
+        lines(
+            "Probes, scrapes and other routes",
+            "Answered a second, by route and class of status.",
+            "reqps",
+            [(rate(f"{duration}_count", "op, code_class", routes), "{{op}} {{code_class}}")],
+        ).span(8),
+        lines(
+            "Requests by key",
+            "Authenticated requests a second, by the name of their API key and by status.",
+            "reqps",
+            [(rate("normserve_key_requests_total", "key, code", HERE), "{{key}} {{code}}")],
         ).span(8),
     ]
 
@@ -98,7 +125,7 @@ def kernels() -> list[timeseries.Panel]:
         ).span(8),
         lines(
             "Kernel bandwidth of launches",
-            "Each launch counts the same, the smallest too; read from buckets that double.",
+            "Each launch counts the same, the smallest too. A loss of a fifth is at least one bucket.",
             "Bps",
             [
                 (quantile(0.5, histogram, "op, pass"), "{{op}} {{pass}} p50"),
@@ -130,8 +157,15 @@ def way() -> list[timeseries.Panel]:
             stacked=True,
         ).span(8),
         lines(
-            "End-to-end bandwidth",
-            "Bytes of an operation's request and response over its wall time.",
+            "Served throughput",
+            "Bytes of the bodies of operations a second, in and out, over all of them: what normload reports.",
+            "Bps",
+            [(rate("normserve_body_bytes_total", "transport, direction"), "{{transport}} {{direction}}")],
+            stacked=True,
+        ).span(8),
+        lines(
+            "Request bandwidth",
+            "Bytes of one operation's request and response over its duration; of those at once, each has its own.",
             "Bps",
             [
                 (mean(bandwidth, "transport"), "{{transport}} mean"),
@@ -144,6 +178,18 @@ def way() -> list[timeseries.Panel]:
             "Bytes of tensors over the time that bringing them took.",
             "Bps",
             [(f"{transfer} / {transfer_time}", "{{direction}}")],
+        ).span(8),
+        lines(
+            "Bytes by key",
+            "Bytes a second of the bodies of authenticated requests, by the name of their API key.",
+            "Bps",
+            [(rate("normserve_key_bytes_total", "key, direction", HERE), "{{key}} {{direction}}")],
+        ).span(8),
+        lines(
+            "Prepared calls",
+            "Look-ups a second in the caches of prepared calls, and entries discarded to limit their memory.",
+            "ops",
+            [(rate("normserve_prepared_calls_total", "owner, event", HERE), "{{owner}} {{event}}")],
         ).span(8),
     ]
 
@@ -186,9 +232,27 @@ def load() -> list[timeseries.Panel]:
         ).span(6),
         lines(
             "Turned away",
-            "A second, by reason.",
+            "A second, by reason and class of status, without probes and scrapes.",
             "reqps",
-            [(rate("normserve_rejected_total", "reason", HERE), "{{reason}}")],
+            [(rate("normserve_rejected_total", "reason, code_class", HERE), "{{reason}} {{code_class}}")],
+        ).span(8),
+        lines(
+            "Refused connections",
+            "A second, by the limit that was reached. Their requests are in no other panel.",
+            "ops",
+            [(rate("normserve_connections_refused_total", "reason", HERE), "{{reason}}")],
+        ).span(8),
+        lines(
+            "Aborted bodies",
+            "Bodies a second that were aborted in favour of other requests, by reason.",
+            "ops",
+            [(rate("normserve_revoked_total", "reason", HERE), "{{reason}}")],
+        ).span(8),
+        lines(
+            "Time without progress",
+            "Since the last operation finished, while others wait; 0 if none waits.",
+            "s",
+            [(f"max by (instance) (normserve_stall_seconds{{{HERE}}})", "{{instance}}")],
         ).span(8),
         lines(
             "Answered with an error",
@@ -234,7 +298,64 @@ def resources() -> list[timeseries.Panel]:
             "Processor time",
             "Seconds a second of the server's processes: how many cores they keep busy.",
             "short",
-            [(rate("process_cpu_seconds_total", "instance", f'job="normserve",{HERE}'), "{{instance}}")],
+            [(rate("process_cpu_seconds_total", "instance", OF_JOB), "{{instance}}")],
+        ).span(6),
+        lines(
+            "Layers, regions and clients that share memory",
+            "Registered layers, regions of shared memory under /v2, and connections over shared memory.",
+            "short",
+            [
+                (f"sum(normserve_layers{{{HERE}}})", "layers"),
+                (f"sum(normserve_oip_regions{{{HERE}}})", "regions"),
+                (f"sum(normserve_local_connections{{{HERE}}})", "connections"),
+            ],
+        ).span(6),
+        lines(
+            "Memory of layers, regions and clients",
+            "Parameters of layers by kind of memory, regions under /v2, and what clients on the host share.",
+            "bytes",
+            [
+                (f"sum by (kind) (normserve_layer_bytes{{{HERE}}})", "layers, {{kind}}"),
+                (f"sum(normserve_oip_region_bytes{{{HERE}}})", "regions"),
+                (f"sum(normserve_local_bytes{{{HERE}}})", "shared with clients"),
+                (f"sum(normserve_local_device_bytes{{{HERE}}})", "device, for clients"),
+            ],
+        ).span(6),
+        lines(
+            "Memory of the server's processes",
+            "Resident and virtual memory, as the operating system counts it.",
+            "bytes",
+            [
+                (f"sum by (instance) (process_resident_memory_bytes{{{OF_JOB}}})", "{{instance}} resident"),
+                (f"sum by (instance) (process_virtual_memory_bytes{{{OF_JOB}}})", "{{instance}} virtual"),
+            ],
+        ).span(6),
+        lines(
+            "Open files",
+            "File descriptors of the processes with a device, and the lowest limit of one of them.",
+            "short",
+            [
+                (f"max by (instance) (process_open_fds{{{OF_JOB}}})", "{{instance}}"),
+                (f"min by (instance) (process_max_fds{{{OF_JOB}}})", "{{instance}} limit"),
+            ],
+        ).span(6),
+        lines(
+            "Uptime",
+            "Since the start of the process that was started last.",
+            "s",
+            [(f"time() - max by (instance) (process_start_time_seconds{{{OF_JOB}}})", "{{instance}}")],
+        ).span(6),
+        lines(
+            "Processes and restarts",
+            "Of several processes: how many with a device respond, and restarts of each in the last half hour.",
+            "short",
+            [
+                (f"sum by (instance) (normserve_process_up{{{HERE}}})", "{{instance}} respond"),
+                (
+                    f"sum by (instance, child) (increase(normserve_child_restarts_total{{{HERE}}}[30m]))",
+                    "{{instance}} restarts of {{child}}",
+                ),
+            ],
         ).span(6),
         lines(
             "Dropped spans",

@@ -22,8 +22,11 @@ from grafana_foundation_sdk.models.dashboard import (
     DynamicConfigValue,
 )
 
+LETTERS = "ABCDEFGHIJKLMNOP"
 SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
 HERE = 'instance=~"$instance"'
+#: The histogram whose buckets lead to traces.
+EXEMPLARS = "normserve_request_duration_seconds_bucket"
 OPS = f'{HERE},op=~"$op"'
 PEAK = f"max by (device) (normserve_device_copy_bandwidth_bytes_per_second{{{HERE}}})"
 
@@ -78,7 +81,9 @@ def lines(title: str, doc: str, unit: str, queries: Sequence[Query], *, stacked:
 
 def _filled(panel: _Panel, title: str, doc: str, unit: str, queries: Sequence[Query], *, instant: bool) -> _Panel:
     panel.title(title).description(doc).unit(unit).min(0).datasource(SOURCE)
-    for letter, (expr, legend) in zip("ABCDEFGH", queries, strict=False):
+    if len(queries) > len(LETTERS):
+        raise ValueError(f"{title} has {len(queries)} queries, at most {len(LETTERS)} have a letter")
+    for letter, (expr, legend) in zip(LETTERS, queries, strict=False):
         query = prometheus.Dataquery().ref_id(letter).datasource(SOURCE).expr(expr).legend_format(legend)
-        panel.with_target(query.instant() if instant else query.range())
+        panel.with_target(query.instant() if instant else query.range().exemplar(EXEMPLARS in expr))
     return panel

@@ -15,6 +15,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from normserve.jobs.job import Op
+from normserve.metrics.exposition import make_process_up_family
 from normserve.metrics.metrics import Metrics
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -27,9 +28,12 @@ PANELS = [panel for panel in PAGE["panels"] if panel["type"] != "row"]
 QUERIES = {f"{panel['title']}, {target['refId']}": target for panel in PANELS for target in panel["targets"]}
 
 
+FAMILIES = (*Metrics().families, make_process_up_family())
+
+
 def series():
     """Names of the time series that the server exposes, each with its labels and those that a scrape adds."""
-    for metric in Metrics().families:
+    for metric in FAMILIES:
         labels = {*metric.label_names, "instance", "job"}
         if metric.kind == "histogram":
             yield f"{metric.name}_bucket", labels | {"le"}
@@ -101,6 +105,25 @@ def test_query_asks_for_what_the_server_exposes(query):
     chosen = set(re.findall(r"[{,](\w+)=", query["expr"]))
     assert grouped | chosen <= offered
     assert {*re.findall(r"{{(\w+)}}", query["legendFormat"])} <= grouped
+
+
+def test_every_metric_is_in_a_panel():
+    asked = set(re.findall(r"\b(?:normserve|process)_\w+", " ".join(query["expr"] for query in QUERIES.values())))
+    asked |= {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+    assert {metric.name for metric in FAMILIES} <= asked
+
+
+def test_latency_leads_to_traces():
+    (panel,) = [panel for panel in PANELS if panel["title"] == "Latency"]
+    assert all(target["exemplar"] for target in panel["targets"])
+    provisioned = (DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8")
+    (source,) = yaml.safe_load(provisioned)["datasources"]
+    (destination,) = source["jsonData"]["exemplarTraceIdDestinations"]
+    # The label that the exposition gives to exemplars.
+    assert destination["name"] == "trace_id"
+    assert destination["url"].endswith("${__value.raw}")
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
+    assert "--enable-feature=exemplar-storage" in compose["services"]["prometheus"]["command"]
 
 
 def test_panels_stand_side_by_side():
