@@ -51,11 +51,13 @@ def wait_for_starts(tmp_path):
 
 def test_one_that_ends_is_started_again(make_process, wait_for_starts):
     async def run():
-        gateway = make_process(1, 0)
+        gateway, restarts = make_process(1, 0), []
+        gateway.on_restarted = lambda: restarts.append(1)
         running = asyncio.create_task(gateway.keep_running())
         await wait_for_starts(3)
         await end_gateway(gateway, running)
         assert running.done()
+        assert len(restarts) == 2
 
     asyncio.run(run())
 
