@@ -90,6 +90,7 @@ def list_cases() -> Iterator[NormCase]:
 
 
 def _list_row_providers(operation: str) -> dict[str, Norm]:
+    providers: dict[str, Norm]
     if operation == "rms_norm":
         providers = {"fusednorm": fusednorm.jax.rms_norm, "xla": compute_rms_norm}
     else:

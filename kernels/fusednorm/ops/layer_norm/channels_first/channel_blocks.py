@@ -67,8 +67,8 @@ def compute_swept_mean_and_variance(
     Returns [1, BLOCK_P] each; the sample has at least BLOCK_C channels.  The mean is rough + shift: subtract rough
     first, then shift.  For RMSNorm both are 0, and the variance is the mean of squares.
 
-    A lane is every BLOCK_C-th channel.  Its pivot is first its first value, then the mean of its first SUMMED_BLOCKS
-    values: about a value that is a few standard deviations from the mean, sums of thousands lose digits.
+    A lane is every BLOCK_C-th channel.  Its pivot is its first value, and after SUMMED_BLOCKS more the mean of all
+    these: about a value that is a few standard deviations from the mean, sums of thousands lose digits.
     """
     n = channels.to(tl.float32)
     zero = tl.full((), 0, tl.int32)
@@ -102,7 +102,7 @@ def compute_swept_mean_and_variance(
                 count += exists.to(tl.float32)
         sum_1 += run_1
         sum_2 += run_2
-        if not IS_RMS:
+        if not IS_RMS:  # noqa: SIM102 (a constexpr and a run-time condition)
             if first_block == 1:
                 nearer = pivot + sum_1 / count
                 move = nearer - pivot
