@@ -22,6 +22,14 @@ ASSETS = sorted(
 )
 
 
+def test_every_stage_has_a_colour_in_both_schemes():
+    stages = re.search(r"STAGES = \[(.*?)\];", (FOLDER / "live.js").read_text(encoding="utf-8"), re.DOTALL)[1]
+    numbers = list(map(str, range(len(re.findall(r'"\w+"', stages)))))
+    light, dark = (FOLDER / "live.css").read_text(encoding="utf-8").split("@media (prefers-color-scheme: dark)")
+    for scheme in (light, dark):
+        assert re.findall(r"--series-(\d+): #[0-9a-f]{6};", scheme) == numbers
+
+
 @pytest.mark.parametrize("name", ASSETS)
 def test_asset_is_served(api, name):
     answer = api.get(f"/assets/{name}")
