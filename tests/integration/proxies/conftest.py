@@ -18,6 +18,7 @@ PROXIES = ("nginx", "haproxy", "caddyfile")
 _PATIENCE_S = 60
 _OF_NGINX = """\
 daemon off;
+user root;
 pid {folder}/nginx.pid;
 error_log stderr;
 events {{}}
