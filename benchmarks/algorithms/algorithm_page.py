@@ -16,15 +16,16 @@ UNREACHED = "**no shape chooses it**"
 _INTRODUCTION = f"""\
 What a device of 132 multiprocessors gets, for sizes from 1 to 2^{LONGEST.bit_length()} - 1.
 
-To find out whether a call gets an algorithm, take the algorithm's lines that fit the call: a line fits if the call
-has everything that the line names, whatever else the call has, and “anything” fits all calls. But passes with
-“{layer_norm_tables.FLOAT8}”, and those that compute “{STATISTICS}” that has none, fit only lines
-that name this. Of the lines that fit, read the last one that has an entry in the column of x's dtype, and no other.
-Where entries begin with numbers of channels, read the last line that has the call's number. “none” is an entry: no
-size. An empty cell has none. Shapes of the benchmarks are examples.
+To find out which sizes choose an algorithm for a call:
 
-Of GroupNorm's forward passes, “the most that is fused” is a float32 residual and dropout; other residuals, dropout
-alone and gelu take fewer registers, so their limits lie between those of the lines without it and with it.
+1. Take the algorithm's lines whose every word is true of the call; “anything” is true of all calls. A call with
+   “{layer_norm_tables.FLOAT8}”, or one that computes “{STATISTICS}” because the caller has none, takes only
+   lines that say so.
+2. Of these, read the last one with an entry in the column of x's dtype, and no other; where entries begin with
+   numbers of channels, the last one that has the call's number. “none” is an entry (no size), an empty cell is not.
+
+GroupNorm's forward passes with another residual, with dropout alone or with gelu take fewer registers than those
+with “a float32 residual and dropout”: their limits lie between the lines with and without this.
 """
 
 _TITLES = {

@@ -34,7 +34,7 @@ from benchmarks.workload.benchmark_cells import ITEMSIZE
 from benchmarks.workload.cell_suites import SUITES
 
 RAGGED = "channels not of whole 16 bytes"
-RESIDUAL, MOST = "a residual", "the most that is fused"
+RESIDUAL, MOST = "a residual", "a float32 residual and dropout"
 
 CHANNELS = (1, 3, 4, 8, 10, 16, 20, 30, 32, 40, 60, 64, 80, 160)
 FEW_CHANNELS = (1, 3, 8, 10, 30, 80)
