@@ -159,7 +159,7 @@ class OipTransport(HttpTransport):
         header = {
             "id": request_id,
             "inputs": inputs,
-            "parameters": {"binary_data_output": True} | _typed(call.parameters),
+            "parameters": {"binary_data_output": True} | parse_parameters(call.parameters),
         }
         self.infer(call, header, b"".join(contents.values()), request_id)
 
@@ -208,7 +208,7 @@ class OipSharedMemoryTransport(OipTransport):
             self._offsets[name] = offset
             outputs.append({"name": name, "parameters": self._region_parameters(offset, nbytes)})
             offset += _aligned(nbytes)
-        header = {"id": request_id, "inputs": inputs, "parameters": _typed(call.parameters)}
+        header = {"id": request_id, "inputs": inputs, "parameters": parse_parameters(call.parameters)}
         self.infer(call, header | ({"outputs": outputs} if outputs else {}), b"", request_id)
 
     def _register(self, key: str | None) -> None:
@@ -419,7 +419,7 @@ def _digest(values: list[float]) -> dict[str, Any]:
     return {"first": values[:4], "last": values[-2:], "magnitude": float(sum(map(abs, values)))}
 
 
-def _typed(parameters: Mapping[str, str]) -> dict[str, Any]:
+def parse_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
     """Return parameters as JSON has them: numbers and booleans where they are such."""
     return {name: _parsed(text) for name, text in parameters.items()}
 

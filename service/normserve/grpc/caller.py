@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 from normserve.codec.forwarded_for import FORWARDED_FOR, TrustedProxies
 from normserve.codec.gateway_header import GATEWAY_CALLER
+from normserve.grpc.peer_connections import parse_peer
 
 Header = tuple[bytes, bytes]
 """The name and the value of a header."""
@@ -33,15 +33,7 @@ def make_forwarded_headers(
         elif name == FORWARDED_FOR.decode():
             forwarded_for.append(encoded)
     named = [(name.encode(), value) for name, value in given.items()]
-    address = parse_peer_address(peer)
+    address, _ = parse_peer(peer)
     if proxies is not None and forwarded_for:
         address = proxies.find_client_address(address, forwarded_for)
     return [(GATEWAY_CALLER, address.encode("ascii", "replace")), *named]
-
-
-def parse_peer_address(peer: str) -> str:
-    """Return the IP address in gRPC's name of a peer, or `unix`."""
-    kind, _, rest = unquote(peer).partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return "unix"
-    return rest.rpartition(":")[0].strip("[]").partition("%")[0]

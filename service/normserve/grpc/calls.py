@@ -13,15 +13,14 @@ from normserve.codec.forwarded_for import TrustedProxies
 from normserve.grpc.admission_check import AdmissionCheck
 from normserve.grpc.caller import Header, make_forwarded_headers
 from normserve.grpc.message_budget import MessageBudget, MessageReservation
+from normserve.grpc.peer_connections import close_connection
 from normserve.grpc.statuses import CallError, Code, make_trailer
 from normserve.logs.formatting import ThrottledLogger
 
 log = logging.getLogger(__name__)
 
-# A caller that opens a call and does not send its message, or does not read its response, for so long is refused.
-_RECEIVE_S, _SEND_S = 30.0, 30.0
-# Anybody may open a call that needs no key, and so take the room of a probe.
-_PROBE_RECEIVE_S = 1.0
+# Anybody may open a call that needs no key, and so take the room of others.
+_KEY_FREE_RECEIVE_S = 1.0
 _RETRY_AFTER_S = 1.0
 
 # Of a message that has no tensors.
@@ -44,14 +43,18 @@ class StreamDrain:
         for each in self._waits:
             each.reschedule(asyncio.get_running_loop().time())
 
-    async def receive_message(self, context: aio.ServicerContext[bytes, bytes]) -> bytes | None:
-        """Receive the next message of a stream, however long that takes; return None after the last one.
+    async def receive_message(
+        self, context: aio.ServicerContext[bytes, bytes], patience_s: float | None
+    ) -> bytes | None:
+        """Receive the next message of a stream; return None after the last one.
+
+        Args: patience_s: for how long to wait; None for however long that takes.
 
         Raises:
-            CallError: the gateway drains.
+            CallError: there was no message for too long, or the gateway drains.
         """
         if not self._has_begun:
-            wait = asyncio.timeout(None)
+            wait = asyncio.timeout(patience_s)
             try:
                 async with wait:
                     self._waits.add(wait)
@@ -61,6 +64,8 @@ class StreamDrain:
                 pass
             finally:
                 self._waits.discard(wait)
+        if not self._has_begun:
+            raise _make_late_error(patience_s)
         raise CallError(Code.UNAVAILABLE, "the server is shutting down", _RETRY_AFTER_S)
 
 
@@ -75,6 +80,8 @@ class CallRunner:
         budget: for the messages of calls.
         probe_budget: for those of probes, which must be answered when there is no room for others.
         stream_drain: ends the streams when the gateway drains.
+        receive_s: time for the message of a call.
+        send_s: time for a client to read a response.
         proxies: those that name their clients; None if there are none.
     """
 
@@ -82,6 +89,8 @@ class CallRunner:
     budget: MessageBudget
     probe_budget: MessageBudget
     stream_drain: StreamDrain
+    receive_s: float
+    send_s: float
     failures: ThrottledLogger
     proxies: TrustedProxies | None = None
 
@@ -96,7 +105,7 @@ class CallRunner:
         """
         budget = self.probe_budget if is_probe else self.budget
         max_bytes = budget.max_message_bytes if has_tensors else _MAX_SMALL_BYTES
-        patience_s = _PROBE_RECEIVE_S if is_probe else _RECEIVE_S
+        patience_s = _KEY_FREE_RECEIVE_S if is_probe else self.receive_s
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
             headers = make_forwarded_headers(context.peer(), context.invocation_metadata(), self.proxies)
@@ -116,9 +125,9 @@ class CallRunner:
                     reservation.resize(len(message))
                     response = await respond(message, headers, reservation)
                     del message
-                    await _send_message(context, response)
+                    await self.send_message(context, response)
 
-            await self._run_call(run, context)
+            await self.run_call(run, context)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -132,13 +141,16 @@ class CallRunner:
         """Make the handler of a method whose messages have one response each, in their order.
 
         A message is received when the response to the one before has been sent.  A stream has room for one message
-        as long as it is open.
+        as long as it is open; all streams together have half of the room that there is.
 
         Args:
             make_error_response: makes the response to a message whose processing failed.
-            key_free_budget: for the messages of a method that needs no key; None if it needs one.
+            key_free_budget: for the messages of a method that needs no key, which must arrive soon; None if it
+                needs one.
         """
         budget = key_free_budget or self.budget
+        patience_s = None if key_free_budget is None else _KEY_FREE_RECEIVE_S
+        slots = asyncio.Semaphore(max(1, budget.free_bytes // budget.max_message_bytes // 2))
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
             headers = make_forwarded_headers(context.peer(), context.invocation_metadata(), self.proxies)
@@ -146,40 +158,75 @@ class CallRunner:
             async def run() -> None:
                 if key_free_budget is None:
                     await self.admission_check.require_accepted(headers)
-                with await budget.reserve() as reservation:
-                    reservation.least_bytes = budget.max_message_bytes
-                    while (message := await self.stream_drain.receive_message(context)) is not None:
-                        try:
-                            response = await respond(message, headers, reservation)
-                        except CallError as error:
-                            response = make_error_response(message, error)
-                        del message
-                        await _send_message(context, response)
-                        del response
-                        reservation.resize(0)
+                if slots.locked():
+                    raise CallError(
+                        Code.RESOURCE_EXHAUSTED, "as many streams are open as there is memory for", _RETRY_AFTER_S
+                    )
+                async with slots:
+                    with await budget.reserve() as reservation:
+                        reservation.least_bytes = budget.max_message_bytes
+                        await respond_to_all(reservation)
 
-            await self._run_call(run, context)
+            async def respond_to_all(reservation: MessageReservation) -> None:
+                while (message := await self.stream_drain.receive_message(context, patience_s)) is not None:
+                    try:
+                        response = await respond(message, headers, reservation)
+                    except CallError as error:
+                        response = make_error_response(message, error)
+                    del message
+                    await self.send_message(context, response)
+                    del response
+                    reservation.resize(0)
+
+            await self.run_call(run, context)
 
         return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def send_message(self, context: aio.ServicerContext[bytes, bytes], message: bytes) -> None:
+        """Send a response, which waits until its client has read most of it.
+
+        The connection of a client that does not read it in time is closed, by which the call is cancelled.
+        """
+        closing = asyncio.get_running_loop().call_later(self.send_s, close_connection, context.peer())
+        try:
+            await context.write(message)
+        finally:
+            closing.cancel()
 
     async def receive_probe(self, context: aio.ServicerContext[bytes, bytes]) -> bytes:
         """Receive the message of a call that needs no key; it is empty if there is none."""
         with await self.probe_budget.reserve():
-            return await _receive_message(context, _PROBE_RECEIVE_S) or b""
+            return await _receive_message(context, _KEY_FREE_RECEIVE_S) or b""
 
-    async def _run_call(
+    async def run_call(
         self, run: Callable[[], Awaitable[None]], context: aio.ServicerContext[bytes, bytes]
     ) -> None:
         """Run a call, and end it with the status of the error that it raises."""
         try:
+            status = await self._find_error_status(run)
+            if status is not None:
+                await context.abort(*status)
+        except aio.InternalError:
+            # The client's connection has ended before gRPC has cancelled the call.
+            raise asyncio.CancelledError from None
+
+    async def _find_error_status(
+        self, run: Callable[[], Awaitable[None]]
+    ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, Any], ...]] | None:
+        """Run a call; return the status of the error that it raises, or None.
+
+        The error itself is let go: its traceback has the call's message.
+        """
+        try:
             await run()
+            return None
         except CallError as error:
-            await context.abort(error.code, error.detail, make_trailer(error))
-        except (asyncio.CancelledError, aio.AbortError):
+            return error.code, error.detail, make_trailer(error)
+        except aio.InternalError:
             raise
         except Exception as error:
             self.failures.warning("a call failed in the gateway: %r", error)
-            await context.abort(Code.INTERNAL, "internal error in the gateway")
+            return Code.INTERNAL, "internal error in the gateway", ()
 
 
 async def _receive_message(context: aio.ServicerContext[bytes, bytes], patience_s: float) -> bytes | None:
@@ -192,18 +239,9 @@ async def _receive_message(context: aio.ServicerContext[bytes, bytes], patience_
         async with asyncio.timeout(patience_s):
             message: Any = await context.read()
     except TimeoutError:
-        raise CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s:g} s") from None
+        raise _make_late_error(patience_s) from None
     return None if message is aio.EOF else message
 
 
-async def _send_message(context: aio.ServicerContext[bytes, bytes], message: bytes) -> None:
-    """Send a response, which waits until its client has read most of it.
-
-    Raises:
-        CallError: the client reads nothing for too long.
-    """
-    try:
-        async with asyncio.timeout(_SEND_S):
-            await context.write(message)
-    except TimeoutError:
-        raise CallError(Code.CANCELLED, f"the response must be read within {_SEND_S:g} s") from None
+def _make_late_error(patience_s: float | None) -> CallError:
+    return CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s} s")

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 _MAX_CALLS = 1024
 _MAX_CALLS_PER_CONNECTION = 256
 _MAX_METADATA_BYTES = 16 * 1024
-# Of probes that are received at once, and of streams of reflection.
-_MAX_KEY_FREE_MESSAGES = 4
+# Of calls that need no key: messages that are received at once, and calls that wait to send theirs.
+_MAX_KEY_FREE_MESSAGES, _MAX_KEY_FREE_WAITING = 4, 64
 
 
 class GatewayError(Exception):
@@ -55,19 +55,22 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     except ValueError as error:
         raise GatewayError(f"--server: {error}") from None
     health, stream_drain = HealthService(server_client), StreamDrain()
-    max_bytes = settings.max_message_bytes
-    budget = MessageBudget(settings.max_inflight_bytes, max_bytes)
-    probe_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
-    reflection_budget = MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes)
+    max_bytes = settings.grpc_max_message_bytes
+    budget = MessageBudget(settings.max_inflight_bytes, max_bytes, _MAX_CALLS)
+    probe_budget, reflection_budget = (
+        MessageBudget(_MAX_KEY_FREE_MESSAGES * max_bytes, max_bytes, _MAX_KEY_FREE_WAITING) for _ in range(2)
+    )
     calls = CallRunner(
         AdmissionCheck(server_client),
         budget,
         probe_budget,
         stream_drain,
+        settings.body_timeout_s,
+        settings.send_timeout_s,
         ThrottledLogger(log),
         TrustedProxies.parse(settings.trusted_proxies),
     )
-    server = aio.server(options=_make_options(settings.max_message_bytes), maximum_concurrent_rpcs=_MAX_CALLS)
+    server = aio.server(options=_make_options(settings), maximum_concurrent_rpcs=_MAX_CALLS)
     inference, reflection = InferenceService(server_client), ReflectionService(reflection_budget)
     server.add_generic_rpc_handlers(
         (inference.make_handlers(calls), health.make_handlers(calls), *reflection.make_handlers(calls))
@@ -111,13 +114,19 @@ def _on_parent_end(parent: int, stop: asyncio.Event, parent_end: asyncio.Event) 
     stop.set()
 
 
-def _make_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _make_options(settings: GatewaySettings) -> list[tuple[str, int]]:
     """Make the options of gRPC: limits of messages, connections and pings."""
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", settings.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
+        # For a call whose message has no room yet, gRPC would otherwise receive more than 64 KiB: as much as the
+        # network holds.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_connection_idle_ms", _convert_to_ms(settings.keep_alive_s)),
+        ("grpc.server_handshake_timeout_ms", _convert_to_ms(settings.header_timeout_s)),
         # Two gateways on one port would each get some of the connections.
         ("grpc.so_reuseport", 0),
         # A peer that does not answer a ping in time is gone; one that pings more often than this is sent away.
@@ -127,6 +136,11 @@ def _make_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 3),
     ]
+
+
+def _convert_to_ms(seconds: float) -> int:
+    """Return a time in milliseconds, as long as gRPC's numbers go."""
+    return round(min(seconds * 1000, 2**31 - 1))
 
 
 def _add_port(server: aio.Server, settings: GatewaySettings) -> int:

@@ -1,6 +1,6 @@
 """The settings of a gateway, which the process that starts it knows without gRPC."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -14,8 +14,13 @@ class GatewaySettings:
     Attributes:
         listen: HOST:PORT; the port 0 takes a free one.
         server: the URL of the server.
-        max_message_bytes: the length of the longest message.
+        grpc_max_message_bytes: the length of the longest message.
         max_inflight_bytes: memory for the messages of all calls.
+        max_connections: number of open connections.
+        keep_alive_s: time after which a connection without calls is closed.
+        header_timeout_s: time for the first frames of a connection, and for a handshake of TLS.
+        body_timeout_s: time for the message of a call.
+        send_timeout_s: time for a client to read a response.
         drain_delay_s: time after a signal in which calls are still accepted.
         drain_s: time for calls in progress at the end.
         tls_cert, tls_key, tls_client_ca: PEM files, as the server's settings of these names.
@@ -24,8 +29,13 @@ class GatewaySettings:
 
     listen: str
     server: str
-    max_message_bytes: int
+    grpc_max_message_bytes: int
     max_inflight_bytes: int
+    max_connections: int
+    keep_alive_s: float
+    header_timeout_s: float
+    body_timeout_s: float
+    send_timeout_s: float
     drain_delay_s: float
     drain_s: float
     tls_cert: Path | None
@@ -38,32 +48,8 @@ class GatewaySettings:
     @classmethod
     def from_settings(cls, settings: Settings, listen: str, server: str) -> Self:
         """Take what the gateway and the server have in common from the server's settings."""
-        return cls(
-            listen,
-            server,
-            settings.grpc_max_message_bytes,
-            settings.max_inflight_bytes,
-            settings.drain_delay_s,
-            settings.drain_s,
-            settings.tls_cert,
-            settings.tls_key,
-            settings.tls_client_ca,
-            settings.trusted_proxies,
-            settings.log_level,
-            settings.log_format,
-        )
+        return cls(listen, server, **{name: getattr(settings, name) for name in SHARED_SETTINGS})
 
 
-SHARED_SETTINGS = (
-    "grpc_max_message_bytes",
-    "max_inflight_bytes",
-    "drain_delay_s",
-    "drain_s",
-    "tls_cert",
-    "tls_key",
-    "tls_client_ca",
-    "trusted_proxies",
-    "log_level",
-    "log_format",
-)
+SHARED_SETTINGS = tuple(each.name for each in fields(GatewaySettings))[2:]
 """The settings of the server that a gateway has, too."""

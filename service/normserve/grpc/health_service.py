@@ -59,24 +59,30 @@ class HealthService:
 
     async def watch(self, calls: CallRunner, messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
         """Send the state of the server at once and whenever it changes, whichever service the caller names."""
-        if self.watch_count >= _MAX_WATCHES:
-            await context.abort(Code.RESOURCE_EXHAUSTED, f"{_MAX_WATCHES} calls watch the health already")
-        self.watch_count += 1
-        try:
-            await calls.receive_probe(context)
-            last = None
-            while True:
-                state = await self._find_state()
-                if state != last:
-                    await context.write(_serialise(state))
-                if self.is_ending:
-                    return
-                last = state
-                await asyncio.sleep(_POLL_S)
-        except CallError as error:
-            await context.abort(error.code, error.detail)
-        finally:
-            self.watch_count -= 1
+
+        async def run() -> None:
+            if self.watch_count >= _MAX_WATCHES:
+                raise CallError(Code.RESOURCE_EXHAUSTED, f"{_MAX_WATCHES} calls watch the health already")
+            self.watch_count += 1
+            try:
+                await calls.receive_probe(context)
+                await self._send_changes(calls, context)
+            finally:
+                self.watch_count -= 1
+
+        await calls.run_call(run, context)
+
+    async def _send_changes(self, calls: CallRunner, context: aio.ServicerContext[bytes, bytes]) -> None:
+        """Send the state at once and whenever it changes, until the gateway ends."""
+        last = None
+        while True:
+            state = await self._find_state()
+            if state != last:
+                await calls.send_message(context, _serialise(state))
+            if self.is_ending:
+                return
+            last = state
+            await asyncio.sleep(_POLL_S)
 
     async def _find_state(self) -> int:
         if self.is_ending:

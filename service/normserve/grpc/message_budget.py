@@ -18,11 +18,12 @@ class MessageBudget:
 
     Attributes:
         max_message_bytes: the length of the longest message.
+        max_waiting: how many calls may wait; more are refused at once.
         free_bytes: what is not reserved.
     """
 
-    def __init__(self, max_bytes: int, max_message_bytes: int) -> None:
-        self.max_message_bytes = max_message_bytes
+    def __init__(self, max_bytes: int, max_message_bytes: int, max_waiting: int) -> None:
+        self.max_message_bytes, self.max_waiting = max_message_bytes, max_waiting
         self.free_bytes = max(max_bytes, max_message_bytes)
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
@@ -42,13 +43,13 @@ class MessageBudget:
         """Return bytes of a reservation, or take more if negative, and let the next calls have theirs."""
         self.free_bytes += nbytes
         while self._waiting and self.free_bytes >= self.max_message_bytes:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                self.free_bytes -= self.max_message_bytes
-                waiting.set_result(None)
+            self.free_bytes -= self.max_message_bytes
+            self._waiting.popleft().set_result(None)
 
     async def _wait_for_room(self) -> None:
         """Wait until a reservation was made for this call."""
+        if len(self._waiting) >= self.max_waiting:
+            raise _make_refusal()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -57,13 +58,9 @@ class MessageBudget:
             if turn.done():
                 self.add_free_bytes(self.max_message_bytes)
             else:
-                turn.cancel()
+                self._waiting.remove(turn)
             if isinstance(error, TimeoutError):
-                raise CallError(
-                    Code.RESOURCE_EXHAUSTED,
-                    "the gateway receives as many messages as it has memory for",
-                    _RETRY_AFTER_S,
-                ) from None
+                raise _make_refusal() from None
             raise
 
 
@@ -91,3 +88,9 @@ class MessageReservation:
     def __exit__(self, *error: object) -> None:
         self.least_bytes = 0
         self.resize(0)
+
+
+def _make_refusal() -> CallError:
+    return CallError(
+        Code.RESOURCE_EXHAUSTED, "the gateway receives as many messages as it has memory for", _RETRY_AFTER_S
+    )

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import tritonclient.grpc as triton
-import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from tests.integration.grpc.requests import make_input, make_inputs
@@ -17,7 +16,6 @@ from tests.integration.oip.models import (
     expected,
     parameters_of,
     random,
-    tensors,
 )
 
 X = random(4, 8)
@@ -41,15 +39,6 @@ def test_backward(client, op, datatype):
     given["dy"] = random(*shape, datatype=datatype, seed=9)
     result = client.infer(f"{op}_backward", make_inputs(given), parameters=parameters)
     assert_close(result, expected(op, given), datatype)
-
-
-@pytest.mark.parametrize("op", CASES)
-def test_bits_are_those_of_http(client, speaking, op):
-    shape, channels, parameters, _ = CASES[op]
-    given = {"x": random(*shape), **parameters_of(op, channels)}
-    with triton_http.InferenceServerClient(speaking.url.removeprefix("http://")) as http:
-        over_http = http.infer(op, tensors(given), parameters=parameters).as_numpy("y")
-    assert np.array_equal(client.infer(op, make_inputs(given), parameters=parameters).as_numpy("y"), over_http)
 
 
 def test_a_registered_layer(client, registered):

@@ -10,7 +10,7 @@ from normserve.grpc.statuses import CallError, Code
 
 def test_a_reservation_is_for_the_longest_message_until_its_length_is_known():
     async def run():
-        budget = MessageBudget(100, 40)
+        budget = MessageBudget(100, 40, 8)
         with await budget.reserve() as first, await budget.reserve():
             assert budget.free_bytes == 20
             first.resize(5)
@@ -22,7 +22,7 @@ def test_a_reservation_is_for_the_longest_message_until_its_length_is_known():
 
 def test_calls_wait_for_room_in_their_order():
     async def run():
-        budget = MessageBudget(40, 40)
+        budget = MessageBudget(40, 40, 8)
         ended = []
 
         async def call(name):
@@ -48,7 +48,7 @@ def test_a_call_that_waits_for_too_long_is_refused_and_told_when_to_return(monke
     monkeypatch.setattr(message_budget, "_WAIT_S", 0.01)
 
     async def run():
-        budget = MessageBudget(40, 40)
+        budget = MessageBudget(40, 40, 8)
         with await budget.reserve():
             with pytest.raises(CallError) as caught:
                 await budget.reserve()
@@ -59,9 +59,33 @@ def test_a_call_that_waits_for_too_long_is_refused_and_told_when_to_return(monke
     asyncio.run(run())
 
 
+def test_only_so_many_wait(monkeypatch):
+    monkeypatch.setattr(message_budget, "_WAIT_S", 0.05)
+
+    async def run():
+        budget = MessageBudget(40, 40, 2)
+        with await budget.reserve():
+            waiting = [asyncio.create_task(budget.reserve()) for _ in range(2)]
+            await asyncio.sleep(0)
+            refused = asyncio.create_task(budget.reserve())
+            await asyncio.sleep(0)
+            assert refused.done()
+            with pytest.raises(CallError, match="memory"):
+                await refused
+            await asyncio.gather(*waiting, return_exceptions=True)
+            # Those that have waited for too long make place for others.
+            next_one = asyncio.create_task(budget.reserve())
+            await asyncio.sleep(0)
+        with await next_one:
+            assert budget.free_bytes == 0
+        assert budget.free_bytes == 40
+
+    asyncio.run(run())
+
+
 def test_a_stream_keeps_its_room_until_it_ends():
     async def run():
-        budget = MessageBudget(100, 40)
+        budget = MessageBudget(100, 40, 8)
         with await budget.reserve() as stream:
             stream.least_bytes = 40
             stream.resize(1)
