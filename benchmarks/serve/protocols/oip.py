@@ -3,10 +3,11 @@
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
 whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not part
 of the measurement; both also with x and y in system shared memory, where x is already; tritonclient over gRPC, both
-ways; the C client on /v1, with npy.  By default servers are on one core and the clients on another.  In each round
-each caller has a turn, in an order that changes from round to round, while the other server is stopped; ratios are
-computed within a round, and their median is the result.  Responses are compared with torch's before anything is
-timed.  Triton is skipped unless `--python` names an interpreter that has pytriton.
+ways, and with a server in Python that only returns x; the C client on /v1, with npy.  By default servers are on one
+core and the clients on another.  In each round each caller has a turn, in an order that changes from round to
+round, while the other server is stopped; ratios are computed within a round, and their median is the result.
+Responses are compared with torch's before anything is timed.  Triton is skipped unless `--python` names an
+interpreter that has pytriton.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.serve.clients.shared_memory_calls import PREFIX, register_region
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import server_processes
-from benchmarks.serve.servers.server_processes import ServerProcess
+from benchmarks.serve.servers.server_processes import TUNED_MALLOC, ServerProcess, run_process
 
 OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "normserve /v1, C client"
 TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
@@ -45,6 +46,7 @@ OURS_SHARED, OURS_SHARED_IN_C = "normserve, shared memory", "normserve, shared m
 TRITON_SHARED, TRITON_SHARED_IN_C = "Triton, shared memory", "Triton, shared memory, C client"
 OURS_GRPC, OURS_GRPC_SHARED = "normserve, gRPC", "normserve, gRPC, shared memory"
 TRITON_GRPC, TRITON_GRPC_SHARED = "Triton, gRPC", "Triton, gRPC, shared memory"
+GRPC_ECHO = "gRPC alone"
 COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "over_v1", "ours_over_triton")
 
 Turn = Callable[[float], tuple[float, float]]
@@ -81,6 +83,7 @@ def main() -> int:
     command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both servers")
     options.add_argument("--python", help="the interpreter of an environment with pytriton")
+    options.add_argument("--protocol", choices=("http", "grpc"), help="of tritonclient; both if not given")
     return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
@@ -89,26 +92,47 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     server_cores, client_cores = asked.cores
     parameters = checked_requests.make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
-    our_port, their_port = str(find_free_port()), str(find_free_port())
+    our_port, their_port, echo_port = (str(find_free_port()) for _ in range(3))
     with contextlib.ExitStack() as stack:
         options = ["--oip-shared-memory", PREFIX, "--grpc-port", our_port]
         (ours, _) = stack.enter_context(
             server_processes.run_normserve(server_cores, folder, parameters, backend, options)
         )
         theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters, their_port))
+        models = {our_port: server_processes.LAYER} | ({their_port: "layer_norm"} if theirs is not None else {})
+        if asked.protocol != "http":
+            stack.enter_context(_start_echo(server_cores, echo_port))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
             with results.run_part(size), contextlib.ExitStack() as connected:
                 x = checked_requests.make_x(SIZES[size])
                 right = checked_requests.compute_expected(x, parameters).float().numpy()
                 loop = CompiledClient(folder, client_cores)
-                callers = dict(_iterate_callers(connected, loop, ours, theirs, x, right))
-                callers |= _iterate_grpc_callers(
-                    connected, server_processes.LAYER, our_port, x, right, is_theirs=False
+                callers: dict[str, TimedCaller] = {}
+                if asked.protocol != "grpc":
+                    callers |= _iterate_callers(connected, loop, ours, theirs, x, right)
+                if asked.protocol != "http":
+                    for port, model in models.items():
+                        is_theirs = port == their_port
+                        callers |= _iterate_grpc_callers(connected, model, port, x, right, is_theirs=is_theirs)
+                    echo = connected.enter_context(triton_grpc.InferenceServerClient(f"127.0.0.1:{echo_port}"))
+                    callers[GRPC_ECHO] = TimedCaller(
+                        _make_turn(functools.partial(_call_infer, echo, "", x, triton_grpc))
+                    )
+                callers[V1_IN_C] = TimedCaller(
+                    _make_c_turn(loop, ours, "application/x-npy", checked_requests.encode_npy(x), {})
                 )
-                if theirs is not None:
-                    callers |= _iterate_grpc_callers(connected, "layer_norm", their_port, x, right, is_theirs=True)
                 _time_callers(results, size, x, callers, theirs, asked)
+
+
+@contextlib.contextmanager
+def _start_echo(cores: set[int], port: str) -> Iterator[None]:
+    """The server that returns what it receives."""
+    command = [sys.executable, "-m", "benchmarks.serve.protocols.grpc_echo", port]
+    with run_process(command, cores, TUNED_MALLOC) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        yield
 
 
 @contextlib.contextmanager
@@ -159,7 +183,6 @@ def _iterate_callers(
             strict=True,
         ):
             yield name, TimedCaller(turn, is_theirs)
-    yield V1_IN_C, TimedCaller(_make_c_turn(loop, ours, "application/x-npy", checked_requests.encode_npy(x), {}))
 
 
 def _iterate_grpc_callers(
