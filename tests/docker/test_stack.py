@@ -49,6 +49,13 @@ def test_services_reach_one_another_by_name_and_port():
         assert any(published.endswith(f":{port}") for published in services[host]["ports"])
 
 
+def test_both_ports_of_the_server_are_published_on_this_host_alone():
+    service = load("compose.yaml")["services"]["normserve"]
+    grpc_port = service["environment"]["NORMSERVE_GRPC_PORT"]
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in (Settings().port, grpc_port)]
+    assert f"EXPOSE {Settings().port} {grpc_port}" in DOCKERFILE
+
+
 @pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_mounted_files_are_there(name):
     for service in load(name)["services"].values():

@@ -1,6 +1,7 @@
 """What remains of a call at its end, its own or the server's."""
 
 import asyncio
+import socket
 import threading
 
 import grpc
@@ -12,9 +13,11 @@ from normserve.grpc.schema import INFERENCE, get_message_class
 
 from tests.integration.grpc.requests import make_input
 from tests.integration.harness.gateways import find_gateway_address
+from tests.integration.harness.stage import SCRIPT
 from tests.integration.oip.models import random
 
 X = random(4, 8)
+SETTINGS, GOAWAY = 4, 7
 
 
 @pytest.fixture
@@ -75,6 +78,53 @@ def test_a_call_that_is_given_up_is_withdrawn_before_it_is_computed(gated, way):
     )
     gated.open_gate()
     assert first.result().status_code == 200
+
+
+def test_a_timeout_of_a_request_is_the_servers_deadline(gated):
+    first = gated.occupy_device()
+    with triton.InferenceServerClient(find_gateway_address(gated.server)) as client:
+        with pytest.raises(triton.InferenceServerException) as caught:
+            client.infer("layer_norm", [make_input("x", X)], timeout=100_000)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+    gated.open_gate()
+    assert first.result().status_code == 200
+
+
+def test_a_server_that_starts_is_not_available_yet(start_server, tmp_path):
+    gate = tmp_path / "gate"
+    environment = {"GATE": str(gate), "WAIT_AT_START": "1"}
+    server = start_server("--grpc-port", "0", env=environment, script=SCRIPT, wait=False)
+    with triton.InferenceServerClient(find_gateway_address(server)) as client:
+        assert client.is_server_live()
+        assert not client.is_server_ready()
+        with pytest.raises(triton.InferenceServerException) as caught:
+            client.infer("layer_norm", [make_input("x", X)])
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        gate.touch()
+        server.wait_until_ready()
+        assert client.infer("layer_norm", [make_input("x", X)]).as_numpy("y").shape == X.shape
+
+
+def test_connections_are_told_when_the_server_ends(start_server):
+    server = start_server("--grpc-port", "0")
+    host, port = find_gateway_address(server).rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=30) as raw:
+        raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS]) + bytes(5))
+        received = raw.recv(65536)
+        server.terminate()
+        while data := raw.recv(65536):
+            received += data
+    assert GOAWAY in read_frame_types(received)
+    assert server.wait() == 0
+
+
+def read_frame_types(received):
+    """The types of HTTP/2's frames: each has nine bytes before its content, with its length and its type."""
+    types, begin = [], 0
+    while begin + 9 <= len(received):
+        types.append(received[begin + 3])
+        begin += 9 + int.from_bytes(received[begin : begin + 3], "big")
+    return types
 
 
 def test_an_open_stream_ends_with_the_server(start_server):

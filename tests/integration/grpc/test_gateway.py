@@ -9,13 +9,14 @@ import sys
 import grpc
 import pytest
 import tritonclient.grpc as triton
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from normserve.grpc.schema import HEALTH, INFERENCE, list_methods
 
+from tests.certificates import Certificates
 from tests.integration.grpc.requests import make_input
-from tests.integration.harness.gateways import find_gateway_address, find_gateway_process
-from tests.integration.harness.preloaded import PreloadedProcess
-from tests.integration.harness.servers import ServerProcess, launch_command
+from tests.integration.harness.gateways import find_gateway_address, find_gateway_process, launch_gateway
 from tests.integration.oip.models import random
 
 CHECK, STATE = list_methods(HEALTH)["Check"]
@@ -54,12 +55,37 @@ def test_reflection(address):
         assert "ModelInferRequest" in [each.name for each in file.message_type]
 
 
+def test_a_call_that_is_made_by_reflection_alone(address):
+    with grpc.insecure_channel(address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindServiceByName(INFERENCE).methods_by_name["ModelInfer"]
+        request, response = (GetMessageClass(each) for each in (method.input_type, method.output_type))
+        x = random(4, 8)
+        asked = request(model_name="layer_norm", raw_input_contents=[x.tobytes()])
+        asked.inputs.add(name="x", datatype="FP32", shape=x.shape)
+        message = channel.unary_unary(f"/{INFERENCE}/ModelInfer")(asked.SerializeToString(), timeout=30)
+    (y,) = response.FromString(message).raw_output_contents
+    assert y == infer(address).tobytes()
+
+
 def test_reflection_of_what_does_not_exist(address):
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         for find in (database.FindFileContainingSymbol, database.FindFileByName):
             with pytest.raises(KeyError):
                 find("unheard.of")
+
+
+def test_a_request_id_and_a_trace_are_the_callers(start_server, until):
+    server = start_server("--grpc-port", "0", "--access-log")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"x-request-id": "from-afar", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    with triton.InferenceServerClient(find_gateway_address(server)) as client:
+        client.infer("layer_norm", [make_input("x", random(4, 8))], headers=headers)
+    until(lambda: "from-afar" in server.log)
+    (line,) = [each for each in server.log.splitlines() if "from-afar" in each and "/infer" in each]
+    assert trace in line
+    assert "127.0.0.1" in line
 
 
 def test_an_unknown_method(address):
@@ -106,14 +132,14 @@ def test_a_server_that_is_killed_takes_its_gateway_along(start_server, until):
     until(has_ended)
 
 
-def launch_gateway(*options):
-    """The command, in a process that has imported the server, but not gRPC."""
-    return ServerProcess(PreloadedProcess(["-m", "normserve", "grpc", *options], {}))
-
-
-def test_on_its_own_for_a_server_elsewhere(speaking, until):
-    command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server"]
-    gateway = launch_command([*command, speaking.url], dict(os.environ))
+@pytest.mark.parametrize("scheme", ["http", "http+unix", "https"])
+def test_on_its_own_for_a_server_elsewhere(start_server, tmp_path, scheme):
+    certificates, path = Certificates(tmp_path / "tls"), tmp_path / "http.sock"
+    server = start_server(*(certificates.options() if scheme == "https" else ("--uds", str(path))))
+    url = f"http+unix://{path}" if scheme == "http+unix" else server.url
+    gateway = launch_gateway(
+        "--listen", "127.0.0.1:0", "--server", url, env={"SSL_CERT_FILE": str(certificates.ca)}
+    )
     try:
         address = find_gateway_address(gateway)
         assert infer(address).shape == (4, 8)
@@ -123,7 +149,7 @@ def test_on_its_own_for_a_server_elsewhere(speaking, until):
         gateway.stop()
 
 
-def test_without_its_server(until):
+def test_without_its_server():
     gateway = launch_gateway("--listen", "127.0.0.1:0", "--server", "http+unix:///nonexistent/http.sock")
     try:
         address = find_gateway_address(gateway)

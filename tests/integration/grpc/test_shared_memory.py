@@ -12,6 +12,7 @@ from tritonclient.utils import shared_memory as shm
 
 from tests.integration.grpc.conftest import PREFIX
 from tests.integration.grpc.requests import make_input
+from tests.integration.harness.gateways import find_gateway_address, launch_gateway
 from tests.integration.oip.models import DATATYPES, NAMES, random
 
 TOLERANCES = {"FP32": 1e-5, "FP16": 4e-3, "BF16": 4e-2}
@@ -60,6 +61,20 @@ def test_regions_beside_raw_tensors(client, region):
     got = client.infer("layer_norm", [given, make_input("x", x)]).as_numpy("y")
     raw = client.infer("layer_norm", [make_input("x", x), make_input("weight", weight)]).as_numpy("y")
     assert np.array_equal(got, raw)
+
+
+def test_regions_are_the_servers_whichever_gateway_registered_them(client, speaking, region):
+    x = random(4, 8)
+    shm.set_shared_memory_region(region("lasting", x.nbytes), [x])
+    given = triton.InferInput("x", x.shape, "FP32")
+    given.set_shared_memory("lasting", x.nbytes)
+    before = client.infer("layer_norm", [given]).as_numpy("y")
+    other = launch_gateway("--listen", "127.0.0.1:0", "--server", speaking.url)
+    try:
+        with triton.InferenceServerClient(find_gateway_address(other)) as elsewhere:
+            assert np.array_equal(elsewhere.infer("layer_norm", [given]).as_numpy("y"), before)
+    finally:
+        other.stop()
 
 
 def test_regions_are_listed_and_unregistered(client, region):

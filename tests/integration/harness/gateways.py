@@ -1,9 +1,11 @@
-"""The gateway of gRPC that a server has started."""
+"""The gateway of gRPC that a server has started, or a test."""
 
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.integration.harness.preloaded import PreloadedProcess
 from tests.integration.harness.servers import ServerProcess
 
 _READY = re.compile(r"gRPC is ready on (\S+),")
@@ -30,3 +32,8 @@ def find_gateway_process(server: ServerProcess) -> int:
         if b"gateway_process" in Path(f"/proc/{each}/cmdline").read_bytes():
             return int(each)
     raise AssertionError("there is no gateway")
+
+
+def launch_gateway(*options: str, env: Mapping[str, str] | None = None) -> ServerProcess:
+    """The command, in a process that has imported the server, but not gRPC."""
+    return ServerProcess(PreloadedProcess(["-m", "normserve", "grpc", *options], env or {}))
