@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.memory.device_segments import ShareableDevice
 
 from tests.security.keys import EVERYTHING, INFER, bearing, write_keys
@@ -282,6 +283,23 @@ def test_clients_of_the_unix_socket_may(sharing, owner, uds):
         address = other.made()
         assert infer(http).status_code == 200
         np.testing.assert_allclose(other.result(address), normalised(X), atol=1e-5)
+        other.unregister()
+        other.close()
+
+
+def test_callers_of_the_gateway_may_where_they_are_on_this_host(sharing, owner, uds):
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://localhost") as http:
+        other = Owner(http)
+        other.made()
+        _, handle = other.allocate()
+        for address in ("10.1.2.3", "2001:db8::1", "::ffff:10.1.2.3", "", "unheard of"):
+            caller = {GATEWAY_CALLER.decode(): address}
+            assert_refused(other.register(handle, "far", headers=caller), "over loopback", 403)
+            assert_refused(infer(http, headers=caller), "over loopback", 403)
+        for number, address in enumerate(("127.0.0.1", "::1", "::ffff:127.0.0.1")):
+            caller = {GATEWAY_CALLER.decode(): address}
+            assert other.register(handle, f"near-{number}", headers=caller).status_code == 200
+            assert infer(http, headers=caller).status_code == 200
         other.unregister()
         other.close()
 
