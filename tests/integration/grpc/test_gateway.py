@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import sys
 
 import grpc
 import pytest

@@ -1,11 +1,9 @@
 """Connections and streams that are held, flooded or not read: each is bounded, and lets others through."""
 
 import contextlib
-import os
 import random
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import grpc
 import pytest
 from normserve.grpc.schema import HEALTH, INFERENCE, REFLECTION, get_message_class
 
-from tests.integration.harness.gateways import find_gateway_address
-from tests.integration.harness.servers import launch_command
+from tests.integration.harness.gateways import find_gateway_address, launch_gateway
 
 Code = grpc.StatusCode
 REQUEST = get_message_class("inference.ModelInferRequest")
@@ -29,10 +26,10 @@ OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0), ("grp
 @pytest.fixture(scope="module")
 def gateway(server):
     """A gateway with short times, room for four messages of 1 MiB, and 16 connections."""
-    command = [sys.executable, "-m", "normserve", "grpc", "--listen", "127.0.0.1:0", "--server", server.url]
     limits = ("--grpc-max-message-bytes", "1MiB", "--max-inflight-bytes", "4MiB", "--max-connections")
     times = ("--header-timeout-s", "1", "--keep-alive-s", "2", "--body-timeout-s", "2", "--send-timeout-s", "1")
-    running = launch_command([*command, *limits, str(MAX_CONNECTIONS), *times], dict(os.environ))
+    own = ("--listen", "127.0.0.1:0", "--server", server.url)
+    running = launch_gateway(*own, *limits, str(MAX_CONNECTIONS), *times)
     try:
         find_gateway_address(running)
         yield running
