@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 _MAX_CALLS = 1024
 _MAX_CALLS_PER_CONNECTION = 256
 _MAX_METADATA_BYTES = 16 * 1024
-# Of calls that need no key: messages that are received at once, and calls that wait to send theirs.
-_MAX_KEY_FREE_MESSAGES, _MAX_KEY_FREE_WAITING = 4, 64
+# Of probes, and of reflection, neither of which needs a key: messages that are received at once, and calls that
+# wait to send theirs.
+_MAX_KEY_FREE_MESSAGES, _MAX_KEY_FREE_WAITING = 2, 64
 
 
 class GatewayError(Exception):
