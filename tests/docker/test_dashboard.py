@@ -17,6 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from normserve.jobs.job import Op
 from normserve.metrics.exposition import make_process_up_family
 from normserve.metrics.metrics import Metrics
+from normserve.metrics.request_metrics import STAGES
 
 DOCKER = Path(__file__).parents[2] / "docker"
 TYPES = Path(__file__).parent / "grafana"
@@ -111,6 +112,12 @@ def test_every_metric_is_in_a_panel():
     asked = set(re.findall(r"\b(?:normserve|process)_\w+", " ".join(query["expr"] for query in QUERIES.values())))
     asked |= {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
     assert {metric.name for metric in FAMILIES} <= asked
+
+
+def test_stages_are_stacked_in_the_order_in_which_operations_pass_them():
+    (panel,) = [panel for panel in PANELS if panel["title"] == "Where the time goes"]
+    shown = [re.search(r'stage="(\w+)"', target["expr"])[1] for target in panel["targets"]]
+    assert tuple(shown) == STAGES
 
 
 def test_latency_leads_to_traces():

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 
 import httpx
+from normserve.metrics.request_metrics import STAGES
 
-_STAGES = ("recv", "parse", "queue", "copy_in", "kernel", "copy_out", "serialize", "send")
 _SAMPLE = re.compile(r"^(normserve_\S+) (\S+)$", re.MULTILINE)
 
 
@@ -27,7 +27,7 @@ def compute_requests_per_launch(before: Mapping[str, float], after: Mapping[str,
 def compute_stage_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Mean milliseconds of a request in each stage between two scrapes."""
     name = "normserve_stage_duration_seconds"
-    return {stage: 1000 * _compute_mean(before, after, name, f'{{stage="{stage}"}}') for stage in _STAGES}
+    return {stage: 1000 * _compute_mean(before, after, name, f'{{stage="{stage}"}}') for stage in STAGES}
 
 
 def format_stages(before: Mapping[str, float], after: Mapping[str, float]) -> str:

@@ -24,6 +24,12 @@ CLIENT_LEFT = 499
 REFUSED_CONNECTIONS = ("max_connections", "max_connections_per_address", "local_connections")
 REJECTIONS = ("overloaded", "rate_limited", "draining", "not_ready", "too_large", "deadline_exceeded")
 
+STAGES = (
+    *("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"),
+    *("resume", "serialize", "relay_out", "send"),
+)
+"""The stages of an operation, in the order in which it passes them.  Only one behind a front end is relayed."""
+
 #: Routes that machines ask on their own, again and again.
 PROBES = frozenset(("livez", "readyz", "metrics"))
 

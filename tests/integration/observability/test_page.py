@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from normserve.http.routes.page_routes import list_example_commands
+from normserve.metrics.request_metrics import STAGES
 
 from tests.integration.harness.wire import assert_problem
 
@@ -24,7 +25,8 @@ ASSETS = sorted(
 
 def test_every_stage_has_a_colour_in_both_schemes():
     stages = re.search(r"STAGES = \[(.*?)\];", (FOLDER / "live.js").read_text(encoding="utf-8"), re.DOTALL)[1]
-    numbers = list(map(str, range(len(re.findall(r'"\w+"', stages)))))
+    assert tuple(re.findall(r'"(\w+)"', stages)) == STAGES
+    numbers = list(map(str, range(len(STAGES))))
     light, dark = (FOLDER / "live.css").read_text(encoding="utf-8").split("@media (prefers-color-scheme: dark)")
     for scheme in (light, dark):
         assert re.findall(r"--series-(\d+): #[0-9a-f]{6};", scheme) == numbers

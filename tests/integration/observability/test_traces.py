@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from normserve.metrics.request_metrics import STAGES
 from normserve.traces.request_tracer import SHORTEST_S
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -19,10 +20,6 @@ from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import npy, packed, post
 from tests.integration.observability.load import IMAGES
 
-STAGES = [
-    *("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"),
-    *("resume", "serialize", "relay_out", "send"),
-]
 SERVER, INTERNAL = 2, 1
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
