@@ -124,6 +124,7 @@ def found() -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_the_page_has_what_the_command_prints(found):
     page = PAGE.read_text(encoding="utf-8")
     assert pages.insert_tables(page, found["text"]) == page, (
@@ -131,6 +132,7 @@ def test_the_page_has_what_the_command_prints(found):
     )
 
 
+@pytest.mark.slow
 def test_some_shape_chooses_each_algorithm(found):
     assert found["unreached"] == []
     assert {pass_ for pass_, _ in found["chosen"]} == set(PASSES)
@@ -139,6 +141,7 @@ def test_some_shape_chooses_each_algorithm(found):
     assert configured <= {tuple(each) for each in found["chosen"]}
 
 
+@pytest.mark.slow
 def test_lines_hold_for_calls_at_random(found):
     assert found["untrue"] == []
 
