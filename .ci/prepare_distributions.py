@@ -2,7 +2,7 @@
 
 The folder of the kernels gets their tests and the documents: a source distribution has nothing from outside of its
 folder.  With the address of the repository each project gets URLs, and the links of the READMEs, an index's pages,
-become absolute: they lead to the files of the version's tag.
+become absolute: they lead to the files of the version's tag.  It prints the folders to build.
 
 Usage: prepare_distributions.py FOLDER VERSION [ADDRESS]
 """
@@ -13,10 +13,10 @@ import shutil
 import sys
 from pathlib import Path
 
-PROJECTS = (".", "kernels", "kernels/with-torch")
+PROJECTS = ("kernels", "kernels/with-torch", ".")
 """Folders with a pyproject.toml, from the root of the repository."""
 
-_PAGES = ("README.md", "kernels/README.md")
+_PAGES = ("README.md", "kernels/README.md", "kernels/with-torch/README.md")
 _TARGET = re.compile(r"(!\[[^\]]*)?\]\(([^()\s]+)\)")
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
@@ -32,6 +32,7 @@ def main(folder: str, version: str, address: str = "") -> None:
             path = root / name
             text = make_links_absolute(path.read_text(encoding="utf-8"), posixpath.dirname(name), address, version)
             path.write_text(text, encoding="utf-8")
+    print(*PROJECTS, sep="\n")
 
 
 def add_tests_and_documents(root: Path) -> None:

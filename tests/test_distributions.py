@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,15 +17,16 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"normserve": ".", "fusednorm": "kernels/with-torch", "fusednorm-core": "kernels"}
 FILES = {"normserve": "normserve", "fusednorm": "fusednorm", "fusednorm-core": "fusednorm_core"}
 ADDRESS = "https://example.org/normserve"
 PREPARE = ROOT / ".ci" / "prepare_distributions.py"
 BUILD = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
 
+FOLDERS = runpy.run_path(str(PREPARE))["PROJECTS"]
 PROJECTS = {
-    name: tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for name, folder in FOLDERS.items()
+    project["name"]: project
+    for folder in FOLDERS
+    for project in [tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]]
 }
 
 
@@ -102,7 +104,7 @@ def tree(tmp_path_factory):
 
 def test_links_of_pages_lead_to_files_of_the_tag(tree):
     begin = re.compile(rf"{ADDRESS}/(?:blob|raw)/v{re.escape(normserve.__version__)}/([^#]+)")
-    for page in ("README.md", "kernels/README.md"):
+    for page in ("README.md", "kernels/README.md", "kernels/with-torch/README.md"):
         text = (tree / page).read_text(encoding="utf-8")
         targets = re.findall(r"\]\(([^)]*)\)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
         assert targets
@@ -118,7 +120,7 @@ def built(tree, tmp_path_factory):
     """The folder of wheels and source distributions, which setuptools builds one after another."""
     folder = tmp_path_factory.mktemp("dist")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for name in FOLDERS.values():
+    for name in FOLDERS:
         command = [sys.executable, "-c", BUILD.format(str(folder))]
         subprocess.run(command, cwd=tree / name, env=environment, check=True, capture_output=True)
     return folder
@@ -143,7 +145,7 @@ def list_committed(*folders):
 @pytest.mark.slow
 def test_each_wheel_has_its_packages_whole(built):
     contents = {}
-    for name in FOLDERS:
+    for name in PROJECTS:
         with open_wheel(built, name) as wheel:
             contents[name] = {file for file in wheel.namelist() if ".dist-info/" not in file}
     assert contents["fusednorm"] == set()
@@ -155,7 +157,7 @@ def test_each_wheel_has_its_packages_whole(built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", PROJECTS)
 def test_metadata_are_those_of_an_index_page(built, name):
     metadata = read_metadata(built, name)
     assert (metadata["Name"], metadata["Version"]) == (name, normserve.__version__)
@@ -181,6 +183,8 @@ def test_source_distributions_have_tests_and_documents(built):
     everything = listed("normserve")
     hidden = {".dockerignore", ".git-blame-ignore-revs", ".gitignore", ".pre-commit-config.yaml", ".yamllint"}
     assert {file for file in list_committed() - everything - hidden if not file.startswith(".github/")} == set()
+    built_before = re.compile(r"kernels/(docs|tests)(/|$)|kernels/.*\.egg-info/")
+    assert not [file for file in everything if built_before.match(file)]
     kernels = listed("fusednorm-core")
     assert {f"kernels/{file}" for file in kernels} >= list_committed("kernels/fusednorm")
     assert kernels >= list_committed("docs", "tests/kernels", "tests/jax")
