@@ -348,7 +348,9 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="Format of log events: text or JSON.")
     access_log: bool = Field(False, description="Log each completed request, whatever the log level.")
     access_log_probes: bool = Field(
-        True, description="Whether --access-log includes probes and scrapes: /livez, /readyz, /metrics."
+        True,
+        description="Whether --access-log includes probes and scrapes: /livez, /readyz, /metrics. "
+        "--no-access-log-probes leaves them out.",
     )
     trace_endpoint: (
         Annotated[

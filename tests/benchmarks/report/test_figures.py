@@ -89,15 +89,6 @@ def test_a_document_has_no_figure_outside_of_its_parts(name):
     assert list(dict.fromkeys(find_figures(PART.sub("", text_of(name))))) == WITHOUT_A_CSV.get(name, [])
 
 
-@pytest.mark.parametrize("name", ["docs/tutorial.md", "docs/patching.md"])
-def test_a_document_names_the_gpus_and_the_driver_that_were_measured(name):
-    rows = [figures.load_rows(file) for file in ("models.csv", "h100.csv")]
-    (driver,) = {each.join_values("driver") for each in rows}
-    models = [re.search(r"H\d+", each.join_values("gpu"))[0] for each in rows]
-    text = " ".join(text_of(name).split())
-    assert f"Measured were NVIDIA {' and '.join(sorted(models))} with driver {driver} " in text
-
-
 @pytest.mark.parametrize("name", ["docs/patching.md", "benchmarks/results/models.md"])
 def test_each_digit_that_is_changed_by_hand_is_found(renderer, name):
     text = text_of(name)

@@ -88,7 +88,7 @@ class _StepRecorder(TorchFunctionMode):
     """Mode that records the calls of torch's functions which return tensors.
 
     Tensors say that they are on the CPU, because some functions that take a device do not know the meta device.
-    A forward that creates a tensor on the device of another, or moves one there, gets one without data.
+    A forward that creates a tensor on the device of another, or moves one there, gets a tensor on meta.
     """
 
     def __init__(self) -> None:

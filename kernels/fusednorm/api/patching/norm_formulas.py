@@ -71,7 +71,7 @@ class NormFormula:
         if self.operation == "layer_norm":
             return layer_norm(x, weight, bias, eps, **options)
         if bias is not None:
-            # Over the channels, there is no one shift for all samples.
+            # Over the channels, shift must be [N, C].
             options["shift"] = bias if self.layout is None else bias.expand(x.shape[0], -1)
         return rms_norm(x, weight, eps, **options)
 
