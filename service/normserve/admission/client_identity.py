@@ -1,11 +1,9 @@
 """The sender of a request."""
 
 import functools
-import ipaddress
 from dataclasses import dataclass
 
-# Prefix length of an IPv6 tenant: the owner of one address has at least all others with the same prefix.
-_IPV6_NETWORK_BITS = 64
+from normserve.ip_addresses import format_client_network
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,6 @@ def _format_ipv6_tenant(address: str) -> str:
     An IPv4 address that is mapped to IPv6 is returned as IPv4, and an invalid address unchanged.
     """
     try:
-        parsed = ipaddress.IPv6Address(address)
+        return format_client_network(address)
     except ValueError:
         return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    prefix = int(parsed) >> (128 - _IPV6_NETWORK_BITS) << (128 - _IPV6_NETWORK_BITS)
-    return f"{ipaddress.IPv6Address(prefix)}/{_IPV6_NETWORK_BITS}"

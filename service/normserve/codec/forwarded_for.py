@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Self
 
+from normserve.ip_addresses import IpAddress, parse_ip_address
+
 FORWARDED_FOR = b"x-forwarded-for"
 """The name of the header, in lower case.
 
@@ -12,8 +14,6 @@ Its value is a list of addresses, to which each proxy appends the one that it re
 """
 
 _WITH_PORT = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
-
-_IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedProxies:
@@ -57,21 +57,20 @@ class TrustedProxies:
                 break
         return client
 
-    def _is_trusted(self, address: _IpAddress) -> bool:
+    def _is_trusted(self, address: IpAddress) -> bool:
         return any(address in network for network in self._networks)
 
 
-def _parse_address(text: str) -> _IpAddress | None:
+def _parse_address(text: str) -> IpAddress | None:
     """Parse an IP address, which may have a port; return None if it is none.
 
-    An IPv4 address that is mapped to IPv6 is returned as IPv4.  One with a zone is none: the zone may be any text.
+    One with a zone is none: the zone may be any text.
     """
     if (with_port := _WITH_PORT.fullmatch(text)) is not None:
         text = with_port[1] or with_port[2]
     if "%" in text:
         return None
     try:
-        address = ipaddress.ip_address(text)
+        return parse_ip_address(text)
     except ValueError:
         return None
-    return getattr(address, "ipv4_mapped", None) or address

@@ -1,11 +1,12 @@
 """The connections of clients, as far as gRPC does not manage them."""
 
 import contextlib
-import ipaddress
 import os
 import socket
 from pathlib import Path
 from urllib.parse import unquote
+
+from normserve.ip_addresses import parse_ip_address
 
 
 def parse_peer(peer: str) -> tuple[str, int | None]:
@@ -41,11 +42,5 @@ def close_connection(peer: str) -> None:
                 continue
             with connection:
                 name = connection.getpeername()
-                if name[1:2] == (port,) and _normalise(name[0]) == _normalise(host):
+                if name[1:2] == (port,) and parse_ip_address(name[0].partition("%")[0]) == parse_ip_address(host):
                     connection.shutdown(socket.SHUT_RDWR)
-
-
-def _normalise(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an address; one of IPv4 that a socket of IPv6 has mapped is that of IPv4."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    return getattr(parsed, "ipv4_mapped", None) or parsed

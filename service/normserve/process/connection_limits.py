@@ -7,7 +7,6 @@ several processes.
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import socket
@@ -18,6 +17,7 @@ from typing import Literal, NamedTuple
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problem_responses import render_problem_response
+from normserve.ip_addresses import format_client_network
 from normserve.logs.formatting import ThrottledLogger
 
 log = logging.getLogger(__name__)
@@ -188,11 +188,7 @@ def identify_client(connection: socket.socket) -> str:
     peer = _get_peer_address(connection)
     if not peer:
         return "gone"
-    if ":" not in peer:
-        return str(peer)
-    address = ipaddress.IPv6Address(peer.partition("%")[0])
-    # One host usually has at least a /64 network.
-    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+    return format_client_network(peer) if ":" in peer else peer
 
 
 def _get_peer_address(connection: socket.socket) -> str:

@@ -1,6 +1,5 @@
 """Regions of CUDA shared memory: allocations of other processes on this host, opened by handle."""
 
-import ipaddress
 import queue
 from typing import Any
 
@@ -9,6 +8,7 @@ from normserve.codec.local_messages import ALIGNMENT
 from normserve.engine.engine import Engine
 from normserve.errors import ForbiddenError, UnusableRegionError
 from normserve.http.oip.regions.region import Kind
+from normserve.ip_addresses import parse_ip_address
 from normserve.memory.ipc_allocations import IpcAllocation, open_allocation_on_thread
 
 OFF = "this server registers no CUDA shared memory; its operator can allow that with --oip-cuda-shared-memory"
@@ -127,8 +127,6 @@ def is_local_address(address: str) -> bool:
     if address == "unix":
         return True
     try:
-        parsed = ipaddress.ip_address(address)
+        return parse_ip_address(address).is_loopback
     except ValueError:
         return False
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback
