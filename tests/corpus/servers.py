@@ -22,7 +22,7 @@ from tests.corpus.transports import (
     Transport,
 )
 from tests.integration.harness import device_server
-from tests.integration.harness.servers import ServerProcess, launch_server
+from tests.integration.harness.servers import ServerProcess, find_free_port, launch_server
 
 TRANSPORTS: dict[str, tuple[str, ...]] = {
     "http": (),
@@ -127,7 +127,7 @@ def start_server(
         script = str(device_server.__file__)
     sockets = ("--local", str(folder / "local.sock"), "--oip-shared-memory", _PREFIX, "--log-format", "json")
     environment = {"GATE": str(folder / "gate"), "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path])}
-    port = _free_port()
+    port = find_free_port()
     if waits_at_start:
         environment["WAIT_AT_START"] = "1"
         options = (*options, "--port", str(port))
@@ -142,13 +142,6 @@ def start_server(
         server = CorpusServer(transport, process, folder, key)
         stack.callback(server.close)
         yield server
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _wait_until_listening(port: int) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,8 @@ import httpx
 import pytest
 from normserve.http.curl import make_sample_command
 from normserve.http.routes.page_routes import list_example_commands
+
+from tests.integration.harness.servers import find_free_port
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/tutorial.md", "docs/http-api.md", "docs/observability.md")
@@ -63,8 +64,7 @@ def test_a_refusal_is_shown_and_fails(command, paste, locked, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_server_that_is_not_there_is_named(command, paste, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{find_free_port()}"
     done = paste(command, url)
     assert done.returncode != 0
     assert "curl: (7)" in done.stderr

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+
+from tests.integration.harness.servers import find_free_port
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -71,8 +72,7 @@ def checkout(tool, tmp_path):
 @pytest.fixture
 def served(checkout):
     """The address of a server that `make serve` alone has installed and started."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     # Of the make that runs the tests.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     (command, *_) = snippets("sh")

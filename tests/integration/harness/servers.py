@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -164,6 +165,21 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
             text=True,
         )
     )
+
+
+def find_free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def is_up(http: httpx.Client) -> bool:
+    """Return whether a server answers that it lives."""
+    try:
+        return http.get("/livez").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="session")

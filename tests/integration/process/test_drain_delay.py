@@ -10,9 +10,9 @@ import tritonclient.grpc as triton
 from normserve.grpc.schema import HEALTH, get_message_class
 
 from tests.integration.harness.gateways import find_gateway_address
+from tests.integration.harness.servers import find_free_port, is_up
 from tests.integration.harness.stage import SCRIPT
 from tests.integration.harness.wire import X, assert_problem, npy
-from tests.integration.process.test_lifecycle import free_port, is_up
 
 # Of one process with everything in it, of processes behind one port, and of processes before one with the device.
 FLEETS = [(), ("--devices", "cpu,cpu"), ("--frontends", "2")]
@@ -54,7 +54,7 @@ def test_after_the_delay_a_server_drains_and_ends(start_server, options):
 
 
 def test_a_server_that_is_not_ready_does_not_wait(start_server, tmp_path, until):
-    gate, port = tmp_path / "gate", free_port()
+    gate, port = tmp_path / "gate", find_free_port()
     environment = {"GATE": str(gate), "WAIT_AT_START": "1"}
     options = ("--drain-delay-s", "600", "--port", str(port))
     server = start_server(*options, env=environment, script=SCRIPT, wait=False)

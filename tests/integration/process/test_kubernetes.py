@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.integration.harness.servers import find_free_port, is_up
 from tests.integration.harness.stage import SCRIPT
-from tests.integration.process.test_lifecycle import free_port, is_up
 
 K8S = Path(__file__).parents[3] / "docker/k8s"
 DEPLOYMENT = yaml.safe_load((K8S / "base/deployment.yaml").read_text(encoding="utf-8"))
@@ -25,7 +25,7 @@ def passing(http):
 
 
 def test_a_pod_has_started_when_it_is_warm(start_server, tmp_path, until):
-    gate, port = tmp_path / "gate", free_port()
+    gate, port = tmp_path / "gate", find_free_port()
     environment = {"GATE": str(gate), "WAIT_AT_START": "1"}
     server = start_server("--port", str(port), *KEY, env=environment, script=SCRIPT, wait=False)
     server.url = f"http://127.0.0.1:{port}"

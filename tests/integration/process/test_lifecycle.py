@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import socket
 from concurrent.futures import Future
 
 import httpx
 
 from tests.integration.harness.misbehaving_server import FAILS
 from tests.integration.harness.raw import Connection
-from tests.integration.harness.servers import of_one_process
+from tests.integration.harness.servers import find_free_port, is_up, of_one_process
 from tests.integration.harness.stage import SCRIPT
 from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 
@@ -108,22 +107,9 @@ def test_a_fatal_signal_says_where_each_thread_was(start_server, until):
     until(lambda: "Fatal Python error: Segmentation fault" in server.log and "executor.py" in server.log)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def is_up(http: httpx.Client) -> bool:
-    try:
-        return http.get("/livez").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def test_not_ready_before_the_device_is(start_server, tmp_path, until):
     gate = tmp_path / "gate"
-    port = free_port()
+    port = find_free_port()
     options = ("--port", str(port))
     server = start_server(*options, env={"GATE": str(gate), "WAIT_AT_START": "1"}, script=SCRIPT, wait=False)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as http:

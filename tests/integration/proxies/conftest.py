@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.process.test_lifecycle import free_port
+from tests.integration.harness.servers import find_free_port
 
 DOCUMENT = Path(__file__).parents[3] / "docs/proxies.md"
 #: Proxies that the document has, by the language of its block.
@@ -45,7 +45,7 @@ def run_proxy(
         servers: the ports of the servers.
         change: changes the document's configuration.
     """
-    port = free_port()
+    port = find_free_port()
     text = change(read_configuration(proxy))
     for address, server in zip(("10.0.0.11:8000", "10.0.0.12:8000"), servers, strict=True):
         assert text.count(address) == 1

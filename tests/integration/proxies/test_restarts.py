@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.integration.harness.servers import find_free_port
 from tests.integration.harness.wire import NPY, npy
-from tests.integration.process.test_lifecycle import free_port
 from tests.integration.proxies.conftest import run_proxy
 
 #: More than a proxy keeps of a request so that it may send it again.
@@ -62,7 +62,7 @@ def store_bodies(configuration: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("proxy", "change"), [("haproxy", str), ("nginx", store_bodies)], ids=["haproxy", "nginx"])
 def test_a_rolling_restart_fails_nothing(start_server, tool, tmp_path, until, proxy, change):
-    ports = [free_port(), free_port()]
+    ports = [find_free_port(), find_free_port()]
 
     def start(port: int):
         return start_server("--port", str(port), "--trusted-proxies", "127.0.0.1", "--allowed-hosts", "*", *DELAY)
