@@ -244,4 +244,4 @@ async def _receive_message(context: aio.ServicerContext[bytes, bytes], patience_
 
 
 def _make_late_error(patience_s: float | None) -> CallError:
-    return CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s} s")
+    return CallError(Code.DEADLINE_EXCEEDED, f"the call's message must arrive within {patience_s:g} s")

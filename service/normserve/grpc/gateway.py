@@ -48,8 +48,8 @@ def run_gateway(settings: GatewaySettings, parent: int | None = None) -> None:
 
 
 async def _serve(settings: GatewaySettings, parent: int | None) -> None:
-    """Serve until SIGTERM or SIGINT and, if load balancers need time to learn of the end, somewhat longer.  Then
-    refuse new calls and finish those in progress.  A second signal ends all calls.
+    """Serve until SIGTERM or SIGINT, and for `drain_delay_s` after it.  Then refuse new calls and finish those in
+    progress.  A second signal ends all calls.
     """
     try:
         server_client = ServerClient(settings.server)
@@ -78,25 +78,21 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     )
     port = _add_port(server, settings)
     await server.start()
-    host = settings.listen.rpartition(":")[0]
-    log.info("gRPC is ready on %s:%d, for the server at %s", host, port, server_client.display_name)
     stop, parent_end = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if parent is not None:
         loop.add_reader(parent, _on_parent_end, parent, stop, parent_end)
+    # Whoever reads this may send a signal at once.
+    host = settings.listen.rpartition(":")[0]
+    log.info("gRPC is ready on %s:%d, for the server at %s", host, port, server_client.display_name)
     await stop.wait()
     stop.clear()
     health.is_ending = True
-    if settings.drain_delay_s and not parent_end.is_set():
-        log.info("retiring: not serving from now on, calls are accepted for another %g s", settings.drain_delay_s)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), settings.drain_delay_s)
+    await _wait_for_retirement(settings.drain_delay_s, stop, parent_end)
     log.info("draining: calls in progress are finished, new ones are refused")
     stream_drain.begin()
-    if parent_end.is_set():
-        stop.clear()
     draining = asyncio.ensure_future(server.stop(settings.drain_s))
     second = asyncio.ensure_future(stop.wait())
     await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
@@ -106,6 +102,19 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await draining
     server_client.close()
+
+
+async def _wait_for_retirement(delay_s: float, stop: asyncio.Event, parent_end: asyncio.Event) -> None:
+    """Wait while load balancers learn of the end, but no longer than to a second signal or the parent's end.
+
+    Afterwards `stop` is set only if there was a second signal.
+    """
+    if delay_s and not parent_end.is_set():
+        log.info("retiring: not serving from now on, calls are accepted for another %g s", delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), delay_s)
+    if parent_end.is_set():
+        stop.clear()
 
 
 def _on_parent_end(parent: int, stop: asyncio.Event, parent_end: asyncio.Event) -> None:

@@ -51,5 +51,5 @@ class GatewaySettings:
         return cls(listen, server, **{name: getattr(settings, name) for name in SHARED_SETTINGS})
 
 
-SHARED_SETTINGS = tuple(each.name for each in fields(GatewaySettings))[2:]
+SHARED_SETTINGS = tuple(each.name for each in fields(GatewaySettings) if each.name not in ("listen", "server"))
 """The settings of the server that a gateway has, too."""
