@@ -14,15 +14,12 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
+from normserve.metrics.request_metrics import STAGES
 from panels import HERE, OPS, PEAK, SOURCE, kernel_bandwidth, lines, mean, numbers, quantile, rate
 
 TARGET = Path(__file__).parent / "dashboards/normserve.json"
 OF_JOB = f'job="normserve",{HERE}'
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
-STAGES = (
-    *("recv", "relay_in", "parse", "queue", "copy_in", "kernel", "copy_out"),
-    *("resume", "serialize", "relay_out", "send"),
-)
 
 
 def overview() -> list[stat.Panel]:

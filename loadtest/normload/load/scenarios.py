@@ -234,10 +234,9 @@ def _read_objective(table: TomlTable, phases: Sequence[str], operations: Sequenc
 
     Args: phases, operations: those of the scenario.
     """
+    bound = table.take_text("bound")
     try:
-        objective = parse_objective(table.take_text("bound"))
-    except ScenarioError:
-        raise
+        objective = parse_objective(bound)
     except ValueError as error:
         raise ScenarioError(f"{table.location}: bound: {error}") from None
     phase = table.take_one_of("phase", phases) if table.has_key("phase") else None

@@ -1,6 +1,6 @@
 """The input contract of a job: which tensors, of which shapes and types, an operation takes."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -20,7 +20,7 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.errors.name_suggestions import find_closest_tensor
+from normserve.errors.name_suggestions import find_closest_tensor_name
 from normserve.jobs.job import LAYER_OPTIONS, ChannelLayout, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost, estimate_memory_cost
 from normserve.jobs.result_specs import Described, compute_statistics_shape
@@ -62,8 +62,7 @@ def _merge_layer_options_and_validate(
         spec = _merge_layer_options(spec, layer)
     _check_tensor_names(spec, tensors, parameters_in_layer=layer is not None)
     _, x_shape = tensors["x"]
-    sizes = [tensors[name][1][0] for name in PARAMETERS if name in tensors and len(tensors[name][1]) == 1]
-    size = _check_x(spec, x_shape, sizes if layer is None else [layer.size])
+    size = _check_x(spec, layer, tensors)
     if layer is not None and layer.size != size:
         hint = _suggest_layout(spec, layer.size, x_shape)
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}{hint}")
@@ -134,16 +133,18 @@ def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[H
     return weight, bias
 
 
-def check_group_count(num_groups: int, channels: int, hint: str = "") -> None:
+def check_group_count(num_groups: int, channels: int) -> None:
     """Refuse a number of groups that does not divide the channels.
-
-    Args: hint: the end of the error.
 
     Raises:
         InvalidParameterError: num_groups does not divide the channels.
     """
     if channels % num_groups:
-        raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}{hint}")
+        raise _make_group_count_error(num_groups, channels)
+
+
+def _make_group_count_error(num_groups: int, channels: int, hint: str = "") -> InvalidParameterError:
+    return InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}{hint}")
 
 
 def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
@@ -170,16 +171,14 @@ def _check_tensor_names(spec: NormSpec, tensors: Described, *, parameters_in_lay
 def _check_accepted(tensors: Collection[str], accepted_names: tuple[str, ...], what: str) -> None:
     for name in tensors:
         if name not in accepted_names:
-            closest = find_closest_tensor(name, [each for each in accepted_names if each not in tensors])
+            closest = find_closest_tensor_name(name, [each for each in accepted_names if each not in tensors])
             hint = f"; the closest is {closest!r}" if closest else ""
             raise UnexpectedTensorError(f"{what} takes {', '.join(accepted_names)}, got {name[:64]!r}{hint}")
 
 
-def _check_x(spec: NormSpec, shape: tuple[int, ...], parameter_sizes: Sequence[int]) -> int:
-    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or samples' C.
-
-    Args: parameter_sizes: the lengths of those that were sent, for the hint of an error.
-    """
+def _check_x(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> int:
+    """Check rank and sizes of x.  Return the length that the operation's parameters must have: N, or samples' C."""
+    _, shape = tensors["x"]
     if spec.layout is None:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
@@ -191,8 +190,9 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...], parameter_sizes: Sequence[i
             f"with layout={spec.layout.value} x must be {form} with no empty axis but B, got {list(shape)}"
         )
     channels = shape[-1] if last else shape[1]
-    if spec.op is Op.GROUP_NORM:
-        check_group_count(spec.num_groups, channels, _suggest_layout_of_groups(spec, shape, parameter_sizes))
+    if spec.op is Op.GROUP_NORM and channels % spec.num_groups:
+        hint = _suggest_layout_of_groups(spec, layer, tensors)
+        raise _make_group_count_error(spec.num_groups, channels, hint)
     return channels
 
 
@@ -294,12 +294,16 @@ def _suggest_layout(spec: NormSpec, size: int, x_shape: tuple[int, ...]) -> str:
     return f"; with layout={layout} x has {size} channels" if channels == size else ""
 
 
-def _suggest_layout_of_groups(spec: NormSpec, x_shape: tuple[int, ...], parameter_sizes: Sequence[int]) -> str:
+def _suggest_layout_of_groups(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> str:
     """Return the end of an error about groups: as `_suggest_layout`, if the parameters are as long as the channels
     of the other layout, or if there are none and the groups divide those channels.
     """
+    _, x_shape = tensors["x"]
     other = x_shape[1] if spec.layout is ChannelLayout.NHWC else x_shape[-1]
-    fits = set(parameter_sizes) == {other} if parameter_sizes else other % spec.num_groups == 0
+    sizes = {tensors[name][1][0] for name in PARAMETERS if name in tensors and len(tensors[name][1]) == 1}
+    if layer is not None:
+        sizes = {layer.size}
+    fits = sizes == {other} if sizes else other % spec.num_groups == 0
     return _suggest_layout(spec, other, x_shape) if fits else ""
 
 

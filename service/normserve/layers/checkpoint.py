@@ -37,6 +37,7 @@ _OFFSET_MODEL_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
 
 _MAX_NAMED = 4
 
+# Reasons for which a norm is left out.
 NO_BIAS = (
     "they have no bias, and neither their names nor config.json say that they are RMSNorms;"
     " --checkpoint-op says what they are"
@@ -45,7 +46,6 @@ BATCH_NORM = "their running means make them BatchNorms"
 NO_VECTOR = "their weights are no vectors"
 OTHER_BIAS = "their biases have other shapes than their weights"
 NO_LAYER_NAME = f"a layer's name must be {LAYER_NAMES}"
-"""Reasons for which a norm is left out."""
 
 
 @dataclass(frozen=True, slots=True)
