@@ -19,7 +19,7 @@ from normload.clients.client_processes import ClientProcessError
 from normload.load import scenarios
 from normload.load.objectives import LoadObjective, parse_objective
 from normload.load_run import SAMPLE, TargetServer, run_scenario
-from normload.measurements.objectives import Outcome, evaluate_objective
+from normload.measurements.objective_outcomes import Outcome, evaluate_objective
 from normload.measurements.results import RunResult, read_result
 from normload.report import comparison, comparison_report, csv_report, html_report, report_tables, terminal_report
 

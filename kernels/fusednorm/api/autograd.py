@@ -19,7 +19,7 @@ from fusednorm.api.nested_norms import compute_nested_norm
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import try_register_shardings
 from fusednorm.api.uniform_passes import compute_input_gradients, run_backward, run_backward_operator, run_forward
-from fusednorm.arguments.checks import ActivationName, LayoutName, check_summand
+from fusednorm.arguments.checks import ActivationName, LayoutName, require_residual
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.operator_arguments import list_operator_arguments
 from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
@@ -284,7 +284,7 @@ def add_layer_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    check_summand(residual, "layer_norm")
+    require_residual(residual, "layer_norm")
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, gate))
 
@@ -352,7 +352,7 @@ def add_rms_norm(
         >>> y.dtype, residual.dtype
         (torch.bfloat16, torch.float32)
     """
-    check_summand(residual, "rms_norm")
+    require_residual(residual, "rms_norm")
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     return Added(*_dispatch_norm(values, x, weight, None, residual, scale, shift, gate))
 
@@ -412,7 +412,7 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         (torch.Size([2, 64, 16, 16]), torch.Size([2, 64, 16, 16]))
     """
-    check_summand(residual, "group_norm")
+    require_residual(residual, "group_norm")
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift, None))
 

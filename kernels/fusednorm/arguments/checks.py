@@ -326,7 +326,7 @@ def check_gate(gate: Any, residual: Any) -> None:
         raise KernelInputError("gate needs a residual, got None: multiply x, or use scale")
 
 
-def check_summand(residual: Any, op: str) -> None:
+def require_residual(residual: Any, op: str) -> None:
     """Raise KernelInputError if `residual`, which add_<op> adds to x, is None: there would be no sum to return."""
     if residual is None:
         raise KernelInputError(f"add_{op} needs a residual, got None: without one call {op}")

@@ -16,7 +16,7 @@ if util.find_spec("jax") is None:
 
 import jax
 
-from fusednorm.arguments.checks import ActivationName, LayoutName, check_summand
+from fusednorm.arguments.checks import ActivationName, LayoutName, require_residual
 from fusednorm.arguments.inputs import NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
@@ -237,7 +237,7 @@ def add_layer_norm(
         >>> str(y.dtype), str(residual_out.dtype)
         ('bfloat16', 'float32')
     """
-    check_summand(residual, "layer_norm")
+    require_residual(residual, "layer_norm")
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     inputs = NormInputs(x, weight, bias, residual, scale, shift, gate)
     return Added(*dispatch_norm(NormOptions._make(values), inputs))
@@ -286,7 +286,7 @@ def add_rms_norm(
         >>> float(residual_out[0, 0])
         3.0
     """
-    check_summand(residual, "rms_norm")
+    require_residual(residual, "rms_norm")
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
     inputs = NormInputs(x, weight, None, residual, scale, shift, gate)
     return Added(*dispatch_norm(NormOptions._make(values), inputs))
@@ -332,7 +332,7 @@ def add_group_norm(
         >>> y.shape, residual_out.shape
         ((2, 64, 4, 4), (2, 64, 4, 4))
     """
-    check_summand(residual, "group_norm")
+    require_residual(residual, "group_norm")
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
     inputs = NormInputs(x, weight, bias, residual, scale, shift)
     return Added(*dispatch_norm(NormOptions._make(values), inputs, layout))

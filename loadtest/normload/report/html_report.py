@@ -10,7 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from normload.measurements.objectives import Outcome
+from normload.measurements.objective_outcomes import Outcome
 from normload.measurements.results import PERCENTILES, PhaseResult, RunResult
 from normload.measurements.tallies import OK, RequestTotals, compute_rate
 from normload.report import report_tables

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from normload.measurements.objectives import Outcome
+from normload.measurements.objective_outcomes import Outcome
 from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
 from normload.measurements.tallies import OK, RequestTotals, compute_rate
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from normload import load_run
 from normload.clients import client_worker
-from normload.measurements.objectives import Outcome
+from normload.measurements.objective_outcomes import Outcome
 from normload.measurements.results import RunResult
 from normload.report import report_tables
 

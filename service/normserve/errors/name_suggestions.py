@@ -28,7 +28,7 @@ def find_closest_name(name: str, known_names: Collection[str]) -> str:
     return next(iter(difflib.get_close_matches(name[:_MAX_COMPARED], known_names, n=1)), "")
 
 
-def find_closest_tensor(name: str, known_names: Collection[str]) -> str:
+def find_closest_tensor_name(name: str, known_names: Collection[str]) -> str:
     """Return the tensor that an unknown name probably means; "" if there is none.
 
     It is found by similarity and by names that other libraries use, also in a longer name such as

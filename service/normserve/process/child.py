@@ -33,7 +33,7 @@ _REASONS = {number: reason for reason, number in REFUSED.items()}
 _RELINK_PAUSE_S = 0.5
 
 
-def name_owner(index: int) -> str:
+def make_owner_name(index: int) -> str:
     """Return the name, in logs and metrics, of a process that owns a device."""
     return f"process {index}"
 

@@ -43,7 +43,7 @@ class HttpServer(uvicorn.Server):
         self._settings = settings
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
-        self._has_signal_come = self._is_draining = False
+        self._has_received_signal = self._is_draining = False
         self.exit_code = ExitCode.STOPPED
 
     @contextlib.contextmanager
@@ -70,16 +70,16 @@ class HttpServer(uvicorn.Server):
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Begin to end at the first signal; at the second, or in a drain, end at once with exit code 1."""
-        is_second = self._has_signal_come or self._is_draining
+        is_second = self._has_received_signal or self._is_draining
         log.info("%s came%s", number.name, ", again: the server ends at once" if is_second else "")
         if is_second:
             self.exit_code = ExitCode.FAILED
             self.should_exit = self.force_exit = True
             return
-        self._has_signal_come = True
-        self._begin_end()
+        self._has_received_signal = True
+        self._start_shutdown()
 
-    def _begin_end(self) -> None:
+    def _start_shutdown(self) -> None:
         """Start the drain, after a signal; a subclass may do so later."""
         self._start_drain()
 

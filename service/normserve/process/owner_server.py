@@ -26,7 +26,7 @@ from normserve.http.relay.relay_server import RelayServer
 from normserve.local.local_server import LocalServer
 from normserve.logs import audit
 from normserve.metrics.request_metrics import RequestRecord
-from normserve.process.child import name_owner
+from normserve.process.child import make_owner_name
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
@@ -141,7 +141,7 @@ class OwnerServer(HttpServer):
             self._services.log_crash("there is no memory left to go on with", context["exception"])
             self._schedule_failure_exit()
 
-    def _begin_end(self) -> None:
+    def _start_shutdown(self) -> None:
         """Have load balancers choose other servers for `drain_delay_s`, then start the drain.
 
         A process that is not ready has no requests to wait for.
@@ -198,17 +198,17 @@ class OwnerServer(HttpServer):
         """Make the channel over which the supervisor sends connections to this process.  When the supervisor
         ends, this process drains as well.
         """
-        service, place = self._services, self._services.sibling_processes.position
-        assert place is not None
-        service.metrics.observe_restarts(name_owner(place.index), place.restarts)
-        for child in place.children:
+        service, position = self._services, self._services.sibling_processes.position
+        assert position is not None
+        service.metrics.observe_restarts(make_owner_name(position.index), position.restarts)
+        for child in position.children:
             service.metrics.observe_restarts(child, 0)
         return SupervisorChannel(
             channel,
             is_stalled=lambda: service.stall_detector.is_stalled,
             on_connection=self._serve_handed_over,
             on_refused=service.metrics.observe_refused_connection,
-            on_restarted=lambda child: service.metrics.observe_restarts(place.children[child]),
+            on_restarted=lambda child: service.metrics.observe_restarts(position.children[child]),
             on_link=self._relay_server.serve_front_end,
             on_closed=self._start_drain,
         )

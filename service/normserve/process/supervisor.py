@@ -23,7 +23,7 @@ from typing import Any
 
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.peers.sibling_processes import FleetPosition
-from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit, name_owner
+from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit, make_owner_name
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
@@ -322,7 +322,7 @@ def _make_owner_slots(settings: Settings, folder: Path) -> list[ChildSlot]:
 
     return [
         ChildSlot(
-            name_owner(index), OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
+            make_owner_name(index), OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
         )
         for index in range(len(devices))
     ]

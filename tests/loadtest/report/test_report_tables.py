@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from normload.load.objectives import parse_objective
-from normload.measurements.objectives import evaluate_objective
+from normload.measurements.objective_outcomes import evaluate_objective
 from normload.report import csv_report, html_report, report_tables
 
 from tests.loadtest.conftest import made_result

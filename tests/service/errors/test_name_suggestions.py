@@ -1,7 +1,7 @@
 """What an unknown name probably means."""
 
 import pytest
-from normserve.errors.name_suggestions import find_closest_tensor, suggest_name
+from normserve.errors.name_suggestions import find_closest_tensor_name, suggest_name
 
 NAMES = ("x", "weight", "bias", "scale", "dy")
 
@@ -31,8 +31,8 @@ def test_of_names_that_are_like_nothing_all_are_listed():
     ],
 )
 def test_a_tensor_is_found_by_similarity_and_by_its_usual_names(sent, meant):
-    assert find_closest_tensor(sent, NAMES) == meant
+    assert find_closest_tensor_name(sent, NAMES) == meant
 
 
 def test_where_there_is_no_scale_it_is_the_weight():
-    assert find_closest_tensor("scale", ("weight", "bias")) == "weight"
+    assert find_closest_tensor_name("scale", ("weight", "bias")) == "weight"

@@ -171,8 +171,8 @@ def parse_header(text: bytes | memoryview) -> InferenceHeader:
         raise _make_format_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        shown = _describe_other_format(text)
-        raise MalformedPayloadError(f"the request's JSON cannot be read: {shown}{reason}") from None
+        found_format = _describe_other_format(text)
+        raise MalformedPayloadError(f"the request's JSON cannot be read: {found_format}{reason}") from None
     _require_valid_names("inputs", [each.name for each in header.inputs])
     _require_valid_names("outputs", [each.name for each in header.outputs or ()])
     return header
@@ -185,8 +185,8 @@ def _describe_other_format(text: bytes | memoryview) -> str:
     if bytes(text[:1]) in (b"{", b"["):
         return ""
     media_type = detect_binary_media_type(text)
-    what = f"{media_type}, which /v1 takes" if media_type else suggest_supported_format(text)
-    return f"its first bytes show {what}; " if what else ""
+    found_format = f"{media_type}, which /v1 takes" if media_type else suggest_supported_format(text)
+    return f"its first bytes show {found_format}; " if found_format else ""
 
 
 def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:

@@ -203,8 +203,8 @@ class HttpParserProtocol(ExchangeProtocol):
         """Begin the request; refuse it if the header is invalid or the connection is beyond a limit."""
         self._header_timer.stop()
         version = self.parser.get_http_version()
-        if (below := self._policy.root_path) and self.url.startswith(below + b"/"):
-            self.url = self.url[len(below) :]
+        if (root_path := self._policy.root_path) and self.url.startswith(root_path + b"/"):
+            self.url = self.url[len(root_path) :]
         if self._repeated_field is not None:
             fault: NormserveError | None = MalformedHttpError(f"{self._repeated_field.decode()} must be given once")
         else:
