@@ -190,9 +190,11 @@ class PhaseTally:
 
         Args:
             operation: None for all operations.
-            within_s: the time, rounded to intervals; None for the phase's duration.
+            within_s: the time; an interval that has begun by then counts as a whole, since in a run that was ended
+                early it is all that there is.  None for the phase's duration.
         """
-        intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
+        # Less a hundredth: the quotient of a whole number of intervals may be somewhat more than that number.
+        intervals = INTERVALS if within_s is None else math.ceil(within_s / self.interval_s - 0.01)
         total = RequestTotals()
         for (of, interval), cell in self.cells.items():
             if operation in (None, of) and interval < intervals:
