@@ -13,6 +13,12 @@ FORWARDED_FOR = b"x-forwarded-for"
 Its value is a list of addresses, to which each proxy appends the one that it received the request from.
 """
 
+UNKNOWN_CLIENT = "unknown"
+"""Stands for the address of a client that a trusted proxy names by something else than an address."""
+
+# More proxies than any request passes: each entry costs time, before the client's key is checked.
+_MAX_ENTRIES = 32
+
 _WITH_PORT = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
 
 
@@ -34,11 +40,12 @@ class TrustedProxies:
         return parsed is not None and self._is_trusted(parsed)
 
     def find_client_address(self, peer: str, values: Iterable[bytes]) -> str:
-        """Return the address of the client that sent a request.
+        """Return the address of the client that sent a request, or `unknown`.
 
-        The addresses are read from the last to the first as long as each is a trusted proxy's: all others before
-        them may be the client's invention.  An entry that is no address ends the list, too, and so does a loopback
-        address that a proxy on another host has received: it is none of this host.
+        At most 32 addresses are read, from the last to the first, as long as each is a trusted proxy's: all others
+        before them may be the client's invention.  A loopback address that a proxy on another host has received
+        ends the list, too: it is none of this host.  The client is unknown if an entry that is read is no address:
+        the proxy that wrote it may be on this host, and its client elsewhere.
 
         Args:
             peer: the address that the connection comes from.
@@ -48,9 +55,11 @@ class TrustedProxies:
         if sender is None or not self._is_trusted(sender):
             return peer
         client = peer
-        for entry in reversed(b",".join(values).split(b",")):
+        for entry in reversed(b",".join(values).rsplit(b",", _MAX_ENTRIES)[-_MAX_ENTRIES:]):
             address = _parse_address(entry.decode("latin-1").strip(" \t"))
-            if address is None or (address.is_loopback and not sender.is_loopback):
+            if address is None:
+                return UNKNOWN_CLIENT
+            if address.is_loopback and not sender.is_loopback:
                 break
             client, sender = str(address), address
             if not self._is_trusted(address):

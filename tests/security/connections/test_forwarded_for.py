@@ -69,7 +69,7 @@ def charge(server, until, source: str, *forwarded: str) -> str:
         ((NEIGHBOUR,), NEIGHBOUR),
         ((f"127.0.0.1, {CLIENT}, 10.1.1.1",), CLIENT),
         (("127.0.0.1", CLIENT), CLIENT),
-        (("unix",), PROXY),
+        (("unix",), "unknown"),
     ],
 )
 def test_a_trusted_proxy_names_the_client(trusting, until, forwarded, address):

@@ -89,14 +89,25 @@ def test_whoever_is_no_proxy_is_not_believed(peer):
         b"1" * 60_000,
     ],
 )
-def test_what_is_no_address_ends_the_list(entry):
-    assert find("10.0.0.1", entry) == "10.0.0.1"
-    assert find("10.0.0.1", b"203.0.113.5, " + entry + b", 10.1.1.1") == "10.1.1.1"
+def test_a_client_without_an_address_is_unknown(entry):
+    assert find("10.0.0.1", entry) == "unknown"
+    assert find("10.0.0.1", b"203.0.113.5, " + entry + b", 10.1.1.1") == "unknown"
+    assert find("10.0.0.1", entry + b", 203.0.113.5") == "203.0.113.5"
 
 
-def test_an_endless_list_is_read_from_its_end():
+@pytest.mark.parametrize("value", [b"fe80::1%eth0", b"unix:", b"unknown, 127.0.0.1"])
+def test_a_proxy_on_this_host_does_not_lend_a_client_its_address(value):
+    assert TrustedProxies.parse("127.0.0.1").find_client_address("127.0.0.1", [value]) == "unknown"
+
+
+def test_a_long_list_is_read_from_its_end():
     assert find("10.0.0.1", b"9.9.9.9," * 8000 + b"203.0.113.5") == "203.0.113.5"
-    assert find("10.0.0.1", b"," * 60_000) == "10.0.0.1"
+    assert find("10.0.0.1", b"," * 60_000) == "unknown"
+
+
+@pytest.mark.parametrize(("proxies", "client"), [(31, "203.0.113.5"), (32, "10.1.1.1"), (8000, "10.1.1.1")])
+def test_at_most_32_addresses_are_read(proxies, client):
+    assert find("10.0.0.1", b"203.0.113.5" + b",10.1.1.1" * proxies) == client
 
 
 def test_there_are_none_without_the_setting():
