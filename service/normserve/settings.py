@@ -74,12 +74,15 @@ def _check_networks(text: str) -> str:
     """Raise an error unless a text is empty or a list of IP networks and addresses."""
     for each in text.split(",") if text else ():
         try:
-            ipaddress.ip_network(each)
+            network = ipaddress.ip_network(each)
         except ValueError as error:
             raise ValueError(
                 "must be networks or addresses with commas between them, as in 10.0.0.0/8,fd00::1;"
                 f" got {each[:100]!r}: {error}"
             ) from None
+        # Addresses that are mapped to IPv6 are compared as those of IPv4, and would never match.
+        if network.version == 6 and network.network_address.ipv4_mapped is not None:
+            raise ValueError(f"must have networks of IPv4 as in 10.0.0.0/8, without ::ffff:, got {each[:100]!r}")
     return text
 
 
@@ -327,9 +330,9 @@ class Settings(BaseSettings):
     drain_delay_s: float = Field(
         0,
         ge=0,
-        allow_inf_nan=False,
+        le=3600,
         description="Time after SIGTERM in which requests are still accepted while /readyz fails, so that load "
-        "balancers choose other servers before the drain.",
+        "balancers choose other servers before the drain; an hour at most.",
     )
     stall_s: float = Field(
         60,
