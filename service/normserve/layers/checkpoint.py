@@ -34,7 +34,20 @@ _EPS_KEYS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6}
 # Models whose RMSNorms all store their weights as differences from one.
 _OFFSET_MODEL_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+# Models some or all of whose norms are not what their tensors' names and shapes say: weights are differences from
+# one, or norms are over groups of columns.
+_UNCLEAR_MODEL_TYPES = frozenset(
+    (
+        *("falcon_h1", "minimax_m3_vl", "minimax_m3_vl_text", "muse_glimmer", "muse_glimmer_text", "muse_spark"),
+        *("muse_spark_text", "nemotron", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "step3p5", "step3p7"),
+        *("t5_gemma_module", "t5gemma", "t5gemma2", "t5gemma2_decoder", "t5gemma2_encoder", "t5gemma2_text"),
+        *("vaultgemma", "videoprism", "videoprism_text_model", "videoprism_vision_model", "zamba2"),
+    )
+)
 
+# Enough for the names of 20,000 classes; parsed, a file of brackets takes many times its size.
+_MAX_CONFIG_BYTES = 4 * 2**20
 _MAX_NAMED = 4
 
 # Reasons for which a norm is left out.
@@ -45,6 +58,10 @@ NO_BIAS = (
 BATCH_NORM = "their running means make them BatchNorms"
 NO_VECTOR = "their weights are no vectors"
 OTHER_BIAS = "their biases have other shapes than their weights"
+UNCLEAR_MODEL = (
+    "by its model_type in config.json, some weights may be differences from one, or some norms over groups of"
+    " columns; PUT /v1/layers/{name} registers them"
+)
 NO_LAYER_NAME = f"a layer's name must be {LAYER_NAMES}"
 
 
@@ -56,11 +73,13 @@ class CheckpointConfig:
         eps: by operation.
         has_rms_norms: whether norms without a bias are RMSNorms.
         weight_offset: of RMSNorms.
+        is_unclear: whether the model's norms may be others than their tensors say.
     """
 
     eps: Mapping[Op, float] = field(default_factory=lambda: _DEFAULT_EPS)
     has_rms_norms: bool = False
     weight_offset: float = 0.0
+    is_unclear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +172,33 @@ def read_config(path: Path) -> CheckpointConfig:
     has its default.
 
     Raises:
-        MalformedPayloadError: an eps is no number in (0, 1).
+        MalformedPayloadError: an eps is no number in (0, 1), or the file is longer than 4 MiB.
     """
     try:
         with open_regular_file(path.parent / "config.json") as file:
-            config = json.loads(file.read())
-    except (OSError, ValueError):
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise MalformedPayloadError(f"config.json beside it has more than {_MAX_CONFIG_BYTES} bytes")
+        config = json.loads(text)
+    except (OSError, ValueError, RecursionError):
         return CheckpointConfig()
     if not isinstance(config, dict):
         return CheckpointConfig()
     text_config = config.get("text_config")
     text_config = text_config if isinstance(text_config, dict) else {}
-    model_types = {str(each.get("model_type")) for each in (config, text_config)}
+    named = (each.get("model_type") for each in (config, text_config))
+    model_types = {each for each in named if isinstance(each, str)}
     config = text_config | config
     eps = {
         Op.LAYER_NORM: _find_eps(config, _EPS_KEYS, Op.LAYER_NORM),
         Op.RMS_NORM: _find_eps(config, (_RMS_EPS_KEY, *_EPS_KEYS), Op.RMS_NORM),
     }
-    return CheckpointConfig(eps, _RMS_EPS_KEY in config, 1.0 if model_types & _OFFSET_MODEL_TYPES else 0.0)
+    return CheckpointConfig(
+        eps,
+        _RMS_EPS_KEY in config,
+        1.0 if model_types & _OFFSET_MODEL_TYPES else 0.0,
+        not model_types.isdisjoint(_UNCLEAR_MODEL_TYPES),
+    )
 
 
 def _find_eps(config: dict[str, Any], keys: tuple[str, ...], op: Op) -> float:
@@ -181,7 +209,8 @@ def _find_eps(config: dict[str, Any], keys: tuple[str, ...], op: Op) -> float:
     """
     eps = next((config[key] for key in keys if key in config), _DEFAULT_EPS[op])
     if not isinstance(eps, float) or not 0.0 < eps < 1.0:
-        raise MalformedPayloadError(f"config.json beside it has the eps {eps!r}, expected a number in (0, 1)")
+        shown = type(eps).__name__ if isinstance(eps, list | dict) else repr(eps)[:100]
+        raise MalformedPayloadError(f"config.json beside it has the eps {shown}, expected a number in (0, 1)")
     return eps
 
 
@@ -205,6 +234,8 @@ def find_norms(
                 is_rms_norm = config.has_rms_norms or _NAMES_AN_RMS_NORM.search(name)
                 op = op_without_bias or (Op.RMS_NORM if is_rms_norm else None)
             reason = _find_reason_against(name, weight, bias, is_batch_norm=f"{name}.running_mean" in entries)
+            if config.is_unclear:
+                reason = reason or UNCLEAR_MODEL
             if op is None:
                 reason = reason or NO_BIAS
             yield CheckpointNorm(name, None if reason else op, weight, bias, reason)

@@ -22,6 +22,7 @@ def configured(tmp_path, config: str | None) -> CheckpointConfig:
     [
         (None, 1e-5, 1e-6),
         ("not json", 1e-5, 1e-6),
+        ("[" * 100_000, 1e-5, 1e-6),
         ("[]", 1e-5, 1e-6),
         ('{"hidden_size": 8}', 1e-5, 1e-6),
         ('{"layer_norm_epsilon": 1e-9}', 1e-9, 1e-9),
@@ -42,6 +43,18 @@ def test_a_senseless_eps_beside_a_checkpoint_is_refused(key, eps, tmp_path):
         configured(tmp_path, f'{{"{key}": {eps}}}')
 
 
+@pytest.mark.parametrize("eps", ['"' + "x" * 100_000 + '"', "1" * 4000, "[" * 500 + "]" * 500])
+def test_the_error_of_a_long_eps_is_short(eps, tmp_path):
+    with pytest.raises(MalformedPayloadError) as caught:
+        configured(tmp_path, f'{{"norm_eps": {eps}}}')
+    assert len(caught.value.detail) < 250
+
+
+def test_a_very_long_configuration_is_refused(tmp_path):
+    with pytest.raises(MalformedPayloadError, match="more than 4194304 bytes"):
+        configured(tmp_path, '{"hidden_size": 8}' + " " * 2**22)
+
+
 def test_a_pipe_beside_a_checkpoint_is_no_configuration(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     assert read_config(tmp_path / "model.safetensors") == CheckpointConfig()
@@ -59,6 +72,22 @@ def test_a_pipe_beside_a_checkpoint_is_no_configuration(tmp_path):
 )
 def test_models_whose_weights_are_differences_from_one_are_known(config, offset, tmp_path):
     assert configured(tmp_path, json.dumps(config)).weight_offset == offset
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_next", "rms_norm_eps": 1e-6},
+        {"model_type": "nemotron", "norm_eps": 1e-5},
+        {"model_type": "recurrent_gemma", "rms_norm_eps": 1e-6},
+        {"model_type": "any", "text_config": {"model_type": "qwen3_5_text"}},
+    ],
+)
+@pytest.mark.parametrize("op_without_bias", [None, Op.RMS_NORM])
+def test_norms_that_cannot_be_told_are_left_out(config, op_without_bias, tmp_path):
+    tensors = entries(a__norm__weight=(4,), b__norm__weight=(4,), b__norm__bias=(4,))
+    norms = list(find_norms(tensors, op_without_bias, configured(tmp_path, json.dumps(config))))
+    assert [(norm.op, norm.reason) for norm in norms] == [(None, checkpoint.UNCLEAR_MODEL)] * 2
 
 
 def entries(**shapes: tuple[int, ...]) -> dict[str, SafetensorsEntry]:
