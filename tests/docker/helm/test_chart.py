@@ -146,8 +146,18 @@ def test_values_are_used():
     scaler = found["HorizontalPodAutoscaler"]["spec"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (1, 3)
     assert scaler["metrics"][1]["pods"]["target"]["averageValue"] == str(2**30)
-    prometheus = found["NetworkPolicy"]["spec"]["ingress"][0]["from"][1]["namespaceSelector"]["matchLabels"]
-    assert prometheus == {"kubernetes.io/metadata.name": "watch"}
+    (prometheus,) = found["NetworkPolicy"]["spec"]["ingress"][1]["from"]
+    assert prometheus["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "watch"}
+
+
+def test_a_key_is_needed_unless_it_is_said_that_there_is_none(charts):
+    def get_environment(manifests: dict) -> list | None:
+        (container,) = manifests["Deployment"]["spec"]["template"]["spec"]["containers"]
+        return container.get("env")
+
+    (key,) = get_environment(charts["cpu"])
+    assert key["valueFrom"] == {"secretKeyRef": {"name": "normserve", "key": "api-key"}}
+    assert get_environment(render(apiKeySecret="")) is None
 
 
 def test_a_changed_setting_rolls_the_pods(charts):
@@ -165,6 +175,7 @@ def test_a_changed_setting_rolls_the_pods(charts):
         {"devices": "cpu"},
         {"settings": {"WARM_SIZES": "768"}},
         {"settings": {"NORMSERVE_PORT": 80}},
+        {"settings": {"NORMSERVE_API_KEY": "in a ConfigMap"}},
         {"settings": {"NORMSERVE_MAX_INFLIGHT_BYTES": "4GiB"}},
         {"autoscaling": {"minReplicas": 0}},
     ],

@@ -93,6 +93,11 @@ def test_its_ports_are_those_the_server_listens_on(container):
     assert "NORMSERVE_HOST=0.0.0.0" in DOCKERFILE
 
 
+def test_its_key_is_that_of_the_gpu_overlay(container, both):
+    (gpu_container,) = both[1]["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert by_name(container["env"])["NORMSERVE_API_KEY"] == by_name(gpu_container["env"])["NORMSERVE_API_KEY"]
+
+
 def test_its_probes_are_those_of_the_protocol_and_need_no_key(container):
     from normserve.http.routes.route_scopes import DECLARED, PUBLIC
 

@@ -95,10 +95,10 @@ def test_ports_are_those_the_server_listens_on(manifests, container, settings):
     assert settings.host == "0.0.0.0"
     served = manifests["Service"]["spec"]["ports"]
     (monitored,) = manifests["ServiceMonitor"]["spec"]["endpoints"]
-    admitted = manifests["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
+    requests, scrapes = manifests["NetworkPolicy"]["spec"]["ingress"]
     names = [each["name"] for each in ports]
-    assert [each["targetPort"] for each in served] == [each["port"] for each in admitted] == names
-    assert monitored["port"] == served[0]["name"]
+    assert [each["targetPort"] for each in served] == [each["port"] for each in requests["ports"]] == names
+    assert [each["port"] for each in scrapes["ports"]] == [monitored["port"]] == [served[0]["name"]]
     port = ports[0]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == port["name"]

@@ -19,11 +19,12 @@ def test_grace_period_is_longer_than_the_drain(pod, container, settings):
     assert container["livenessProbe"]["terminationGracePeriodSeconds"] > settings.drain_delay_s
 
 
-def test_settings_come_from_the_config_map_and_the_key_from_a_secret_if_there_is_one(manifests, container):
+def test_settings_come_from_the_config_map_and_the_key_from_a_secret(manifests, container):
     assert container["envFrom"] == [{"configMapRef": {"name": manifests["ConfigMap"]["metadata"]["name"]}}]
     (key,) = container["env"]
     assert key["name"].removeprefix("NORMSERVE_").lower() in Settings.model_fields
-    assert key["valueFrom"]["secretKeyRef"]["optional"] is True
+    # Were it optional, a pod without the Secret would serve everybody.
+    assert key["valueFrom"] == {"secretKeyRef": {"name": "normserve", "key": "api-key"}}
 
 
 def test_pod_meets_the_restricted_standard(pod, container):
