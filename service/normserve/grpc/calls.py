@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from normserve.codec.forwarded_for import TrustedProxies
 from normserve.grpc.admission_check import AdmissionCheck
 from normserve.grpc.caller import Header, make_forwarded_headers
 from normserve.grpc.message_budget import MessageBudget, MessageReservation
-from normserve.grpc.peer_connections import close_connection
+from normserve.grpc.peer_connections import ConnectionCloser
 from normserve.grpc.statuses import CallError, Code, make_trailer
 from normserve.logs.formatting import ThrottledLogger
 
@@ -83,6 +83,7 @@ class CallRunner:
         receive_s: time for the message of a call.
         send_s: time for a client to read a response.
         proxies: those that name their clients; None if there are none.
+        connection_closer: ends the connections of clients that do not read.
     """
 
     admission_check: AdmissionCheck
@@ -93,6 +94,7 @@ class CallRunner:
     send_s: float
     failures: ThrottledLogger
     proxies: TrustedProxies | None = None
+    connection_closer: ConnectionCloser = field(default_factory=ConnectionCloser)
 
     def make_handler(
         self, respond: Responder, *, is_probe: bool = False, has_tensors: bool = False
@@ -187,7 +189,8 @@ class CallRunner:
 
         The connection of a client that does not read it in time is closed, by which the call is cancelled.
         """
-        closing = asyncio.get_running_loop().call_later(self.send_s, close_connection, context.peer())
+        loop, close = asyncio.get_running_loop(), self.connection_closer.close_soon
+        closing = loop.call_later(self.send_s, close, context.peer())
         try:
             await context.write(message)
         finally:
