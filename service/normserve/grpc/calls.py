@@ -119,11 +119,7 @@ class CallRunner:
                     message = await _receive_message(context, patience_s)
                     if message is None:
                         raise CallError(Code.INVALID_ARGUMENT, "the call must have a message")
-                    if len(message) > max_bytes:
-                        raise CallError(
-                            Code.RESOURCE_EXHAUSTED,
-                            f"a message must be at most {max_bytes} bytes, got {len(message)}",
-                        )
+                    _require_length(message, max_bytes)
                     reservation.resize(len(message))
                     response = await respond(message, headers, reservation)
                     del message
@@ -152,6 +148,7 @@ class CallRunner:
         """
         budget = key_free_budget or self.budget
         patience_s = None if key_free_budget is None else _KEY_FREE_RECEIVE_S
+        max_bytes = budget.max_message_bytes if key_free_budget is None else _MAX_SMALL_BYTES
         slots = asyncio.Semaphore(max(1, budget.free_bytes // budget.max_message_bytes // 2))
 
         async def handle(messages: Any, context: aio.ServicerContext[bytes, bytes]) -> None:
@@ -172,6 +169,7 @@ class CallRunner:
             async def respond_to_all(reservation: MessageReservation) -> None:
                 while (message := await self.stream_drain.receive_message(context, patience_s)) is not None:
                     try:
+                        _require_length(message, max_bytes)
                         response = await respond(message, headers, reservation)
                     except CallError as error:
                         response = make_error_response(message, error)
@@ -244,6 +242,12 @@ async def _receive_message(context: aio.ServicerContext[bytes, bytes], patience_
     except TimeoutError:
         raise _make_late_error(patience_s) from None
     return None if message is aio.EOF else message
+
+
+def _require_length(message: bytes, max_bytes: int) -> None:
+    """Raise the error of a message that is too long for its method."""
+    if len(message) > max_bytes:
+        raise CallError(Code.RESOURCE_EXHAUSTED, f"a message must be at most {max_bytes} bytes, got {len(message)}")
 
 
 def _make_late_error(patience_s: float | None) -> CallError:

@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from normserve.grpc.schema import HEALTH, INFERENCE, list_methods
+from normserve.grpc.schema import HEALTH, INFERENCE, REFLECTION, list_methods
 
 from tests.certificates import Certificates
 from tests.integration.grpc.requests import make_input
@@ -52,6 +52,21 @@ def test_reflection(address):
         assert {INFERENCE, HEALTH} <= set(database.get_services())
         file = database.FindFileContainingSymbol(INFERENCE)
         assert "ModelInferRequest" in [each.name for each in file.message_type]
+
+
+def test_a_long_question_to_reflection_is_refused(address):
+    """The response would have it twice, and no key is needed for it."""
+    request, response = list_methods(REFLECTION)["ServerReflectionInfo"]
+    questions = [request(list_services="x" * 2**21), request(list_services="*")]
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.stream_stream(
+            f"/{REFLECTION}/ServerReflectionInfo",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        refused, answered = ask(iter(questions), timeout=30)
+    assert refused.error_response.error_code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert len(answered.list_services_response.service) == 3
 
 
 def test_a_call_that_is_made_by_reflection_alone(address):
