@@ -16,6 +16,7 @@ from normserve.admission.keys import KeysFileError, KeysFileReader
 from normserve.admission.keys.keys_file import format_key_table, generate_key
 from normserve.grpc.gateway_settings import SHARED_SETTINGS, GatewaySettings
 from normserve.logs.formatting import configure_logging
+from normserve.process.gateway_process import limit_gateway_connections
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
 from normserve.settings import REMOVED, Settings, find_unknown_variables
@@ -109,7 +110,7 @@ def _run_gateway(given: dict[str, Any]) -> int:
         return 2
     configure_logging(settings.log_level, settings.log_format)
     try:
-        run_gateway(GatewaySettings.from_settings(settings, listen, server))
+        run_gateway(limit_gateway_connections(GatewaySettings.from_settings(settings, listen, server)))
     except GatewayError as error:
         print(f"normserve grpc: {error}", file=sys.stderr)
         return 2

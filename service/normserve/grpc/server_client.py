@@ -20,7 +20,8 @@ _MAX_RESPONSE_BYTES = 2**31 - 1
 
 _CONNECT_S = 5.0
 _IDLE_S = 30.0
-_MAX_CONNECTIONS = 1024
+MAX_SERVER_CONNECTIONS = 1024
+"""Number of connections to the server, of which each has one call."""
 
 
 class _ErrorDocument(msgspec.Struct):
@@ -46,7 +47,7 @@ class ServerClient:
         self._address = ServerAddress.parse_url(url)
         if self._address.is_shared_memory:
             raise ValueError("the server's URL must be http+unix://PATH, http://HOST:PORT or https://HOST:PORT")
-        self._pool = AsyncConnectionPool(self._address, TlsSettings(True), _MAX_CONNECTIONS, _IDLE_S)
+        self._pool = AsyncConnectionPool(self._address, TlsSettings(True), MAX_SERVER_CONNECTIONS, _IDLE_S)
         self._host = (b"Host", self._address.host_header.encode("ascii"))
 
     @property

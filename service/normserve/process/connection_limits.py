@@ -204,14 +204,16 @@ def _get_peer_address(connection: socket.socket) -> str:
         return ""
 
 
-def raise_descriptor_limit_for_connections(wanted: int) -> int:
+def raise_descriptor_limit_for_connections(wanted: int, *, outgoing: int = 0) -> int:
     """Raise the process's soft limit of open files so that `wanted` connections fit, at most to the hard limit.
+
+    Args: outgoing: number of connections that the process itself may open.
 
     Returns:
         The number of connections that the process may hold: `wanted`, or fewer if the hard limit is lower.
     """
     available, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = _OTHER_DESCRIPTORS + RESERVE
+    others = _OTHER_DESCRIPTORS + RESERVE + outgoing
     needed = wanted + others
     if available == resource.RLIM_INFINITY:
         available = needed

@@ -13,8 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from normserve.grpc.gateway_settings import GatewaySettings
+from normserve.process.connection_limits import raise_descriptor_limit_for_connections
 from normserve.process.exit_codes import ExitCode
 from normserve.settings import Settings, make_device_environment
 
@@ -119,6 +121,15 @@ async def end_gateway(gateway: GatewayProcess, running: asyncio.Task[None], with
     await asyncio.gather(running, return_exceptions=True)
 
 
+def limit_gateway_connections(settings: GatewaySettings) -> GatewaySettings:
+    """Raise this process's limit of open files for a gateway; return the settings with the connections that fit."""
+    # A late import: the server's process starts without gRPC.
+    from normserve.grpc.server_client import MAX_SERVER_CONNECTIONS
+
+    possible = raise_descriptor_limit_for_connections(settings.max_connections, outgoing=MAX_SERVER_CONNECTIONS)
+    return replace(settings, max_connections=possible)
+
+
 def main() -> int:
     """Run the gateway with the settings from standard input; return the exit code."""
     # Late imports: the server's process starts without gRPC.
@@ -128,7 +139,7 @@ def main() -> int:
     settings: GatewaySettings = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, "grpc")
     try:
-        run_gateway(settings, sys.stdin.fileno())
+        run_gateway(limit_gateway_connections(settings), sys.stdin.fileno())
     except GatewayError as error:
         log.critical("the gateway of gRPC cannot start: %s", error)
         return ExitCode.MISCONFIGURED

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import resource
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,8 @@ import normserve.process.owner_server
 import pytest
 from normserve.admission.keys import parse_keys
 from normserve.cli.commands import main
+from normserve.grpc import gateway
+from normserve.grpc.server_client import MAX_SERVER_CONNECTIONS
 from normserve.settings import REMOVED, Settings
 
 
@@ -216,3 +219,17 @@ def test_traces_need_nothing_that_is_not_asked_for():
         "assert 'opentelemetry.sdk' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_a_gateway_raises_its_limit_of_open_files(monkeypatch):
+    """Each of its calls may have a connection to the server beside the client's."""
+    limits, ran = [(1024, 20000)], []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limit: limits.append(limit))
+    monkeypatch.setattr(gateway, "run_gateway", ran.append)
+    assert (
+        main(["grpc", "--listen", "127.0.0.1:0", "--server", "http://127.0.0.1:1", "--max-connections", "2000"])
+        == 0
+    )
+    assert [each.max_connections for each in ran] == [2000]
+    assert limits[-1][0] >= 2000 + MAX_SERVER_CONNECTIONS

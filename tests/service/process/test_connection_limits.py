@@ -218,3 +218,11 @@ def test_connections_fit_into_the_descriptors(monkeypatch, soft, hard, wanted, r
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: now.append(limit))
     assert raise_descriptor_limit_for_connections(wanted) == possible
     assert now[1:] == ([] if raised is None else [(raised, hard)])
+
+
+def test_connections_that_the_process_opens_have_descriptors_too(monkeypatch):
+    now = [(1024, 20000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limit: now.append(limit))
+    assert raise_descriptor_limit_for_connections(4096, outgoing=1024) == 4096
+    assert now[1:] == [(4096 + 1024 + 320, 20000)]

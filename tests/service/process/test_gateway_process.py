@@ -1,12 +1,18 @@
 """The gateway's process is started again when it ends, but not if it cannot start."""
 
 import asyncio
+import resource
 import socket
 
 import pytest
 from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.process import gateway_process
-from normserve.process.gateway_process import GatewayProcess, end_gateway, make_gateway_process
+from normserve.process.gateway_process import (
+    GatewayProcess,
+    end_gateway,
+    limit_gateway_connections,
+    make_gateway_process,
+)
 from normserve.settings import Settings
 
 # Notes each start, and ends as the line for this start says.
@@ -98,3 +104,9 @@ def test_it_listens_where_the_server_does_and_asks_its_unix_socket(tmp_path, mon
         made = make_gateway_process(Settings(host=host, grpc_port=7), [other, listener])
     assert made is not None
     assert (made._settings.listen, made._settings.server) == (listen, "http+unix://http.sock")
+
+
+def test_a_gateway_has_as_many_connections_as_its_open_files_allow(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    settings = GatewaySettings.from_settings(Settings(max_connections=4096), "127.0.0.1:0", "http://127.0.0.1:1")
+    assert limit_gateway_connections(settings).max_connections == 512
