@@ -66,6 +66,8 @@ class InferenceService:
             (JSON_LENGTH, b"%d" % len(request.json)),
             *headers,
         ]
+        # The response is usually as long as the request; further calls must not get its room before it arrives.
+        reservation.resize(3 * len(message))
         response = await self.server.request("POST", request.path, own, [request.json, *request.tensors])
         # The request, the server's response and the message that is made of it.
         reservation.resize(len(message) + 2 * response.nbytes)
