@@ -138,7 +138,8 @@ def test_it_has_the_threads_the_time_and_the_memory_that_it_needs(service, conta
     assert predictor["terminationGracePeriodSeconds"] > needed_s
     (tmp,) = [each["emptyDir"] for each in predictor["volumes"] if each["name"] == "tmp"]
     kept = settings.max_idle_slab_bytes + settings.max_layer_bytes + nbytes(tmp["sizeLimit"])
-    needed = 5 * settings.max_inflight_bytes // 4 + settings.max_inflight_bytes + kept + GIB
+    gateway = 3 * settings.max_inflight_bytes + 4 * settings.grpc_max_message_bytes
+    needed = 5 * settings.max_inflight_bytes // 4 + gateway + kept + GIB
     assert nbytes(container["resources"]["limits"]["memory"]) >= needed
 
 

@@ -76,8 +76,9 @@ def test_memory_holds_what_is_admitted(container, pod, settings, overlay):
     """Admitted requests, what is kept idle, layers, what /tmp holds, and a gibibyte for the program."""
     (tmp,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["emptyDir"].get("medium") == "Memory"]
     slabs = {"cpu": 5 * settings.max_inflight_bytes // 4, "gpu": 2 * settings.max_inflight_bytes}[overlay]
-    # The gateway of gRPC bounds its messages by the same setting, and has room for four of calls without a key.
-    slabs += settings.max_inflight_bytes + 4 * settings.grpc_max_message_bytes
+    # The gateway of gRPC bounds its messages by the same setting, has each response twice, and has room for four
+    # messages of calls without a key.
+    slabs += 3 * settings.max_inflight_bytes + 4 * settings.grpc_max_message_bytes
     kept = settings.max_idle_slab_bytes + settings.max_layer_bytes + nbytes(tmp["sizeLimit"])
     assert nbytes(container["resources"]["limits"]["memory"]) >= slabs + kept + GIB
     assert settings.max_body_bytes <= settings.max_inflight_bytes
