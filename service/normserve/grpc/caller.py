@@ -6,6 +6,7 @@ from typing import Any
 from normserve.codec.forwarded_for import FORWARDED_FOR, TrustedProxies
 from normserve.codec.gateway_header import GATEWAY_CALLER
 from normserve.grpc.peer_connections import parse_peer
+from normserve.ip_addresses import format_client_network
 
 Header = tuple[bytes, bytes]
 """The name and the value of a header."""
@@ -37,3 +38,12 @@ def make_forwarded_headers(
     if proxies is not None and forwarded_for:
         address = proxies.find_client_address(address, forwarded_for)
     return [(GATEWAY_CALLER, address.encode("ascii", "replace")), *named]
+
+
+def identify_caller(headers: Iterable[Header]) -> str:
+    """Return the address, or for IPv6 the network, for which the headers of a call count its memory."""
+    address = dict(headers)[GATEWAY_CALLER].decode()
+    try:
+        return format_client_network(address)
+    except ValueError:
+        return address

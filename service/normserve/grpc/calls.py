@@ -11,7 +11,7 @@ from grpc import aio
 
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.grpc.admission_check import AdmissionCheck
-from normserve.grpc.caller import Header, make_forwarded_headers
+from normserve.grpc.caller import Header, identify_caller, make_forwarded_headers
 from normserve.grpc.message_budget import MessageBudget, MessageReservation
 from normserve.grpc.peer_connections import ConnectionCloser
 from normserve.grpc.statuses import CallError, Code, make_trailer
@@ -115,7 +115,7 @@ class CallRunner:
             async def run() -> None:
                 if not is_probe:
                     await self.admission_check.require_accepted(headers)
-                with await budget.reserve() as reservation:
+                with await budget.reserve(identify_caller(headers)) as reservation:
                     message = await _receive_message(context, patience_s)
                     if message is None:
                         raise CallError(Code.INVALID_ARGUMENT, "the call must have a message")
@@ -162,7 +162,7 @@ class CallRunner:
                         Code.RESOURCE_EXHAUSTED, "as many streams are open as there is memory for", _RETRY_AFTER_S
                     )
                 async with slots:
-                    with await budget.reserve() as reservation:
+                    with await budget.reserve(identify_caller(headers)) as reservation:
                         reservation.least_bytes = budget.max_message_bytes
                         await respond_to_all(reservation)
 
@@ -196,7 +196,8 @@ class CallRunner:
 
     async def receive_probe(self, context: aio.ServicerContext[bytes, bytes]) -> bytes:
         """Receive the message of a call that needs no key; it is empty if there is none."""
-        with await self.probe_budget.reserve():
+        headers = make_forwarded_headers(context.peer(), context.invocation_metadata(), self.proxies)
+        with await self.probe_budget.reserve(identify_caller(headers)):
             return await _receive_message(context, _KEY_FREE_RECEIVE_S) or b""
 
     async def run_call(

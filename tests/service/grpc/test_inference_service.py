@@ -32,7 +32,7 @@ def test_the_response_has_room_before_the_request_is_sent():
     message = request.SerializeToString()
 
     async def infer():
-        with await budget.reserve() as reservation:
+        with await budget.reserve("a") as reservation:
             reservation.resize(len(message))
             await InferenceService(server).infer(message, [], reservation)
 
