@@ -64,6 +64,8 @@ def parse_objective(text: str) -> LoadObjective:
     if metric == "errors":
         if unit not in ("%", None):
             raise ValueError(f"errors must be a share like 0.1%, got {text!r}")
+        if not unit and number >= 1:
+            raise ValueError(f"errors must be a share like 0.1% or 0.001, got {text!r}, which is {number:.0%}")
         bound = number / 100 if unit else number
     elif metric == "rate":
         if unit not in ("/s", None):

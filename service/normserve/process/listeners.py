@@ -74,7 +74,7 @@ def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
     with _convert_to_listen_error("host", settings.host):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, _, _, _, address in dict.fromkeys(found):
-        with _convert_to_listen_error("host", settings.host):
+        with _convert_to_listen_error("host", f"{settings.host} --port {port}"):
             listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         # If the system chose the port, the other addresses use the same one.
         port = listener.getsockname()[1]
