@@ -72,6 +72,8 @@ class PatchedForward:
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
         """Compute the module's y for a float32, float16 or bfloat16 x by this library.
 
+        Subclasses with a `__call__` of their own, such as that of a Sequential, need not define it.
+
         Raises:
             KernelInputError: the kernels do not support the call.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 # How libraries refuse to export or to import an array: a dtype, a device or a flag that they do not have there.
-_REFUSALS = (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_REFUSALS = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
 
 # DLPack's numbers of device types: CUDA's memory, and its managed memory.
 _CUDA_TYPES = (2, 13)

@@ -2,7 +2,6 @@
 
 import base64
 import queue
-import re
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from normserve.memory.device_segments import ShareableDevice
 
 from tests.integration.clients.device.serving import metric
 from tests.integration.oip.device import regions
-from tests.integration.oip.device.test_tritonclient import PAGE, ROWS, normalised
+from tests.integration.oip.device.documented_example import ROWS, check_example, normalised
 from tests.service.memory.allocations import allocation_of
 
 pytestmark = pytest.mark.gpu
@@ -182,13 +181,4 @@ def test_from_region_to_region(client, cuda):
 
 
 def test_the_example_of_the_documentation_runs(client, cuda):
-    *_, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    known = {"hidden": ROWS, "client": client, "triton": triton}
-    try:
-        exec(code, known)
-        both = cuda.get_contents_as_numpy(known["region"], np.float32, (2, *ROWS.shape))
-        np.testing.assert_allclose(both[1], normalised(ROWS), atol=1e-5)
-    finally:
-        client.unregister_cuda_shared_memory()
-        if "region" in known:
-            cuda.destroy_shared_memory_region(known["region"])
+    check_example(triton, client, cuda)

@@ -1,15 +1,11 @@
 """CUDA shared memory as NVIDIA's client makes, fills, registers and reads it; needs a GPU."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.gpu
+from tests.integration.oip.device.documented_example import ROWS, check_example, normalised
 
-PAGE = Path(__file__).parents[4] / "docs/coming-from-triton.md"
-ROWS = np.random.default_rng(7).standard_normal((64, 1024)).astype(np.float32)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -23,11 +19,6 @@ def triton(serving):
 def cuda():
     pytest.importorskip("cuda.bindings.runtime")
     return pytest.importorskip("tritonclient.utils.cuda_shared_memory")
-
-
-def normalised(rows):
-    wide = rows.astype(np.float64)
-    return (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5)
 
 
 def test_from_region_to_region(triton, cuda):
@@ -59,13 +50,4 @@ def test_from_region_to_region(triton, cuda):
 
 def test_the_example_of_the_documentation_runs(triton, cuda):
     http, client = triton
-    *_, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    known = {"hidden": ROWS, "client": client, "triton": http}
-    try:
-        exec(code, known)
-        both = cuda.get_contents_as_numpy(known["region"], np.float32, (2, *ROWS.shape))
-        np.testing.assert_allclose(both[1], normalised(ROWS), atol=1e-5)
-    finally:
-        client.unregister_cuda_shared_memory()
-        if "region" in known:
-            cuda.destroy_shared_memory_region(known["region"])
+    check_example(http, client, cuda)
