@@ -86,6 +86,9 @@ SAMPLE_SHAPES = (
 )
 """Samples of tokens in DiT, FLUX and SD3; no launches are tuned for the last three."""
 
+LONG_ROWS_SHAPE = (8, 1024, 12288)
+"""Rows that a backward pass with a gate divides into parts, and one without a gate does not."""
+
 CHANNEL_SHAPES = (
     (32, 128, 56, 56),
     (32, 512, 14, 14),
@@ -149,6 +152,7 @@ def iterate_groups(
 
 def _iterate_adaptive() -> Iterator[KernelCell]:
     of_each = [("layer_norm", variant, shape) for variant in ("adaptive", "gated") for shape in SAMPLE_SHAPES]
+    of_each.append(("layer_norm", "gated", LONG_ROWS_SHAPE))
     for (op, variant, shape), pass_ in product([*of_each, ("rms_norm", "adaptive", SAMPLE_SHAPES[0])], PASSES):
         yield KernelCell(op, pass_, variant, shape, 0, "bfloat16", "samples")
 

@@ -310,7 +310,7 @@ BACKWARD_UNSHARED: dict[int, tuple[tuple[int, LayerNormBackwardTile], ...]] = {
         (
             16384,
             LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, holds_weight=False, chunks=2),
-        ),  # RMSNorm takes 0.70 of the time of the split algorithm, LayerNorm 0.88
+        ),  # of the split algorithm: RMSNorm 0.70, LayerNorm 0.88 (JAX, H200)
     ),
     4: (),
 }
