@@ -190,16 +190,22 @@ class PhaseTally:
 
         Args:
             operation: None for all operations.
-            within_s: the time; an interval that has begun by then counts as a whole, since in a run that was ended
-                early it is all that there is.  None for the phase's duration.
+            within_s: the time, as in `count_intervals`; None for the phase's duration.
         """
-        # Less a hundredth: the quotient of a whole number of intervals may be somewhat more than that number.
-        intervals = INTERVALS if within_s is None else math.ceil(within_s / self.interval_s - 0.01)
+        intervals = INTERVALS if within_s is None else self.count_intervals(within_s)
         total = RequestTotals()
         for (of, interval), cell in self.cells.items():
             if operation in (None, of) and interval < intervals:
                 total.merge(cell)
         return total
+
+    def count_intervals(self, within_s: float) -> int:
+        """Return how many intervals have begun within `within_s` seconds of the phase's start.
+
+        In a run that was ended early, the last one has no requests after that time.
+        """
+        # Less a hundredth: the quotient of a whole number of intervals may be somewhat more than that number.
+        return math.ceil(within_s / self.interval_s - 0.01)
 
     def list_operations(self) -> list[str]:
         """List the operations that occur, sorted."""

@@ -97,11 +97,12 @@ class _IntervalArrays:
         cells: list[RequestTotals] = []
         seconds: list[float] = []
         for phase in part.phases:
-            found = phase.tally.sum_by_interval()
-            # Fewer of a run that was ended early.
-            count = max(1, min(INTERVALS, round(phase.phase.duration_s / phase.tally.interval_s)))
+            found, interval_s = phase.tally.sum_by_interval(), phase.tally.interval_s
+            # Fewer of a run that was ended early, of which the last one is shorter.
+            duration_s = phase.phase.duration_s
+            count = min(INTERVALS, max(1, phase.tally.count_intervals(duration_s)))
             cells += [found.get(number, RequestTotals()) for number in range(count)]
-            seconds += [phase.tally.interval_s] * count
+            seconds += [min(interval_s, duration_s - number * interval_s) for number in range(count)]
         self.seconds = np.asarray(seconds)
         self.ok = np.asarray([cell.ok for cell in cells], np.float64)
         self.requests = np.asarray([cell.requests for cell in cells], np.float64)

@@ -74,6 +74,16 @@ def test_other_durations_are_said():
     assert sentence == f"steady: {only.phase.duration_s / 2:.1f} s before and {only.phase.duration_s:.1f} s after."
 
 
+@pytest.mark.parametrize("share", [0.004, 0.3133])
+def test_rates_of_a_run_that_was_ended_early_are_of_its_time(share):
+    result = made_result(latencies(0))
+    (only,) = result.phases
+    only.segment_s = share * only.phase.duration_s
+    only.phase = replace(only.phase, duration_s=only.segment_s)
+    (rate,) = [each for each in comparison.compare_runs([result], [result]) if each.metric == "rate"]
+    assert rate.before == pytest.approx(result.all_phases.rate)
+
+
 def several(seed, slower=1.0, between=0.03, runs=3, count=400):
     """Runs that differ by more than what each of them contains."""
     random = np.random.default_rng(seed)
