@@ -14,7 +14,7 @@ import torch
 import triton
 from fusednorm.host.background_build import ensure_extension_built, is_build_enabled
 
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.providers.registry import PROVIDERS
 from benchmarks.workload.benchmark_cells import KernelCell
 from benchmarks.workload.problems import BenchmarkProblem, TensorCache
@@ -50,7 +50,7 @@ def compile_cells(cells: Iterable[KernelCell], providers: Iterable[str], seconds
     fix_triton_cache()
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()
-    taken = run_in_workers(run_provider_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
+    taken = run_in_workers(run_provider_once, work, count_workers(), seconds)
     took = time.monotonic() - began
     print(f"compiling ahead: {taken} of {len(work)} begun, failures above, {took:.0f} s", file=sys.stderr)
 

@@ -1,6 +1,7 @@
 """Runs a task over many items in worker processes, some of which may die or hang."""
 
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _POLL_SECONDS = 0.05
+
+
+def count_workers() -> int:
+    """All cores that this process may run on but two, which keep the machine responsive; at least one."""
+    return max(1, len(os.sched_getaffinity(0)) - 2)
 
 
 def run_in_workers(task: Callable[[Any], object], items: Sequence[Any], workers: int, seconds: float) -> int:

@@ -4,7 +4,6 @@ Variants are `queued`, 300 calls while the device has other work, and `loop`, 30
 `queued_silu` and `loop_silu` with SiLU.  Results and gradients are checked before calls are timed.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from benchmarks.harness import records
 from benchmarks.harness.oracle import ResultOracle
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import synchronize
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.host.calls import PROVIDERS, HostCall, MissingExtensionError, make_call, select_settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
 from benchmarks.host.timing import WAYS, BusyDevice, CudaDevice
@@ -48,7 +47,7 @@ class HostSuite:
     def compile_ahead(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, on most cores in parallel, for at most a part of `seconds`."""
         work = [(cell, provider) for cell in cells for provider in providers if provider in ("fusednorm", "liger")]
-        run_in_workers(make_call_once, work, max(1, (os.cpu_count() or 2) - 2), seconds * _SHARE_OF_COMPILING)
+        run_in_workers(make_call_once, work, count_workers(), seconds * _SHARE_OF_COMPILING)
 
     def measure_rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that has the cell and computes it correctly; `note` receives failures."""

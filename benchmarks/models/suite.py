@@ -9,7 +9,6 @@ because each graph keeps its pass's memory.
 """
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -20,7 +19,7 @@ from benchmarks.harness import records
 from benchmarks.harness.compile_ahead import fix_triton_cache, limit_inductor
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import TimeQuantiles, compute_quantiles, disable_garbage_collection, synchronize
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cells import CELLS, ModelCell
 from benchmarks.models.model_passes import ModelPasses, StepOutcome
@@ -75,7 +74,7 @@ class ModelSuite:
         """Keep the cells and the time, to compile in parallel once the first cell needs torch.compile."""
         compiled = [cell for cell in cells if "compile" in cell.variants]
         work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
-        workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
+        workers = min(_MOST_COMPILERS, count_workers())
         self._pending_compilation = lambda: run_in_workers(
             compile_once, work, workers, seconds * _SHARE_OF_COMPILING
         )

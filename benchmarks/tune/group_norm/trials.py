@@ -5,7 +5,6 @@ Worker processes import these functions by name, which they could not do from `_
 
 import csv
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +35,7 @@ from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.tune.group_norm import backward_candidates, forward_candidates
 from benchmarks.workload.problems import EPS
 
@@ -257,7 +256,7 @@ def compile_cells(
     kernels: dict[GroupNormTuningCell, list[tuple[GroupNormTuningCell, Config]]], seconds: float
 ) -> list[GroupNormTuningCell]:
     """Compile for each cell in turn; return the cells that were finished in time."""
-    workers = max(1, (os.cpu_count() or 2) - 2)
+    workers = count_workers()
     items = [item for of_cell in kernels.values() for item in of_cell]
     began = time.monotonic()
     taken = run_in_workers(compile_config, items, workers, seconds)

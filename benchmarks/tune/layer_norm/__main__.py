@@ -9,7 +9,6 @@ Each configuration must agree with the table's own choice before it is timed.
 
 import argparse
 import csv
-import os
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.tune.layer_norm import channels_first_candidates
 from benchmarks.tune.layer_norm.candidates import iterate_candidates
 from benchmarks.tune.layer_norm.trials import (
@@ -47,7 +46,7 @@ def main() -> None:
     }
     began = time.monotonic()
     kernels = select_distinct_kernels((cell, config) for cell, configs in work.items() for config in configs)
-    run_in_workers(compile_config, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
+    run_in_workers(compile_config, kernels, count_workers(), arguments.seconds)
     print(f"{len(kernels)} configurations compiled in {time.monotonic() - began:.0f} s", flush=True)
 
     timer = DeviceTimer()

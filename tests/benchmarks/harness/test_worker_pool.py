@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 
 
 def test_every_item_is_done_though_some_raise(tmp_path, capfd):
@@ -30,3 +30,11 @@ def test_a_worker_that_hangs_ends_with_the_time():
 
 def test_nothing_to_do():
     assert run_in_workers(pytest.fail, [], workers=2, seconds=60) == 0
+
+
+@pytest.mark.parametrize(("cores", "workers"), [({5}, 1), ({4, 5}, 1), (set(range(16)), 14)])
+def test_workers_are_as_many_as_cores_of_the_process_less_two(
+    cores: set[int], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores)
+    assert count_workers() == workers
