@@ -17,15 +17,14 @@ their rows have no such fraction.  By default they start no cell after three and
 """
 
 import argparse
-import csv
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import records
 from benchmarks.harness.compile_ahead import wait_for_extension
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.progress import ProgressDisplay
 from benchmarks.harness.suite import BenchmarkSuite, Row
 from benchmarks.host.suite import HostSuite
@@ -53,11 +52,8 @@ def main() -> None:
     began = time.monotonic()
     if arguments.warm:
         suite.compile_ahead(cells, providers, min(arguments.warm, seconds))
-    machine = records.describe_machine(arguments.commit)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="") as file, ProgressDisplay(len(cells)) as progress:
-        writer = csv.DictWriter(file, records.COLUMNS)
-        writer.writeheader()
+    results = CsvResults(arguments.out, records.COLUMNS, arguments.commit)
+    with ProgressDisplay(len(cells)) as progress:
         for done, cell in enumerate(cells):
             if time.monotonic() - began > seconds:
                 progress.print_line(f"out of time after {done} of {len(cells)} cells")
@@ -65,8 +61,7 @@ def main() -> None:
             cell_began = time.monotonic()
             rows = []
             for row in suite.measure_rows(cell, providers, progress.print_line):
-                writer.writerow(machine | row)
-                file.flush()
+                results.add_row(row)
                 rows.append(row)
             figures = "  ".join(map(_format_figure, rows))
             progress.finish_step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
@@ -106,8 +101,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--providers", type=_parse_providers, help="comma-separated (default: all that the suite has)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
-    parser.add_argument("--commit", default="", help="recorded in the CSV; asked of git when empty")
+    add_output_options(parser)
     parser.add_argument(
         "--warm", type=float, default=600, metavar="SECONDS", help="most time to compile ahead; 0 for not (600)"
     )

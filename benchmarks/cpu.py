@@ -1,30 +1,27 @@
 """Modules on CPU tensors against torch's own, forward and forward with backward, on one thread.
 
     python -m benchmarks.cpu --out benchmarks/results/cpu.csv
-    python -m benchmarks.cpu --table benchmarks/results/cpu.csv
 
 Rounds alternate between the two, and a round's processor time per call is one sample, so that the machine's other
-work and its clock affect both alike.  The CSV has medians, of both times and of the ratios of consecutive rounds;
-`--table` prints it as Markdown.
+work and its clock affect both alike.  The CSV has medians, of both times and of the ratios of consecutive rounds.
 """
 
 import argparse
-import csv
-import platform
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import fusednorm
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
+
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of x."""
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "group_norm channels-last")
-COLUMNS = ("op", "dtype", "bytes", "shape", "pass", "fusednorm_us", "torch_us", "ratio", "torch", "cpu")
+COLUMNS = ("op", "dtype", "bytes", "shape", "pass", "fusednorm_us", "torch_us", "ratio")
 
 _COLS, _CHANNELS, _GROUPS = 1024, 64, 32
 _ROUND_S = 2e-3
@@ -32,23 +29,15 @@ _ROUND_S = 2e-3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--out", type=Path, help="CSV file to write")
-    way.add_argument("--table", type=Path, metavar="CSV", help="print such a file as Markdown")
+    add_output_options(parser)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each cell (default: 0.5)")
     arguments = parser.parse_args()
-    if arguments.table:
-        with arguments.table.open(newline="") as file:
-            print(*format_table(list(csv.DictReader(file))), sep="\n")
-        return
     torch.set_num_threads(1)
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in measure_rows(arguments.seconds):
-            writer.writerow(row)
-            file.flush()
-            print(*row.values())
+    results = CsvResults(arguments.out, COLUMNS, arguments.commit)
+    for row in measure_rows(arguments.seconds):
+        results.add_row(row)
+        print(*row.values())
+    print(*format_table(results.rows), sep="\n")
 
 
 def measure_rows(seconds: float) -> Iterator[dict[str, object]]:
@@ -73,22 +62,20 @@ def measure_rows(seconds: float) -> Iterator[dict[str, object]]:
                         "fusednorm_us": f"{mine * 1e6:.1f}",
                         "torch_us": f"{other * 1e6:.1f}",
                         "ratio": f"{ratio:.2f}",
-                        "torch": torch.__version__,
-                        "cpu": _find_processor_name(),
                     }
 
 
-def format_table(records: list[dict[str, str]]) -> Iterator[str]:
+def format_table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
     """Lines of Markdown: a line for each operation, dtype and pass, a column for each size."""
-    sizes = list(dict.fromkeys(record["bytes"] for record in records))
-    yield f"| | type | pass | {' | '.join(_format_bytes(int(size)) for size in sizes)} |"
+    sizes = list(dict.fromkeys(row["bytes"] for row in rows))
+    yield f"| | type | pass | {' | '.join(_format_bytes(int(str(size))) for size in sizes)} |"
     yield "| --- " * (3 + len(sizes)) + "|"
-    lines: dict[tuple[str, str, str], list[str]] = {}
-    for record in records:
-        cell = f"{record['ratio']} ({record['fusednorm_us']} / {record['torch_us']})"
-        lines.setdefault((record["op"], record["dtype"], record["pass"]), []).append(cell)
+    lines: dict[tuple[object, ...], list[str]] = {}
+    for row in rows:
+        cell = f"{row['ratio']} ({row['fusednorm_us']} / {row['torch_us']})"
+        lines.setdefault((row["op"], row["dtype"], row["pass"]), []).append(cell)
     for of_line, cells in lines.items():
-        yield f"| {' | '.join((*of_line, *cells))} |"
+        yield f"| {' | '.join(map(str, (*of_line, *cells)))} |"
 
 
 def time_alternately(
@@ -148,14 +135,6 @@ def _make_training_call(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[]
 
 def _format_bytes(nbytes: int) -> str:
     return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"
-
-
-def _find_processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -9,21 +9,20 @@ the rate of the bytes that a pass must read and write with the rate of a copy of
 """
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import util
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import fusednorm.jax
 import jax
 import jax.numpy as jnp
-import triton
+
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 
 X_BYTES = 256 << 20
 CALLS, REPEATS = 20, 9
@@ -34,10 +33,7 @@ IMAGES = ((320, 64, 64), (640, 32, 32), (1280, 16, 16), (512, 64, 64), (256, 128
 SCAN_COLUMNS, LAYERS = (1024, 4096), 12
 """Columns and layers of a model whose layers are a norm and an activation, without products of matrices."""
 
-FIELDS = (
-    *("device", "jax", "triton", "commit", "operation", "shape", "dtype", "provider", "pass"),
-    *("us", "of_copy", "of_xla"),
-)
+FIELDS = ("operation", "shape", "dtype", "provider", "pass", "us", "of_copy", "of_xla")
 
 Norm = Callable[..., jax.Array]
 
@@ -194,7 +190,7 @@ def measure_us(function: Callable[..., Any], turns: list[tuple[jax.Array, ...]])
     return median(times)
 
 
-def measure_case(case: NormCase, dtype: Any, commit: str) -> Iterator[dict[str, Any]]:
+def measure_case(case: NormCase, dtype: Any) -> Iterator[dict[str, Any]]:
     """Measure both passes of a case by each provider, and yield rows of the table."""
     turns = [case.draw(dtype, seed) for seed in range(2)]
     copy_us = measure_us(jnp.negative, [inputs[:1] for inputs in turns])
@@ -214,10 +210,6 @@ def measure_case(case: NormCase, dtype: Any, commit: str) -> Iterator[dict[str, 
             if provider == "xla":
                 xla[name] = us
             yield {
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "triton": triton.__version__,
-                "commit": commit,
                 "operation": case.operation,
                 "shape": "x".join(map(str, case.shape)),
                 "dtype": jnp.dtype(dtype).name,
@@ -232,20 +224,16 @@ def measure_case(case: NormCase, dtype: Any, commit: str) -> Iterator[dict[str, 
 def main() -> None:
     """Measure the cases, print each row, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the CSV file to write")
+    add_output_options(parser)
     parser.add_argument("--only", default="", help="measure only operations whose names contain this")
     parser.add_argument("--dtype", default="bfloat16", help="of all arrays (default bfloat16)")
-    parser.add_argument("--commit", default="", help="of what is measured, for the table")
     arguments = parser.parse_args()
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for case in list_cases():
-            if arguments.only in case.operation:
-                for row in measure_case(case, jnp.dtype(arguments.dtype), arguments.commit):
-                    writer.writerow(row)
-                    file.flush()
-                    print(*row.values(), sep="  ", flush=True)
+    results = CsvResults(arguments.out, FIELDS, arguments.commit, ("jax", "triton"))
+    for case in list_cases():
+        if arguments.only in case.operation:
+            for row in measure_case(case, jnp.dtype(arguments.dtype)):
+                results.add_row(row)
+                print(*row.values(), sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ patched if the second call is computed by this library, and its result and gradi
 
 import argparse
 import contextlib
-import csv
 import importlib
 import inspect
 import io
@@ -19,13 +18,14 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import fusednorm
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 
 PACKAGES = {
     "transformers": ("transformers.models",),
@@ -34,7 +34,7 @@ PACKAGES = {
 }
 """The packages of each library whose modules are searched."""
 
-COLUMNS = ("library", "version", "module", "class", "outcome", "detail", "torch")
+COLUMNS = ("library", "version", "module", "class", "outcome", "detail")
 
 _WIDTH, _GROUPS, _SAMPLES = 32, 4, 2
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
@@ -76,20 +76,19 @@ class NotTriedError(Exception):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    add_output_options(parser)
     parser.add_argument("--only", nargs="+", choices=PACKAGES, default=list(PACKAGES), help="libraries to search")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    with arguments.out.open("w", newline="") as file, _silence():
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
+    results = CsvResults(arguments.out, COLUMNS, arguments.commit)
+    with _silence():
         for library in arguments.only:
             for kind in find_norm_classes(library):
                 found = try_class(kind)
                 if found is not None:
-                    row = {"library": library, "version": version(library), "torch": torch.__version__}
+                    row = {"library": library, "version": version(library)}
                     names = {"module": kind.__module__, "class": kind.__qualname__}
-                    writer.writerow(row | names | found._asdict())
+                    results.add_row(row | names | found._asdict())
 
 
 def find_norm_classes(library: str) -> list[type[nn.Module]]:

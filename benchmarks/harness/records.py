@@ -1,24 +1,20 @@
-"""The CSV that every benchmark writes and that the tables and plots are made from."""
+"""The rows of kernels, calls and models, from which the tables and plots are made."""
 
 import csv
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
-
-import torch
-import triton
 
 from benchmarks.harness.timing import TimeQuantiles
 from benchmarks.workload.benchmark_cells import compute_sweep_rows
 from benchmarks.workload.cell_suites import SWEEP_LENGTHS
 
 COLUMNS = (
-    *("gpu", "driver", "torch", "triton", "commit", "dirty"),
     *("op", "pass", "variant", "shape", "dtype", "layout", "provider"),
     *("ms_p20", "ms_p50", "ms_p80", "gbps", "of_copy", "max_error"),
 )
+"""The columns after those of the run (`benchmarks.harness.csv_results.describe_run`)."""
 
 CELL = ("op", "pass", "variant", "shape", "dtype", "layout")
 """The columns that identify a cell; every provider has a row for each."""
@@ -51,23 +47,6 @@ class CellColumns(Protocol):
 
     @property
     def layout(self) -> str: ...
-
-
-def describe_machine(commit: str = "") -> dict[str, object]:
-    """The columns that are equal in all rows of a run; an empty commit is read from git."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or _run_command("git", "rev-parse", "--short", "HEAD"),
-        "dirty": int(bool(_run_command("git", "status", "--porcelain", "--untracked-files=no"))),
-    }
-
-
-def _run_command(*command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def make_row(

@@ -7,11 +7,9 @@ the same run.
 """
 
 import argparse
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from fusednorm.arguments.options import NormOptions
@@ -30,6 +28,7 @@ from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.workload.problems import EPS
@@ -147,17 +146,15 @@ def measure_cell(cell: AlternativeCell, timer: DeviceTimer) -> tuple[str, float,
 def main() -> None:
     """Measure every cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    add_output_options(parser)
     given = parser.parse_args()
     run_in_workers(compile_cell, list(iterate_cells()), workers=14, seconds=120)
     timer = DeviceTimer()
-    with given.out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for cell in iterate_cells():
-            kernels, ms, of_copy = measure_cell(cell, timer)
-            writer.writerow((cell.name, cell.form, kernels, f"{ms:.4f}", f"{of_copy:.3f}"))
-            file.flush()
+    results = CsvResults(given.out, COLUMNS, given.commit)
+    for cell in iterate_cells():
+        kernels, ms, of_copy = measure_cell(cell, timer)
+        row = (cell.name, cell.form, kernels, f"{ms:.4f}", f"{of_copy:.3f}")
+        results.add_row(dict(zip(COLUMNS, row, strict=True)))
 
 
 if __name__ == "__main__":

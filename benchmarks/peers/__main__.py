@@ -9,7 +9,6 @@ with a message; incompatible packages can be in separate environments: `--python
 
 import argparse
 import contextlib
-import csv
 import os
 import random
 import subprocess
@@ -27,16 +26,17 @@ from normload.load_run import TargetServer, run_scenario
 from normload.measurements.results import RunResult
 from normserve.client import DType
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.peers.peer_servers import OTHERS, RunningServer, run_peer
 from benchmarks.peers.table import OURS, format_table
-from benchmarks.serve.report import machine_description
+from benchmarks.serve import command
 from benchmarks.serve.servers import server_processes
 
 COLS = 1024
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
 CONNECTIONS = (1, 8)
 COLUMNS = (
-    *(*machine_description.COLUMNS, "size", "connections", "server", "round"),
+    *("size", "connections", "server", "round"),
     *("per_second", "p50_ms", "p99_ms", "bytes_per_second", "errors", "wrong"),
 )
 _WARMUP_S = 0.5
@@ -44,7 +44,7 @@ _WARMUP_S = 0.5
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server at each size (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="at each number of connections (%(default)s)")
     parser.add_argument(
@@ -55,27 +55,20 @@ def main() -> None:
         "--python", type=_parse_interpreter, action="append", default=[], help="PACKAGE=INTERPRETER"
     )
     asked = parser.parse_args()
+    server_cores, client_cores = map(command.parse_cores, asked.cores)
+    results = CsvResults(asked.out, COLUMNS, asked.commit)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        cores = machine_description.parse_cores(asked.cores[0])
-        running = _start_servers(stack, Path(folder), cores, asked.device, dict(asked.python))
-        os.sched_setaffinity(0, machine_description.parse_cores(asked.cores[1]))
-        rows = list(
-            measure_servers(
-                running, asked.rounds, asked.seconds, len(machine_description.parse_cores(asked.cores[1]))
-            )
-        )
-    with asked.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(format_table(rows))
+        running = _start_servers(stack, Path(folder), server_cores, asked.device, dict(asked.python))
+        os.sched_setaffinity(0, client_cores)
+        for row in measure_servers(running, asked.rounds, asked.seconds, len(client_cores)):
+            results.add_row(row)
+    print(format_table(results.rows))
 
 
 def measure_servers(
     running: Mapping[str, RunningServer], rounds: int, seconds: float, processes: int
 ) -> Iterator[dict[str, object]]:
     """Run everything; a row for each server, size, number of connections and round."""
-    machine = machine_description.describe_machine()
     for size, nbytes in SIZES.items():
         for number in range(rounds):
             turns = list(running.items())
@@ -85,7 +78,7 @@ def measure_servers(
                 result = run_scenario(make_scenario(nbytes, seconds), server.target, seed=0, processes=processes)
                 server.suspend()
                 for row in _make_rows(result):
-                    yield machine | {"size": size, "server": name, "round": number} | row
+                    yield {"size": size, "server": name, "round": number} | row
         print(f"{size}: done", flush=True)
 
 

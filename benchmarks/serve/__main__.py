@@ -16,13 +16,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.clients.checked_requests import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.programs.build import compile_program
-from benchmarks.serve.report.results import CsvResults
-from benchmarks.serve.report.table import OURS, format_table
+from benchmarks.serve.server_table import OURS, format_table
 from benchmarks.serve.servers import server_metrics, server_processes
 from benchmarks.serve.servers.server_processes import ServerProcess
 

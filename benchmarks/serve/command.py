@@ -5,11 +5,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.serve.report import machine_description
-from benchmarks.serve.report.results import CsvResults
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 """Bytes of x for commands with several sizes."""
+
+
+def parse_cores(text: str) -> set[int]:
+    """Parse cores in the format of `taskset`: 0, 0-7 or 0,2-3."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def make_parser(name: str, cores_of: str) -> argparse.ArgumentParser:
@@ -20,12 +28,12 @@ def make_parser(name: str, cores_of: str) -> argparse.ArgumentParser:
         cores_of: names the users of the two values of `--cores`.
     """
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.serve{name and '.' + name}")
-    options.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    add_output_options(options)
     options.add_argument(
         "--cores",
         nargs=2,
-        type=machine_description.parse_cores,
-        default=(machine_description.parse_cores("0"), machine_description.parse_cores("1")),
+        type=parse_cores,
+        default=(parse_cores("0"), parse_cores("1")),
         help=f"of {cores_of}, as in 0-7 8",
     )
     return options
@@ -61,7 +69,7 @@ def run_command(
         measure: adds the rows.
         table: formats all rows; None if `measure` prints the results.
     """
-    results = CsvResults(asked.out, columns)
+    results = CsvResults(asked.out, columns, asked.commit)
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), asked)
     if table is not None:

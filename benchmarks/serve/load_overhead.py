@@ -20,10 +20,10 @@ from normload.load.request_cases import RequestCase
 from normload.load.scenarios import LoadPhase
 from normserve.client import DType
 
+from benchmarks.harness.csv_results import CsvResults, compute_column_median
 from benchmarks.serve import command
 from benchmarks.serve.clients.c_client import ClosedLoopTimes, CompiledClient
 from benchmarks.serve.clients.checked_requests import COLS, make_parameters
-from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.server_processes import ServerProcess
 

@@ -22,10 +22,10 @@ import torch
 from normserve.codec import safetensors
 from normserve.memory.tensors import DType, HostTensor
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.clients.c_client import ClosedLoopTimes, CompiledClient
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_metrics, server_processes
 from benchmarks.serve.servers.server_processes import ServerProcess
 

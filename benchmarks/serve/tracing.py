@@ -19,10 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.clients.checked_requests import encode_npy, make_parameters, make_x
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.server_processes import ServerProcess
 

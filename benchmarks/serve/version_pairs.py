@@ -21,9 +21,9 @@ from math import comb
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients.checked_requests import COLS, make_parameters
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 
 CASES = {

@@ -49,7 +49,7 @@ def write_csv(tmp_path: Path) -> Callable[..., Path]:
 
     def write(*timed: tuple[records.CellColumns, str, float | str | None], name: str = "run.csv") -> Path:
         with (tmp_path / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, records.COLUMNS)
+            writer = csv.DictWriter(file, (*MACHINE, *records.COLUMNS))
             writer.writeheader()
             for cell, provider, fraction in timed:
                 if fraction == "wrong":

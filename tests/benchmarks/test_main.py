@@ -26,7 +26,6 @@ def run(monkeypatch, device, tmp_path):
     """Run the command with a timer that needs no GPU, and read what it wrote."""
     monkeypatch.setattr("benchmarks.kernels.suite.DeviceTimer", lambda: one_millisecond)
     monkeypatch.setattr("benchmarks.kernels.suite.TensorCache", lambda: TensorCache(device))
-    monkeypatch.setattr(records, "describe_machine", lambda commit: {"gpu": "none", "commit": commit})
 
     def run_main(*arguments):
         path = tmp_path / "deep" / "run.csv"
@@ -46,7 +45,7 @@ def test_a_run_writes_the_chosen_cells_and_providers(run):
         ("1x4096", "fusednorm", "abc"),
         ("1x4096", "torch", "abc"),
     ]
-    assert tuple(rows[0]) == records.COLUMNS
+    assert tuple(rows[0])[-len(records.COLUMNS) :] == records.COLUMNS
 
 
 def test_shards_share_out_the_chosen_cells(run):

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.behaviour import stress_scenarios
 from benchmarks.serve.behaviour.stress_scenarios import StressMeasurement
 from benchmarks.serve.clients.checked_requests import CheckedRequest, make_parameters
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.server_processes import ServerProcess
 

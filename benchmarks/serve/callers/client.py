@@ -22,10 +22,10 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.harness.csv_results import CsvResults, compute_column_median
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests, python_callers
 from benchmarks.serve.clients.python_callers import CALLERS, ServerEndpoint
-from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.certificates import write_certificates
 

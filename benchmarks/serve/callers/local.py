@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from normserve.client import AsyncClient, Client
 
+from benchmarks.harness.csv_results import CsvResults, compute_column_median
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.clients.python_callers import CALLERS, SOCKET, AsyncCaller, BlockingCaller, ServerEndpoint
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import server_processes
 
 SHARED, COPIED, TASK, IN_PROCESS = "shared memory", "shared memory, x copied", "shared memory, async", "in process"

@@ -22,10 +22,10 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.callers.call_timing import time_calls_s
 from benchmarks.serve.clients import checked_requests
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 
 SHARED, COPIED, UNIX, TCP = "shared memory", "shared memory, x copied", "HTTP, Unix socket", "HTTP, TCP"

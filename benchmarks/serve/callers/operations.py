@@ -18,10 +18,10 @@ import torch
 from normserve.client import Client
 from torch import Tensor
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
+from benchmarks.serve import command
 from benchmarks.serve.callers.device import COLUMNS, Call, format_table, time_calls
 from benchmarks.serve.clients import checked_requests
-from benchmarks.serve.report import machine_description
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "64 MiB": 2**26}
@@ -32,12 +32,12 @@ _QUOTA = 2**33
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.callers.operations")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
     parser.add_argument("--cores", nargs=2, default=("0-3", "4-15"), help="of the server and of the caller")
     asked = parser.parse_args()
-    results = CsvResults(asked.out, COLUMNS)
+    results = CsvResults(asked.out, COLUMNS, asked.commit)
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), asked)
     print(format_table(results.rows))
@@ -46,7 +46,7 @@ def main() -> int:
 
 def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measurement, caller and round."""
-    server_cores, caller_cores = map(machine_description.parse_cores, asked.cores)
+    server_cores, caller_cores = map(command.parse_cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     options = ("--local", str(shared), *quotas)

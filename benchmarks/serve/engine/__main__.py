@@ -11,12 +11,11 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.serve.engine.bare_engine import BareEngine, EngineTimes
-from benchmarks.serve.report.results import CsvResults
 
 COLUMNS = (
     *("backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling"),
@@ -26,14 +25,14 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.engine")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    add_output_options(parser)
     parser.add_argument("--backend", default="auto", help="torch or triton")
     parser.add_argument("--mib", type=int, nargs="+", default=(16, 64, 256), help="sizes of a request")
     parser.add_argument("--in-flight", type=int, nargs="+", default=(8,), help="requests in flight")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    results = CsvResults(asked.out, COLUMNS)
+    results = CsvResults(asked.out, COLUMNS, asked.commit)
     asyncio.run(_measure_engine(results, asked))
     return results.exit_code
 

@@ -19,11 +19,11 @@ from statistics import median
 import httpx
 import numpy as np
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.engine.engine_processes import start_engines
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.processor_time import read_processor_seconds
 from benchmarks.serve.servers.server_processes import ServerProcess

@@ -17,10 +17,10 @@ from statistics import median
 
 import httpx
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.clients.c_client import CompiledClient
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_metrics, server_processes
 from benchmarks.serve.servers.processor_time import read_processor_seconds
 from benchmarks.serve.servers.server_processes import ServerProcess

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 
 SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"

@@ -8,6 +8,7 @@ compiled, with a full one they are loaded.  The server's log, on stderr, has the
 
 import argparse
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -23,8 +24,8 @@ import numpy as np
 from normserve.codec import safetensors
 from normserve.memory.tensors import DType, HostTensor
 
-from benchmarks.serve.report import machine_description
-from benchmarks.serve.report.results import CsvResults
+from benchmarks.harness.csv_results import CsvResults, add_output_options
+from benchmarks.serve import command
 from benchmarks.serve.servers.server_processes import run_process
 
 COLUMNS = ("cache", "round", "what", "ms", "kernels_in_cache")
@@ -71,13 +72,13 @@ UNFORESEEN = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.processes.start_times")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    add_output_options(parser)
     parser.add_argument("--backend", default="torch", help="torch or triton")
     parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")
     parser.add_argument("--cores", help="of the server, as in 0-15; all if not given")
     asked = parser.parse_args()
-    results = CsvResults(asked.out, COLUMNS)
-    cores = machine_description.parse_cores(asked.cores) if asked.cores else machine_description.list_own_cores()
+    results = CsvResults(asked.out, COLUMNS, asked.commit)
+    cores = command.parse_cores(asked.cores) if asked.cores else os.sched_getaffinity(0)
     for number in range(asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "full"):

@@ -30,13 +30,13 @@ import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
+from benchmarks.harness.csv_results import CsvResults, compute_column_median
 from benchmarks.peers.peer_servers import OTHERS, RunningServer, run_peer
 from benchmarks.serve import command
 from benchmarks.serve.clients import checked_requests
 from benchmarks.serve.clients.c_client import CompiledClient
 from benchmarks.serve.clients.shared_memory_calls import PREFIX, register_regions
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.server_processes import TUNED_MALLOC, ServerProcess, run_process
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.serve import command
 from benchmarks.serve.clients.checked_requests import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import server_processes
 from benchmarks.serve.servers.certificates import write_certificates
 from benchmarks.serve.servers.server_processes import ServerProcess

@@ -7,10 +7,9 @@ Each configuration must agree with torch in float32 before it is timed; a failed
 """
 
 import argparse
-import csv
 import time
-from pathlib import Path
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.worker_pool import run_in_workers
 from benchmarks.tune.group_norm.trials import (
     COLUMNS,
@@ -64,15 +63,14 @@ def main() -> None:
     cells = compile_cells(select_distinct_kernels(work), arguments.seconds * _COMPILING)
     if arguments.compile_only:
         return
-    with arguments.out.open("w", newline="") as file:
-        csv.writer(file).writerow(COLUMNS)
-    items = [TuningItem(cell, work[cell], arguments.out, latest) for cell in cells]
+    results = CsvResults(arguments.out, COLUMNS, arguments.commit)
+    items = [TuningItem(cell, work[cell], results, latest) for cell in cells]
     run_in_workers(time_item, items, 1, latest + _LONGEST_CELL - time.monotonic())
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    add_output_options(parser)
     parser.add_argument("--pass", dest="passes", default=",".join(PASSES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layout", default=",".join(LAYOUTS))

@@ -3,14 +3,12 @@
 Worker processes import these functions by name, which they could not do from `__main__`.
 """
 
-import csv
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_as_array
 from torch import Tensor
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.tune.group_norm import backward_candidates, forward_candidates
@@ -215,11 +214,11 @@ class TuningOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TuningItem:
-    """A cell to time and the file to add its rows to, unless it is `deadline_s` on the monotonic clock."""
+    """A cell to time and the results to add its rows to, unless it is `deadline_s` on the monotonic clock."""
 
     cell: GroupNormTuningCell
     configs: list[Config]
-    out: Path
+    results: CsvResults
     deadline_s: float
 
 
@@ -305,8 +304,8 @@ def time_item(item: TuningItem) -> None:
     if time.monotonic() > item.deadline_s:
         return
     outcome = time_cell(item.cell, item.configs, _timer())
-    with item.out.open("a", newline="") as file:
-        csv.writer(file).writerows(outcome.iterate_rows())
+    for row in outcome.iterate_rows():
+        item.results.add_row(dict(zip(COLUMNS, row, strict=True)))
     print(outcome.summary_line, flush=True)
     if outcome.failed and _is_permanent(outcome.failed[-1]):
         raise RuntimeError(outcome.failed[-1].error)  # Another process takes the next cell.

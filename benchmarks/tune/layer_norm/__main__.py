@@ -8,13 +8,12 @@ Each configuration must agree with the table's own choice before it is timed.
 """
 
 import argparse
-import csv
 import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.tune.layer_norm import channels_first_candidates
@@ -50,25 +49,19 @@ def main() -> None:
     print(f"{len(kernels)} configurations compiled in {time.monotonic() - began:.0f} s", flush=True)
 
     timer = DeviceTimer()
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for cell, configs in work.items():
-            if time.monotonic() - began > arguments.seconds:
-                print("out of time", file=sys.stderr)
-                break
-            rows = time_cell(cell, configs, timer)
-            for row in rows:
-                writer.writerow(
-                    [
-                        *(cell.pass_, cell.rows, cell.cols, cell.positions, cell.dtype),
-                        *(row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}"),
-                    ]
-                )
-            file.flush()
-            best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
-            positions = f"x{cell.positions}" if cell.positions else ""
-            print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}{positions}: {best}", flush=True)
+    results = CsvResults(arguments.out, COLUMNS, arguments.commit)
+    for cell, configs in work.items():
+        if time.monotonic() - began > arguments.seconds:
+            print("out of time", file=sys.stderr)
+            break
+        rows = time_cell(cell, configs, timer)
+        about = (cell.pass_, cell.rows, cell.cols, cell.positions, cell.dtype)
+        for row in rows:
+            figures = (row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}")
+            results.add_row(dict(zip(COLUMNS, (*about, *figures), strict=True)))
+        best = "; ".join(f"{row.of_copy:.3f} {row.name}" for row in rows[:4])
+        positions = f"x{cell.positions}" if cell.positions else ""
+        print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}{positions}: {best}", flush=True)
 
 
 def _iterate_cell_candidates(cell: LayerNormTuningCell) -> Iterator[Config]:
@@ -83,7 +76,7 @@ def _iterate_cell_candidates(cell: LayerNormTuningCell) -> Iterator[Config]:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    add_output_options(parser)
     parser.add_argument("--pass", dest="passes", default=",".join(PASSES))
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))

@@ -3,14 +3,12 @@ import re
 import sys
 
 from benchmarks.__main__ import ALONE, main
-from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
 
 
 def test_rows_are_written_for_the_providers_that_the_suite_has(tiny, patching, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ALONE, "models", lambda: tiny)
     monkeypatch.setattr(type(tiny), "cells", (ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("step",)),))
-    monkeypatch.setattr(records, "describe_machine", lambda commit: {"gpu": "none"})
     path = tmp_path / "models.csv"
     chosen = ["--suite", "models", "--providers", "torch,fusednorm,tutorial", "--out", str(path)]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *chosen])

@@ -7,6 +7,7 @@ from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackward
 from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 
+from benchmarks.harness.csv_results import CsvResults
 from benchmarks.tune.group_norm import trials
 from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
 from benchmarks.tune.group_norm.trials import (
@@ -80,10 +81,11 @@ def test_what_fails_is_written_with_its_error_and_what_lasts_ends_the_cell(devic
     monkeypatch.setattr(trials, "_timer", lambda: refusing)
     monkeypatch.setattr(trials, "time_cell", lambda *arguments: time_cell(*arguments, device))
     configs = [GroupNormForwardSweep(units, 1) for units in (2, 4, 8, 16)]
+    results = CsvResults(tmp_path / "tune.csv", trials.COLUMNS)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        time_item(TuningItem(SMALL, configs, tmp_path / "tune.csv", float("inf")))
+        time_item(TuningItem(SMALL, configs, results, float("inf")))
     with (tmp_path / "tune.csv").open(newline="") as file:
-        rows = [dict(zip(trials.COLUMNS, row, strict=True)) for row in csv.reader(file)]
+        rows = list(csv.DictReader(file))
     assert [row["config"] for row in rows] == [f"GroupNormForwardSweep({units},1)" for units in (2, 4, 8)]
     assert [row["error"] for row in rows] == ["", "too many blocks", "CUDA error: misaligned address"]
     assert rows[0]["ms"] == "0.99000"
@@ -94,5 +96,6 @@ def test_what_fails_is_written_with_its_error_and_what_lasts_ends_the_cell(devic
 
 
 def test_no_cell_is_begun_too_late(tmp_path):
-    time_item(TuningItem(SMALL, [GroupNormForwardSweep(4, 1)], tmp_path / "tune.csv", deadline_s=0.0))
-    assert not (tmp_path / "tune.csv").exists()
+    results = CsvResults(tmp_path / "tune.csv", trials.COLUMNS)
+    time_item(TuningItem(SMALL, [GroupNormForwardSweep(4, 1)], results, deadline_s=0.0))
+    assert not results.rows

@@ -1,6 +1,6 @@
 """Ratios of whole requests are taken within a round, and their median is what counts."""
 
-from benchmarks.serve.report.table import format_table
+from benchmarks.serve.server_table import format_table
 
 
 def row(server: str, size: str, per_second: float, ratio: float) -> dict[str, object]:
