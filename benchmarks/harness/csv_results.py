@@ -7,6 +7,7 @@ import importlib
 import os
 import platform
 import subprocess
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ _ROOT = Path(__file__).parents[2]
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that writes a CSV."""
+    """Add the options of every command that writes a CSV, and call the command as it was called."""
+    module = sys.modules["__main__"].__spec__
+    if module is not None:
+        parser.prog = f"python -m {module.name.removesuffix('.__main__')}"
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     parser.add_argument(
         "--commit", default="", help="the commit that this tree is without any change; by default git says"

@@ -43,7 +43,7 @@ _WARMUP_S = 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    parser = argparse.ArgumentParser()
     add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server at each size (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="at each number of connections (%(default)s)")

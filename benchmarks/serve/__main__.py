@@ -34,7 +34,7 @@ _NPY = "application/x-npy"
 
 
 def main() -> int:
-    options = command.make_parser("", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     command.add_size_option(options)
     command.add_turn_options(options, "each server at each size", 1.5)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")

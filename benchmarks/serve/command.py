@@ -20,14 +20,13 @@ def parse_cores(text: str) -> set[int]:
     return numbers
 
 
-def make_parser(name: str, cores_of: str) -> argparse.ArgumentParser:
+def make_parser(cores_of: str) -> argparse.ArgumentParser:
     """The parser of a command, with the options that all commands have.
 
     Args:
-        name: of the command in this package; "" is the package itself.
         cores_of: names the users of the two values of `--cores`.
     """
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.serve{name and '.' + name}")
+    options = argparse.ArgumentParser()
     add_output_options(options)
     options.add_argument(
         "--cores",

@@ -37,7 +37,7 @@ _MEDIA_TYPE = "application/x-safetensors"
 
 
 def main() -> int:
-    options = command.make_parser("load", "the server and of the clients")
+    options = command.make_parser("the server and of the clients")
     options.add_argument("--case", choices=CASES, action="append", help="all if not given")
     command.add_turn_options(options, "each client", 1.5)
     options.add_argument("--backend", default="torch", help="of the server: torch or triton")

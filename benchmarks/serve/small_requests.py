@@ -40,7 +40,7 @@ _TOLERANCE = 2e-2
 
 
 def main() -> int:
-    options = command.make_parser("small", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     options.add_argument("--backend", default="torch", help="of the servers with a device: torch or triton")
     options.add_argument("--connections", type=int, nargs="+", default=(1, 64))
     command.add_turn_options(options, "each server", 1.5)

@@ -35,7 +35,7 @@ _X_BYTES = 4096
 
 
 def main() -> int:
-    options = command.make_parser("tracing", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     command.add_turn_options(options, "each server with each number of connections", 1.5, rounds=11)
     options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
     return command.run_command(options.parse_args(), COLUMNS, measure, format_table)

@@ -105,7 +105,7 @@ def read_session_cpu_s(session: int) -> float:
 
 
 def main() -> int:
-    options = command.make_parser("pairs", "the servers and of the clients")
+    options = command.make_parser("the servers and of the clients")
     options.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
     options.add_argument("--case", choices=CASES, action="append", help="all if not given")
     options.add_argument("--pairs", type=int, default=30)

@@ -60,7 +60,7 @@ SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
 
 
 def main() -> int:
-    options = command.make_parser("behaviour", "the server and of the client")
+    options = command.make_parser("the server and of the client")
     options.add_argument("--backend", default="torch", help="of the server: torch or triton")
     options.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
     options.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")

@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    options = command.make_parser("callers.client", "the servers and of the callers")
+    options = command.make_parser("the servers and of the callers")
     command.add_size_option(options, SIZES)
     options.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
     options.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")

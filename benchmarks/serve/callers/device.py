@@ -48,7 +48,7 @@ Call = Callable[[], object]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.callers.device")
+    parser = argparse.ArgumentParser()
     add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")

@@ -34,7 +34,7 @@ COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_
 
 
 def main() -> int:
-    options = command.make_parser("callers.local", "the server and of the callers")
+    options = command.make_parser("the server and of the callers")
     command.add_size_option(options)
     command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")

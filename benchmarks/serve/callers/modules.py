@@ -40,7 +40,7 @@ Step = Callable[[], Sequence[Tensor]]
 
 
 def main() -> int:
-    options = command.make_parser("callers.modules", "the server and of the caller")
+    options = command.make_parser("the server and of the caller")
     options.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
     options.add_argument("--cols", type=int, default=4096, help="of x")
     options.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")

@@ -31,7 +31,7 @@ _QUOTA = 2**33
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.callers.operations")
+    parser = argparse.ArgumentParser()
     add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each caller")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")

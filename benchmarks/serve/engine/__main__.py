@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.engine")
+    parser = argparse.ArgumentParser()
     add_output_options(parser)
     parser.add_argument("--backend", default="auto", help="torch or triton")
     parser.add_argument("--mib", type=int, nargs="+", default=(16, 64, 256), help="sizes of a request")

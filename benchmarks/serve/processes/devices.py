@@ -48,7 +48,7 @@ class _DeviceServer:
 
 
 def main() -> int:
-    options = command.make_parser("devices", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     options.add_argument("--devices", default="0,1", help="as of `normserve serve`; the first is the one alone")
     options.add_argument("--only", choices=("engine", "http"), help="one part of it")
     command.add_turn_options(options, "each", 1.5, rounds=5)

@@ -44,7 +44,7 @@ class _ServerProcesses:
 
 
 def main() -> int:
-    options = command.make_parser("frontends", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
     options.add_argument("--frontends", type=int, nargs="+", default=(1, 2), help="beside none")
     command.add_turn_options(options, "each server", 1.5, rounds=5)

@@ -42,9 +42,7 @@ _BEFORE_KILL_S, _AFTER_KILL_S = 0.3, 1.0
 
 
 def main() -> int:
-    options = command.make_parser(
-        "many", "the server and of its clients; processes with kernels of their own have both"
-    )
+    options = command.make_parser("the server and of its clients; processes with kernels of their own have both")
     command.add_size_option(options)
     command.add_turn_options(options, "each number of processes", 2.0, rounds=3)
     options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="how many at once")

@@ -71,7 +71,7 @@ UNFORESEEN = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.processes.start_times")
+    parser = argparse.ArgumentParser()
     add_output_options(parser)
     parser.add_argument("--backend", default="torch", help="torch or triton")
     parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")

@@ -78,7 +78,7 @@ class TimedCaller:
 
 
 def main() -> int:
-    options = command.make_parser("oip", "the servers and of the clients")
+    options = command.make_parser("the servers and of the clients")
     command.add_size_option(options)
     command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both servers")

@@ -41,7 +41,7 @@ _PIECE_BYTES = 256 * 1024
 
 
 def main() -> int:
-    options = command.make_parser("tls", "the servers and of the client")
+    options = command.make_parser("the servers and of the client")
     command.add_size_option(options)
     command.add_turn_options(options, "each server at each size", 1.5)
     options.add_argument("--backend", default="torch", help="of both servers: torch or triton")

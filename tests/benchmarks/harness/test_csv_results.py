@@ -2,7 +2,9 @@
 
 import argparse
 import csv
+import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,15 @@ def test_a_commit_that_is_given_is_believed(tree):
     with (tree / "deep" / "b.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert (row["commit"], row["dirty"], row["size"]) == ("1a2b3c4d", "0", "7")
+
+
+@pytest.mark.parametrize("module", ["benchmarks.cpu", "benchmarks.serve"])
+def test_a_command_is_called_as_it_was_called(module, monkeypatch):
+    spec = importlib.util.find_spec(f"{module}.__main__" if module == "benchmarks.serve" else module)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    parser = argparse.ArgumentParser()
+    add_output_options(parser)
+    assert parser.prog == f"python -m {module}"
 
 
 def test_without_git_nothing_is_claimed(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from benchmarks.serve import command
 
 
 def asked(tmp_path, *more):
-    options = command.make_parser("client", "the servers and of the callers")
+    options = command.make_parser("the servers and of the callers")
     command.add_size_option(options)
     command.add_turn_options(options, "each caller", 1.5)
     return options.parse_args(["--out", str(tmp_path / "out.csv"), *more])
