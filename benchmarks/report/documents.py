@@ -18,7 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.harness import records
-from benchmarks.report import figures, kernel_tables
+from benchmarks.report import figures, kernel_tables, result_files
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -38,6 +38,7 @@ DOCUMENTS = (
     "docs/local.md",
     "docs/patching.md",
     "docs/performance.md",
+    "benchmarks/results/README.md",
     "benchmarks/results/group_norm.md",
     "benchmarks/results/h100.md",
     "benchmarks/results/layer_norm.md",
@@ -71,6 +72,9 @@ class DocumentRenderer:
             tables=_render_tables,
             ratios=_render_ratios,
             by_hand=mark_by_hand,
+            command=lambda name: result_files.load_result_files()[name].command,
+            result_files=result_files.load_result_files().values(),
+            history=result_files.load_history(),
         )
         for shown in (
             figures.format_single,

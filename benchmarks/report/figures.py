@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from operator import itemgetter
-from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import records
 from benchmarks.harness.records import CELL, OURS
+from benchmarks.report import result_files
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = result_files.RESULTS
 
 Row = Mapping[str, str]
 Values = tuple[Decimal, ...]

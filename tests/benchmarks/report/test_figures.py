@@ -99,7 +99,12 @@ def test_each_digit_that_is_changed_by_hand_is_found(renderer, name):
         assert renderer.render_document(changed) == text != changed
 
 
-@pytest.mark.parametrize("name", sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {*DOCUMENTS, "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
+    ),
+)
 def test_what_a_document_names_as_its_source_exists(name):
     text = text_of(name)
     for csv in set(re.findall(r"`(?:benchmarks/results/)?([a-z][\w-]*\.csv)`", text)):
