@@ -2,7 +2,8 @@
 
 The keys of Inductor's, Triton's and QuACK's caches include shapes, so each item is run once as it will be timed.
 Inductor also chooses among configurations by timing them, and stores the choice.  With other workers running these
-times are noise, so nothing is stored here, and the benchmark itself chooses again, alone.
+times are noise, so nothing is stored here, and the benchmark itself chooses again, alone.  Helion's examples, which
+store their choice, are left to the benchmark.
 """
 
 import os
@@ -18,6 +19,9 @@ from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.providers.registry import PROVIDERS
 from benchmarks.workload.benchmark_cells import KernelCell
 from benchmarks.workload.problems import BenchmarkProblem, TensorCache
+
+_ALONE = ("torch", "helion")
+"""Providers that compile nothing, or only what they time."""
 
 
 def fix_triton_cache() -> None:
@@ -48,7 +52,7 @@ def limit_inductor() -> None:
 def compile_cells(cells: Iterable[KernelCell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most cores in parallel, for at most `seconds`."""
     fix_triton_cache()
-    work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
+    work = [(cell, provider) for cell in cells for provider in providers if provider not in _ALONE]
     began = time.monotonic()
     taken = run_in_workers(run_provider_once, work, count_workers(), seconds)
     took = time.monotonic() - began

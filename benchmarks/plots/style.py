@@ -14,6 +14,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "compile": {"color": "#35978f", "marker": "^"},
     "liger": {"color": "#2166ac", "marker": "v"},
     "quack": {"color": "#762a83", "marker": "D"},
+    "helion": {"color": "#1b7837", "marker": "*"},
+    "helion_pretuned": {"color": "#7fbf7b", "marker": "P"},
     "tutorial": {"color": "#7f6a3f", "marker": "x"},
 }
 

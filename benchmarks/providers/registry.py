@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from benchmarks.providers import library_providers
+from benchmarks.providers.helion_provider import make_helion_run, make_pretuned_helion_run
 from benchmarks.providers.own_provider import make_own_run
 from benchmarks.providers.torch_provider import make_compiled_run, make_eager_run
 from benchmarks.workload.problems import BenchmarkProblem, ProviderRun
@@ -20,11 +21,18 @@ PROVIDERS: dict[str, Provider] = {
     "compile": make_compiled_run,
     "liger": library_providers.make_liger_run,
     "quack": library_providers.make_quack_run,
+    "helion": make_helion_run,
+    "helion_pretuned": make_pretuned_helion_run,
     "tutorial": library_providers.make_tutorial_run,
 }
 
-PACKAGES = {"liger": "liger_kernel", "quack": "quack"}
-"""The packages that providers need."""
+PACKAGES = {
+    "liger": "liger_kernel",
+    "quack": "quack",
+    "helion": "examples.layer_norm",
+    "helion_pretuned": "pretuned_kernels.layer_norm.layer_norm",
+}
+"""The packages that providers need, or the module of one by which it is told from others of that name."""
 
 
 def filter_importable(names: Iterable[str]) -> list[str]:

@@ -18,7 +18,10 @@ from pathlib import Path
 from benchmarks.harness import records
 from benchmarks.harness.records import MODEL, OURS
 
-PROVIDERS = (OURS, "fusednorm_python", "fusednorm_planned", "torch", "compile", "liger", "quack", "tutorial")
+PROVIDERS = (
+    *(OURS, "fusednorm_python", "fusednorm_planned"),
+    *("torch", "compile", "liger", "quack", "helion", "helion_pretuned", "tutorial"),
+)
 
 Row = dict[str, str]
 

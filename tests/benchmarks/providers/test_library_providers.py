@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.providers.registry import PROVIDERS
 
+PEERS = ("liger", "quack", "helion", "helion_pretuned", "tutorial")
+
 
 @pytest.mark.parametrize(
     ("op", "pass_", "variant"),
@@ -17,7 +19,7 @@ from benchmarks.providers.registry import PROVIDERS
         ("group_norm", "forward", "silu"),
     ],
 )
-@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+@pytest.mark.parametrize("provider", PEERS)
 def test_peers_decline_what_they_do_not_have(problem, provider, op, pass_, variant):
     shape, groups = ((2, 8, 4, 4), 4) if op == "group_norm" else ((6, 256), 0)
     assert PROVIDERS[provider](problem(op, pass_, variant, shape=shape, groups=groups)) is None
@@ -25,14 +27,14 @@ def test_peers_decline_what_they_do_not_have(problem, provider, op, pass_, varia
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+@pytest.mark.parametrize("provider", PEERS)
 def test_peers_decline_norms_over_channels(problem, provider, op, layout):
     assert PROVIDERS[provider](problem(op, shape=(2, 8, 4, 4), layout=layout)) is None
 
 
 @pytest.mark.parametrize("variant", ["adaptive", "gated"])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("provider", ["liger", "quack", "tutorial"])
+@pytest.mark.parametrize("provider", PEERS)
 def test_peers_decline_parameters_of_samples(problem, provider, op, variant):
     assert PROVIDERS[provider](problem(op, variant=variant, shape=(2, 3, 64), layout="samples")) is None
 
