@@ -20,8 +20,8 @@ from benchmarks.providers.registry import PROVIDERS
 from benchmarks.workload.benchmark_cells import KernelCell
 from benchmarks.workload.problems import BenchmarkProblem, TensorCache
 
-_ALONE = ("torch", "helion")
-"""Providers that compile nothing, or only what they time."""
+_ALONE = ("torch", "liger_cute", "helion")
+"""Providers that compile nothing, or nothing that another process finds, or only what they time."""
 
 
 def fix_triton_cache() -> None:

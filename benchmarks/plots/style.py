@@ -13,6 +13,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch": {"color": "#e08214", "marker": "s"},
     "compile": {"color": "#35978f", "marker": "^"},
     "liger": {"color": "#2166ac", "marker": "v"},
+    "liger_cute": {"color": "#92c5de", "marker": "<"},
     "quack": {"color": "#762a83", "marker": "D"},
     "helion": {"color": "#1b7837", "marker": "*"},
     "helion_pretuned": {"color": "#7fbf7b", "marker": "P"},

@@ -3,12 +3,13 @@
 Checked against liger-kernel 0.8.5 and quack-kernels 0.6.5.
 """
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.workload.problems import EPS, BenchmarkProblem, ProviderRun, Results
+from benchmarks.workload.problems import EPS, BenchmarkProblem, ProviderRun, Results, drop_none
 
 
 def make_liger_run(problem: BenchmarkProblem) -> ProviderRun | None:
@@ -82,6 +83,25 @@ _LIGER = {
     "rms_norm": _make_liger_rms_norm,
     "group_norm": _make_liger_group_norm,
 }
+
+
+def make_liger_cute_run(problem: BenchmarkProblem) -> ProviderRun | None:
+    """LayerNorm and RMSNorm of rows by the CuTe kernels that Liger's functions choose with nvidia-cutlass-dsl.
+
+    For rows that those do not have, as of LayerNorm with gradients beyond 8192 columns, they choose Triton's.
+    """
+    cell, x = problem.cell, problem.x
+    if cell.variant != "plain" or cell.layout != "rows":
+        return None
+    from liger_kernel import functional
+
+    parameters = drop_none((problem.weight, problem.bias))
+    normalise = partial(getattr(functional, cell.op), eps=EPS, impl="nvidia-cutedsl")
+    if cell.pass_ == "forward":
+        return ProviderRun(lambda: (normalise(x, *parameters),))
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
+    y, dy = normalise(*leaves), problem.dy
+    return ProviderRun(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
 
 
 def make_quack_run(problem: BenchmarkProblem) -> ProviderRun | None:

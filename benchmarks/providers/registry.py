@@ -20,6 +20,7 @@ PROVIDERS: dict[str, Provider] = {
     "torch": make_eager_run,
     "compile": make_compiled_run,
     "liger": library_providers.make_liger_run,
+    "liger_cute": library_providers.make_liger_cute_run,
     "quack": library_providers.make_quack_run,
     "helion": make_helion_run,
     "helion_pretuned": make_pretuned_helion_run,
@@ -28,6 +29,7 @@ PROVIDERS: dict[str, Provider] = {
 
 PACKAGES = {
     "liger": "liger_kernel",
+    "liger_cute": "liger_kernel.ops.backends._cutedsl.layer_norm",
     "quack": "quack",
     "helion": "examples.layer_norm",
     "helion_pretuned": "pretuned_kernels.layer_norm.layer_norm",

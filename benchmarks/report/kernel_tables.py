@@ -20,7 +20,7 @@ from benchmarks.harness.records import MODEL, OURS
 
 PROVIDERS = (
     *(OURS, "fusednorm_python", "fusednorm_planned"),
-    *("torch", "compile", "liger", "quack", "helion", "helion_pretuned", "tutorial"),
+    *("torch", "compile", "liger", "liger_cute", "quack", "helion", "helion_pretuned", "tutorial"),
 )
 
 Row = dict[str, str]

@@ -2,10 +2,12 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch.nn.functional as F  # noqa: N812
 
+from benchmarks.harness.oracle import ResultOracle
 from benchmarks.providers.registry import PROVIDERS
 
-PEERS = ("liger", "quack", "helion", "helion_pretuned", "tutorial")
+PEERS = ("liger", "liger_cute", "quack", "helion", "helion_pretuned", "tutorial")
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,19 @@ def test_heads_with_parameters_of_their_own_are_quack_s_in_rms_norm_alone(proble
         assert len(PROVIDERS["quack"](problem("rms_norm", **heads)).call()) == count
         assert PROVIDERS["quack"](problem("layer_norm", **heads)) is None
         assert PROVIDERS["liger"](problem("rms_norm", **heads)) is None
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_liger_s_functions_are_asked_for_cute_kernels(problem, monkeypatch, op):
+    def normalise(x, *parameters, eps, impl):
+        assert impl == "nvidia-cutedsl"
+        return getattr(F, op)(x, x.shape[-1:], *parameters, eps=eps)
+
+    functional = ModuleType("liger_kernel.functional")
+    setattr(functional, op, normalise)
+    package = ModuleType("liger_kernel")
+    package.functional = functional
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    for pass_ in ("forward", "backward"):
+        of_rows = problem(op, pass_)
+        assert ResultOracle(of_rows).measure_error(PROVIDERS["liger_cute"](of_rows)) < 1e-5
