@@ -30,7 +30,7 @@ from benchmarks.harness.suite import BenchmarkSuite, Row
 from benchmarks.host.suite import HostSuite
 from benchmarks.kernels.suite import KernelSuite
 from benchmarks.models.suite import ModelSuite
-from benchmarks.providers.registry import PROVIDERS, filter_importable
+from benchmarks.providers.registry import PROVIDERS, filter_importable, find_version
 from benchmarks.workload.cell_suites import SUITES, select_shard
 
 ALONE: dict[str, type[HostSuite | ModelSuite]] = {"host": HostSuite, "models": ModelSuite}
@@ -52,7 +52,7 @@ def main() -> None:
     began = time.monotonic()
     if arguments.warm:
         suite.compile_ahead(cells, providers, min(arguments.warm, seconds))
-    results = CsvResults(arguments.out, records.COLUMNS, arguments.commit)
+    results = CsvResults(arguments.out, ("provider_version", *records.COLUMNS), arguments.commit)
     with ProgressDisplay(len(cells)) as progress:
         for done, cell in enumerate(cells):
             if time.monotonic() - began > seconds:
@@ -61,7 +61,7 @@ def main() -> None:
             cell_began = time.monotonic()
             rows = []
             for row in suite.measure_rows(cell, providers, progress.print_line):
-                results.add_row(row)
+                results.add_row({"provider_version": find_version(str(row["provider"]))} | row)
                 rows.append(row)
             figures = "  ".join(map(_format_figure, rows))
             progress.finish_step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")

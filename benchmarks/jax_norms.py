@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only operations whose names contain this")
     parser.add_argument("--dtype", default="bfloat16", help="of all arrays (default bfloat16)")
     arguments = parser.parse_args()
-    results = CsvResults(arguments.out, FIELDS, arguments.commit, ("jax", "triton"))
+    results = CsvResults(arguments.out, FIELDS, arguments.commit, ("jax", "triton", "tokamax"))
     for case in list_cases():
         if arguments.only in case.operation:
             for row in measure_case(case, jnp.dtype(arguments.dtype)):

@@ -3,9 +3,11 @@
 Every run is the whole pass, including all work of the provider for a residual, an activation or dropout.
 """
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 
 from benchmarks.providers import library_providers
 from benchmarks.providers.helion_provider import make_helion_run, make_pretuned_helion_run
@@ -35,6 +37,22 @@ PACKAGES = {
     "helion_pretuned": "pretuned_kernels.layer_norm.layer_norm",
 }
 """The packages that providers need, or the module of one by which it is told from others of that name."""
+
+DISTRIBUTIONS = {
+    "liger": "liger-kernel",
+    "liger_cute": "liger-kernel",
+    "quack": "quack-kernels",
+    "helion": "helion",
+    "helion_pretuned": "helion",
+}
+"""What is installed for them."""
+
+
+def find_version(provider: str) -> str:
+    """Find the version of a peer that is not torch; "" for other providers, and for a peer without metadata."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(DISTRIBUTIONS[provider]) if provider in DISTRIBUTIONS else ""
+    return ""
 
 
 def filter_importable(names: Iterable[str]) -> list[str]:

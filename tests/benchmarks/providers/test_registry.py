@@ -1,7 +1,7 @@
 import sys
 from types import ModuleType
 
-from benchmarks.providers.registry import PROVIDERS, filter_importable
+from benchmarks.providers.registry import DISTRIBUTIONS, PACKAGES, PROVIDERS, filter_importable, find_version
 
 
 def test_what_cannot_be_imported_is_left_out(monkeypatch, capsys):
@@ -22,3 +22,11 @@ def test_a_package_that_fails_in_its_own_way_is_left_out(monkeypatch, tmp_path, 
 def test_what_can_be_imported_takes_part(monkeypatch):
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     assert filter_importable(["quack", "torch"]) == ["quack", "torch"]
+
+
+def test_versions_are_those_of_installed_peers(monkeypatch, tmp_path):
+    (tmp_path / "quack_kernels-7.8.dist-info").mkdir()
+    (tmp_path / "quack_kernels-7.8.dist-info" / "METADATA").write_text("Name: quack-kernels\nVersion: 7.8\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [find_version(name) for name in ("quack", "helion", "torch", "copy")] == ["7.8", "", "", ""]
+    assert DISTRIBUTIONS.keys() == PACKAGES.keys()
