@@ -72,6 +72,7 @@ class DocumentRenderer:
             tables=_render_tables,
             ratios=_render_ratios,
             by_hand=mark_by_hand,
+            name_torch=name_torch,
             command=lambda name: result_files.load_result_files()[name].command,
             result_files=result_files.load_result_files().values(),
             history=result_files.load_history(),
@@ -95,6 +96,12 @@ class DocumentRenderer:
     def render_template(self, name: str) -> str:
         """A template rendered, its paragraphs wrapped."""
         return wrap_markdown(self._environment.get_template(name).render())
+
+
+def name_torch(*names: str) -> str:
+    """Name the torch that CSVs have timed, without the name of its build: torch 2.11.0."""
+    versions = dict.fromkeys(row["torch"].partition("+")[0] for row in figures.load_rows(*names).rows)
+    return f"torch {' and '.join(versions)}"
 
 
 def mark_by_hand(command: str, commit: str, caller: Callable[[], str]) -> str:

@@ -6,7 +6,15 @@ import shutil
 import pytest
 
 from benchmarks.report import figures
-from benchmarks.report.documents import DOCUMENTS, PART, ROOT, TEMPLATES, DocumentRenderer, wrap_markdown
+from benchmarks.report.documents import (
+    DOCUMENTS,
+    PART,
+    ROOT,
+    TEMPLATES,
+    DocumentRenderer,
+    name_torch,
+    wrap_markdown,
+)
 from benchmarks.report.literal_figures import FIGURE, find_exempt_passages, find_figures, find_literal_figures
 
 PROSE = (
@@ -157,3 +165,9 @@ def test_paragraphs_are_wrapped_and_all_else_stays():
     assert item[-1] == "- short"
     for kept in (f"| {long} |", f"# {long}", f"    {long}", f"![{long}](x.png)", f"<!-- {long} -->"):
         assert wrap_markdown(f"a\n{kept}\nb\n") == f"a\n{kept}\nb\n"
+
+
+def test_torch_is_named_without_its_build(monkeypatch):
+    rows = tuple({"torch": version} for version in ("2.11.0+cu130", "2.11.0+cpu", "2.13.0"))
+    monkeypatch.setattr(figures, "load_rows", lambda *names: figures.CsvRows(" ".join(names), rows))
+    assert name_torch("a.csv", "b.csv") == "torch 2.11.0 and 2.13.0"
