@@ -305,7 +305,10 @@ def plan_backward(call: LayerNormBackwardCall, config: AnyBackwardConfig | None 
             call, statistics = _add_statistics(call)
             return statistics + plan_cooperative_backward(call, config)
         case LayerNormBackwardSplit():
-            return plan_split_backward(call, config)
+            if config.count_parts(call) == 1:
+                return plan_split_backward(call, config)
+            call, statistics = _add_statistics(call)
+            return statistics + plan_split_backward(call, config)
         case ChannelsFirstBackwardTile():
             return plan_channels_tile_backward(call, config)
         case ChannelsFirstBackwardSplit():

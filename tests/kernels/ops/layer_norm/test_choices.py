@@ -139,3 +139,8 @@ def test_rows_that_one_program_holds_are_read_once_where_nothing_waits(cols):
     assert plan_backward_without_waiting("rms_norm", cols, "float32") == TWICE
     assert plan_backward_without_waiting("rms_norm", cols + 1) == TWICE
     assert plan_backward_without_waiting("rms_norm", cols + 16384) == TWICE
+
+
+def test_no_sums_are_left_where_each_column_has_one_program():
+    assert plan_backward_without_waiting("layer_norm", 1 << 18) == TWICE
+    assert plan_backward_without_waiting("layer_norm", 1 << 20) == TWICE - {"reduce_kernel"}

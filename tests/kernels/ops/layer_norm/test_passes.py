@@ -15,6 +15,8 @@ from fusednorm import reference
 from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.ops.layer_norm import choices
+from fusednorm.ops.layer_norm.backward import split as backward_split
+from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.forward import resident, split
 from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
@@ -43,6 +45,19 @@ def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
     check_forward(case)
     check_backward(case, saved=True)
     check_backward(case, saved=False)
+
+
+@pytest.mark.parametrize(("op", "block_n"), [("layer_norm", 16), ("layer_norm", 1024), ("rms_norm", 16)])
+def test_sums_of_a_long_row_are_those_of_its_parts(op, block_n, device, poisoned, monkeypatch):
+    # Ranges of 16 columns are more than the device has programs, each of which then writes its own results.
+    config = LayerNormBackwardSplit(256, 1, rows=1, block_n=block_n, num_warps=1, stages=1, programs_per_sm=1)
+    monkeypatch.setattr(choices, "choose_backward", lambda *_: config)
+    monkeypatch.setattr(backward_split, "SHORTEST_ROW_IN_PARTS", 1024)
+    case = make_case(op, torch.bfloat16, 2, 2500, device, residual=True)
+    check_backward(case, saved=True)
+    check_backward(case, saved=False)
+    alone, dy = replace(case, x=case.x[:1], residual=case.residual[:1]), torch.randn_like(case.x)
+    assert torch.equal(alone.backward(fusednorm, dy[:1]).dx, case.backward(fusednorm, dy).dx[:1])
 
 
 @pytest.mark.parametrize("cols", [2048, 5001, 8192])

@@ -51,7 +51,8 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = PartialGradients.allocate(call, groups)
+    is_direct = most_groups == 1
+    partials = PartialGradients.from_results(call) if is_direct else PartialGradients.allocate(call, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,

@@ -8,7 +8,7 @@ The first kernel is launched while the previous kernel still runs (programmatic 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import triton
 import triton.language as tl
@@ -32,12 +32,14 @@ class PartialGradients:
     Attributes:
         count: the number of sums for each element of a parameter.
         dweight, dbias, dgate: [programs, *call.partial_shape] each, None if the gradient is not wanted.
+        are_results: whether they are the gradients themselves, [cols] in their own dtypes, each of one program.
     """
 
     count: int
     dweight: Array | None
     dbias: Array | None
     dgate: Array | None = None
+    are_results: bool = field(default=False, kw_only=True)
 
     @classmethod
     def allocate(
@@ -59,6 +61,14 @@ class PartialGradients:
         count = programs if len(shape) == 1 or own else programs * shape[0]
         wanted = of_weight, of_bias, out.dgate is not None
         return cls(count, *_allocate_sums(x, wanted, max_programs or programs, *shape))
+
+    @classmethod
+    def from_results(cls, call: LayerNormBackwardCall) -> "PartialGradients":
+        """Take the results in place of partial sums, where each column has one program for any number of rows.
+
+        The programs round their sums to the results' dtype, and nothing is left to add up.
+        """
+        return cls(1, call.out.dweight, call.out.dbias, are_results=True)
 
 
 def _allocate_sums(x: Array, wanted: tuple[bool, ...], count: int, *shape: int) -> list[Array | None]:
@@ -96,6 +106,8 @@ def plan_partial_reduction(
     """
     out, early = call.out, call.can_start_early
     launches: list[Launch] = []
+    if partials.are_results:
+        return launches
     if call.is_modulated:
         launches, partials = _plan_sample_reduction(call, partials)
         most_partials, early = partials.count, False

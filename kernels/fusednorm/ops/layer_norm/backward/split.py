@@ -1,7 +1,8 @@
 """Backward pass of LayerNorm and RMSNorm for rows too long for a tile: two kernels, which read x and dy twice.
 
-The first computes the constants of each row; the second processes blocks of columns.  The formulas are in
-`backward.tile`; `backward.partial_reduction` adds up the partial sums.
+The first computes the constants of each row, for long rows in parts; the second processes blocks of columns.  The
+formulas are in `backward.tile`; `backward.partial_reduction` adds up the partial sums, unless each column has one
+program for any number of rows, which then writes the gradients of the parameters itself.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
-from fusednorm.integers import cdiv
+from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.heads import compute_modulation_offset, compute_row_index, locate_program_among_heads
 from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask, widen
 from fusednorm.jit.moments import compute_row_mean_and_variance
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import sum_pair, sum_pair_to_scalars
 from fusednorm.launch.launches import Launch
+from fusednorm.launch.workspaces import get_counters
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradient_steps import (
@@ -23,6 +25,12 @@ from fusednorm.ops.layer_norm.gradient_steps import (
     load_affine_steps,
     store_input_gradients,
 )
+
+SHORTEST_ROW_IN_PARTS = 1 << 18
+"""The shortest row whose sums several programs compute; of shorter ones there are enough to fill a device."""
+
+PART_CHUNKS, MAX_PARTS = 4, 1024
+"""The fewest chunks of a part, and the most parts of a row, whose sums one program adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,12 @@ class LayerNormBackwardSplit:
     stages: int
     programs_per_sm: int
 
+    def count_parts(self, call: LayerNormBackwardCall) -> int:
+        """Count the parts into which the first kernel divides a row; several parts need the row's statistics."""
+        if call.is_modulated or call.cols < SHORTEST_ROW_IN_PARTS:
+            return 1
+        return min(cdiv(call.cols, self.constants_block_n * PART_CHUNKS), MAX_PARTS)
+
 
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
     """Plan the launches for the constants of each row, dx and partial sums, and parameter gradients.
@@ -56,16 +70,23 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     ranges = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.compute_max_programs(config.programs_per_sm) // ranges)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = PartialGradients.allocate(call, tiles)
+    is_direct = most_tiles == 1 and not call.is_modulated
+    partials = PartialGradients.from_results(call) if is_direct else PartialGradients.allocate(call, tiles)
     constants = new_workspace(call.x, call.rows * samples, 4)
+    parts = config.count_parts(call)
+    part_chunks = cdiv(call.cols, config.constants_block_n * parts)
+    parts = cdiv(call.cols, config.constants_block_n * part_chunks)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
-        (call.rows * samples,),
+        (call.rows * samples * parts,),
         (
             call.dy, call.x, call.residual, call.weight, call.bias, *modulations, call.mean, call.rstd,
-            constants, *layout.sizes[:4], call.options.eps, *call.options.epilogue_arguments,
+            constants, new_workspace(call.x, call.rows, parts, 2) if parts > 1 else None,
+            get_counters(call.x.device, call.rows) if parts > 1 else None, parts, part_chunks,
+            *layout.sizes[:4], call.options.eps, *call.options.epilogue_arguments,
         ),
         {
+            "SLOTS": next_power_of_2(parts),
             "BLOCK_N": config.constants_block_n,
             "GROUP": 16 // call.itemsize,
             "EVEN": call.cols % config.constants_block_n == 0,
@@ -95,10 +116,21 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     return [sums, apply, *plan_partial_reduction(call, partials, most_tiles)]
 
 
+@triton.jit
+def _store_constants(constants_ptr, row, rough, shift, rstd, c1, c2):
+    """Store the constants of a row, mean (rough + shift), rstd, c1 and c2, to `constants_ptr`, [rows, 4]."""
+    tl.store(constants_ptr + row * 4, rough + shift)
+    tl.store(constants_ptr + row * 4 + 1, rstd)
+    tl.store(constants_ptr + row * 4 + 2, c1)
+    tl.store(constants_ptr + row * 4 + 3, c2)
+
+
 @triton.jit(
     do_not_specialize=[
         "samples",
         "modulation_units",
+        "parts",
+        "part_chunks",
         "col_units",
         "dy_row_units",
         "x_row_units",
@@ -121,6 +153,10 @@ def layer_norm_backward_split_sums_kernel(
     mean_ptr,
     rstd_ptr,
     constants_ptr,
+    parts_ptr,
+    counters_ptr,
+    parts,
+    part_chunks,
     col_units,
     dy_row_units: tl.int64,
     x_row_units: tl.int64,
@@ -139,16 +175,27 @@ def layer_norm_backward_split_sums_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Write each row's constants mean, rstd, c1 and c2 to `constants_ptr`, [rows, 4] float32.  Each program
-    has one row.
+    has one row or, unless parts_ptr is None, one of `parts` parts of a row: `part_chunks` chunks of BLOCK_N
+    columns.
 
     c1 and c2 are the row's means of g * x_hat and of g in the formula of dx.  If mean and rstd were not
     saved, a first sweep over the row computes them; the second sweep then finds x in the cache.
+
+    The sums of parts are written to `parts_ptr`, [rows, parts, 2].  The last program of a row to finish adds them
+    up in the order of the parts, and resets the row's counter to 0.
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
     program, programs, head, heads = locate_program_among_heads(samples, HEADS)
+    first_chunk = 0
+    last_chunk = tl.cdiv(cols, BLOCK_N)
+    if parts_ptr is not None:
+        first_chunk = program % parts * part_chunks
+        last_chunk = tl.minimum(first_chunk + part_chunks, last_chunk)
+        program = program // parts
     token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
     row = compute_row_index(token, head, programs, heads, HEADS)
     modulation = compute_modulation_offset(head, modulation_units, VEC, HEADS)
@@ -173,7 +220,7 @@ def layer_norm_backward_split_sums_kernel(
 
     lane_c1 = tl.zeros((1, BLOCK_N), tl.float32)
     lane_c2 = tl.zeros((1, BLOCK_N), tl.float32)
-    for chunk in range(0, tl.cdiv(cols, BLOCK_N)):
+    for chunk in range(first_chunk, last_chunk):
         first_col = chunk * BLOCK_N
         at = col + first_col
         mask = make_column_mask(at, cols, EVEN)
@@ -205,10 +252,23 @@ def layer_norm_backward_split_sums_kernel(
         if not IS_RMS:
             lane_c2 += g
     c1, c2 = sum_pair(lane_c1, lane_c2, 1)
-    tl.store(constants_ptr + row * 4, rough + shift)
-    tl.store(constants_ptr + row * 4 + 1, rstd)
-    tl.store(constants_ptr + row * 4 + 2, c1 * inverse_n)
-    tl.store(constants_ptr + row * 4 + 3, c2 * inverse_n)
+    if parts_ptr is not None:
+        part_ptr = parts_ptr + (row * parts + first_chunk // part_chunks) * 2
+        tl.store(part_ptr, c1)
+        tl.store(part_ptr + 1, c2)
+        tl.debug_barrier()
+        token_row = tl.program_id(0) // parts
+        if tl.atomic_add(counters_ptr + token_row, 1, sem="acq_rel") + 1 == parts:
+            tl.store(counters_ptr + token_row, 0)
+            slot = tl.arange(0, SLOTS)
+            slot_ptrs = parts_ptr + (token_row.to(tl.int64) * parts + slot) * 2
+            # Bypass L1, which may hold values from before the other programs' writes.
+            part_c1 = tl.load(slot_ptrs, mask=slot < parts, other=0.0, cache_modifier=".cg")
+            part_c2 = tl.load(slot_ptrs + 1, mask=slot < parts, other=0.0, cache_modifier=".cg")
+            row_c1, row_c2 = sum_pair_to_scalars(part_c1, part_c2)
+            _store_constants(constants_ptr, row, rough, shift, rstd, row_c1 * inverse_n, row_c2 * inverse_n)
+    else:
+        _store_constants(constants_ptr, row, rough, shift, rstd, c1 * inverse_n, c2 * inverse_n)
 
 
 @triton.jit(
