@@ -8,6 +8,7 @@ from fusednorm.launch.launches import REGISTERS_PER_SM
 from fusednorm.ops.layer_norm import choices
 from fusednorm.ops.layer_norm import config_tables as tables
 from fusednorm.ops.layer_norm.backward import partial_reduction
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, LayerNormBackwardCall
 from fusednorm.ops.layer_norm.forward import split
 from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
@@ -139,6 +140,16 @@ def test_rows_that_one_program_holds_are_read_once_where_nothing_waits(cols):
     assert plan_backward_without_waiting("rms_norm", cols, "float32") == TWICE
     assert plan_backward_without_waiting("rms_norm", cols + 1) == TWICE
     assert plan_backward_without_waiting("rms_norm", cols + 16384) == TWICE
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_shared_rows_with_a_residual_keep_two_programs_a_multiprocessor(itemsize, compiled):
+    for limit, choice in tables.BACKWARD[itemsize]:
+        if isinstance(choice, LayerNormBackwardCooperative):
+            cols = min(limit, 540672)
+            fused = choices.choose_backward(cols, itemsize, MULTIPROCESSORS, is_plain=False)
+            assert isinstance(fused, LayerNormBackwardCooperative)
+            assert 2 <= fused.programs_per_sm <= choice.programs_per_sm
 
 
 def test_no_sums_are_left_where_each_column_has_one_program():
