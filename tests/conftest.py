@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -16,6 +17,12 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+
+# pytest puts its handlers on each logger that does not propagate, six times a test: torch has forty of these.  What
+# they are given reaches pytest by way of the root.
+for name in list(logging.root.manager.loggerDict):
+    if name.startswith("torch"):
+        logging.getLogger(name).propagate = True
 
 # Where Hypothesis is missing, as on machines for `make test-gpu`, no test needs it.
 with contextlib.suppress(ImportError):

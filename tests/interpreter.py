@@ -109,17 +109,24 @@ def round_float8(patch: pytest.MonkeyPatch) -> None:
 
 
 def prepare_once(patch: pytest.MonkeyPatch) -> None:
-    """Triton's language is prepared at every call of a device function, though it was for the kernel."""
-    prepare = interpreter.InterpretedFunction.__call__
+    """Triton's language is prepared at every launch and undone after it, and again for each device function."""
+    prepare = interpreter._patch_lang
+    scope = _LastingScope(patch)
+    patch.setattr(interpreter, "_LangPatchScope", lambda: scope)
     prepared = set()
 
-    def call(function, *args, **kwargs):
+    def prepare_module(function):
         # Each module may know the language, or parts of it, by another name.
-        if function.fn.__module__ not in prepared:
-            prepared.add(function.fn.__module__)
-            return prepare(function, *args, **kwargs)
+        if function.__module__ not in prepared:
+            prepared.add(function.__module__)
+            prepare(function)
+        return scope
+
+    def call(function, *args, **kwargs):
+        prepare_module(function.fn)
         return function.rewrite()(*args, **kwargs)
 
+    patch.setattr(interpreter, "_patch_lang", prepare_module)
     patch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
@@ -202,6 +209,19 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
         return check(language, left, right, *flags)
 
     return checked
+
+
+class _LastingScope:
+    """Changes of Triton's language that stay as long as those of the interpreter."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def set_attr(self, target: object, name: str, value: object) -> None:
+        self._patch.setattr(target, name, value, raising=False)
+
+    def restore(self) -> None:
+        """Keep them."""
 
 
 class _Results(NamedTuple):

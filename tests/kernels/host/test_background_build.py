@@ -6,12 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fusednorm.host import background_build
 from fusednorm.host.background_build import BackgroundBuild, ensure_extension_built, explain_absence
 from fusednorm.host.extension_files import ExtensionFiles
 
+from tests.kernels.harness.compiled import compile_elsewhere
 from tests.kernels.host.test_extension_files import give_away
 
 # Compilers: the last two arguments are -o and the file to write.
@@ -228,18 +230,21 @@ def test_nothing_is_built_where_others_may_write(files, monkeypatch, said):
         ensure_extension_built(files, lambda: WRITING)
 
 
-def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate):
+def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate, tmp_path):
     made = BackgroundBuild(files, gate.command)
     made.start_if_needed()
+    os.mkfifo(pipe := tmp_path / "pipe")
     script = (
+        "import json\n"
         "from fusednorm.host.background_build import ensure_extension_built\n"
-        "print('waits', flush=True)\n"
-        f"print(ensure_extension_built(compile_by=lambda: {ABSENT!r}))"
+        f"open({str(pipe)!r}, 'w').write('waits')\n"
+        f"print(json.dumps(str(ensure_extension_built(compile_by=lambda: {ABSENT!r}))))"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stdout.readline() == "waits\n"
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(compile_elsewhere, script)
+        assert pipe.read_text() == "waits"
         gate.open()
-        assert waiting.communicate()[0] == f"{files.compiled}\n"
+        assert waiting.result() == str(files.compiled)
     made._builder.wait()
 
 
