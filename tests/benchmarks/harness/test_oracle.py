@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from benchmarks.harness.oracle import ResultOracle, WrongResultError, compute_ex
 from benchmarks.providers.own_provider import make_own_run
 from benchmarks.providers.torch_provider import make_eager_run
 from benchmarks.workload.problems import SEED, BenchmarkProblem, ProviderRun
+from tests.sampling import mark_rest_slow
 
 
 @pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
@@ -73,19 +75,28 @@ def _float8(rows):
     return rows.to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
-@pytest.mark.parametrize("variant", ["plain", "silu", "residual", "scale_shift_silu", "no_affine"])
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("pass_", "layout", "variant", "provider"),
+    mark_rest_slow(
+        product(
+            ["forward", "backward"],
+            ["nchw", "nhwc"],
+            ["plain", "silu", "residual", "scale_shift_silu", "no_affine"],
+            [make_own_run, make_eager_run],
+        )
+    ),
+)
 def test_right_groups_pass(problem, provider, layout, pass_, variant):
     it = problem("group_norm", pass_, variant, shape=(2, 8, 4, 4), groups=4, layout=layout)
     assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
 
 
-@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
-@pytest.mark.parametrize("variant", ["plain", "leaky_relu"])
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("pass_", "layout", "variant", "provider"),
+    mark_rest_slow(
+        product(["forward", "backward"], ["nchw", "nhwc"], ["plain", "leaky_relu"], [make_own_run, make_eager_run])
+    ),
+)
 def test_right_instances_pass(problem, provider, layout, pass_, variant):
     it = problem("group_norm", pass_, variant, shape=(2, 8, 2, 3, 4), groups=8, layout=layout)
     assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
@@ -99,11 +110,18 @@ def test_right_norms_over_channels_pass(problem, provider, layout, pass_):
     assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
 
 
-@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["adaptive", "gated"])
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("op", "pass_", "variant", "dtype", "provider"),
+    mark_rest_slow(
+        product(
+            ["layer_norm", "rms_norm"],
+            ["forward", "backward"],
+            ["adaptive", "gated"],
+            ["float32", "bfloat16"],
+            [make_own_run, make_eager_run],
+        )
+    ),
+)
 def test_right_samples_pass(problem, provider, op, pass_, variant, dtype):
     it = problem(op, pass_, variant, shape=(2, 5, 64), layout="samples", dtype=dtype)
     assert 0 < ResultOracle(it).measure_error(provider(it)) < (1e-4 if dtype == "float32" else 0.3)

@@ -5,6 +5,7 @@ On a GPU they run on the kernels, for which there is no float64.
 
 import inspect
 import io
+from itertools import product
 
 import fusednorm
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.harness.activations import TORCH_ACTIVATIONS
+from tests.sampling import mark_rest_slow
 
 PAIRS = {
     1: (nn.InstanceNorm1d, fusednorm.InstanceNorm1d, (2, 6, 7)),
@@ -43,10 +45,9 @@ def make_pair(axes, **options):
     return torch_module, module, shape
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("axes", PAIRS)
+@pytest.mark.parametrize(
+    ("axes", "affine", "last", "dtype"), mark_rest_slow(product(PAIRS, [False, True], [False, True], TOLERANCES))
+)
 def test_results_and_gradients_are_torchs(axes, affine, last, dtype, device):
     options = {"dtype": dtype, "device": "cpu" if dtype == torch.float64 else device}
     torch_module, module, shape = make_pair(axes, affine=affine, **options)

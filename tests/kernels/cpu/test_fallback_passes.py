@@ -1,6 +1,7 @@
 """Calls of CPU tensors with options that torch's norms do not have: who computes them, and what."""
 
 import itertools
+from itertools import product
 
 import fusednorm
 import pytest
@@ -10,6 +11,7 @@ from fusednorm.cpu import fallback_passes
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 from tests.kernels.cpu.calls import OPS, of_rows
+from tests.sampling import mark_rest_slow
 
 DROPOUT = {"dropout": 0.4, "seed": 7}
 CALLS = {
@@ -83,9 +85,9 @@ def inputs_of(op, dtype, generator):
     return named, like_x, {"num_groups": 2}
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu"])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype", "activation"), mark_rest_slow(product(OPS, FLOAT_DTYPES, ["none", "gelu"]))
+)
 def test_results_are_the_references(op, dtype, activation):
     name = "group_norm" if op == "channels_last" else op
     named, (x, residual, dy, dsum), groups = inputs_of(op, dtype, torch.Generator().manual_seed(3))

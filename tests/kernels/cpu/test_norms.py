@@ -1,5 +1,7 @@
 """Norms of CPU tensors against the float64 oracle, in every option, dtype and layout; and which kernels ran."""
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from tests.kernels.cpu.calls import OPS, call, exact, of_rows, tensors
 from tests.kernels.harness.accuracy import assert_close_to_oracle
+from tests.sampling import mark_rest_slow
 
 FORWARD = {
     "layer_norm": "native_layer_norm",
@@ -64,9 +67,9 @@ def test_dtypes(op, dtype, parameter_dtype):
     assert y.dtype == dtype
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "with_residual", "activation"), mark_rest_slow(product(OPS, [False, True], ACTIVATIONS))
+)
 def test_options_around_the_norm(op, with_residual, activation):
     options = {"activation": activation} | ({"negative_slope": 0.3} if activation == "leaky_relu" else {})
     for dtype in (torch.float32, torch.bfloat16):
@@ -93,9 +96,16 @@ def test_a_weight_around_zero_is_offset_in_float32(op):
     check(op, x, weight, bias, residual, dy, weight_offset=1.0)
 
 
-@pytest.mark.parametrize("names", [("scale",), ("shift",), ("scale", "shift"), ("scale", "shift", "gate")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("op", "dtype", "names"),
+    mark_rest_slow(
+        product(
+            ["layer_norm", "rms_norm"],
+            [torch.float32, torch.bfloat16],
+            [("scale",), ("shift",), ("scale", "shift"), ("scale", "shift", "gate")],
+        )
+    ),
+)
 def test_rows_of_samples_have_their_own_scale_shift_and_gate(op, dtype, names):
     x, weight, bias, residual, dy = tensors(op, dtype)
     of_samples = {name: torch.randn(7, 1, 96) / 4 for name in names}
@@ -232,9 +242,10 @@ def test_one_tensor_alone_may_be_trained(op, trained):
     torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"residual": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype", "options"),
+    mark_rest_slow(product(OPS, [torch.float32, torch.bfloat16], [{}, {"activation": "silu"}, {"residual": True}])),
+)
 def test_torchs_kernels_run(op, dtype, options):
     x, weight, bias, residual, dy = tensors(op, dtype)
     weight.requires_grad_()

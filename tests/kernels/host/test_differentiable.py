@@ -1,6 +1,7 @@
 """Differentiable calls that the host extension makes: gradients of the passes, and Python where it must be."""
 
 import gc
+from itertools import product
 
 import fusednorm
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.api.norm_calls import Dispatched
+from tests.sampling import mark_rest_slow
 
 # Its driver stands in for one that is absent; test_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -72,10 +74,15 @@ def known(natively, norm, outside=None):
     return wanted
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("residual", [None, torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "options", [{}, {"activation": "silu", "eps": 1e-3}, {"activation": "leaky_relu", "negative_slope": -0.75}]
+    ("options", "residual", "op"),
+    mark_rest_slow(
+        product(
+            [{}, {"activation": "silu", "eps": 1e-3}, {"activation": "leaky_relu", "negative_slope": -0.75}],
+            [None, torch.float32, torch.float16],
+            OPS,
+        )
+    ),
 )
 def test_gradients_are_those_of_the_passes(options, residual, op, natively, poisoned):
     norm = Norm(op, residual, **options)

@@ -1,5 +1,7 @@
 """Calls that the host extension repeats: the planned launches and bits, and no call beyond those."""
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.kernels.ops.group_norm.replays import operands as samples
 from tests.kernels.ops.group_norm.replays.test_kinds import BACKWARD_CHANGES, CHANGES, FORWARD_CHANGES
 from tests.kernels.ops.layer_norm.replays import operands as rows
 from tests.kernels.ops.layer_norm.replays.test_replay import planned_into
+from tests.sampling import mark_rest_slow
 
 # Its driver stands in for one that is absent; test_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -39,9 +42,9 @@ def equal(results, wanted):
             assert result.stride() == other.stride()
 
 
-@pytest.mark.parametrize("pass_", rows.PASSES)
-@pytest.mark.parametrize("cols", [48, 1030, 20000])
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("waits", "cols", "pass_"), mark_rest_slow(product([False, True], [48, 1030, 20000], rows.PASSES))
+)
 def test_launches_over_rows_are_the_planned_ones(waits, cols, pass_, natively, plans, monkeypatch):
     monkeypatch.setattr(cooperative_launches, "INTERPRETED", not waits)
     of_rows(2, cols, **EVERYTHING).call(pass_)
@@ -96,9 +99,16 @@ def test_calls_over_rows_give_the_bits_of_planned_ones(given, pass_, natively, h
     assert natively.is_repeated(lambda: equal(second.call(pass_), planned))
 
 
-@pytest.mark.parametrize("pass_", samples.PASSES)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("given", [{}, {"residual": True, "scale": True, "outside": True}, {"saved": False}])
+@pytest.mark.parametrize(
+    ("given", "last", "pass_"),
+    mark_rest_slow(
+        product(
+            [{}, {"residual": True, "scale": True, "outside": True}, {"saved": False}],
+            [False, True],
+            samples.PASSES,
+        )
+    ),
+)
 def test_calls_over_samples_give_the_bits_of_planned_ones(given, last, pass_, natively, host_extension, poisoned):
     first, second = (of_samples(pass_, last, **given) for _ in range(2))
     planned = second()

@@ -1,6 +1,7 @@
 """The oracle against torch's own operators and autograd, in float64; the rest is tested against it."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fusednorm.reference.dropout import compute_dropout_mask, compute_philox_wor
 from torch import Tensor
 
 from tests.kernels.harness.activations import TORCH_ACTIVATIONS
+from tests.sampling import mark_rest_slow
 
 P, SEED = 0.3, -(2**40) - 5
 
@@ -35,9 +37,12 @@ def torch_norm(operation: str, h: Tensor, weight: Tensor | None, bias: Tensor | 
     return F.group_norm(h, groups, weight, bias, 1e-5)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm", "group_norm", "group_norm channels-last"])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("affine", "operation", "activation"),
+    mark_rest_slow(
+        product([True, False], ["layer_norm", "rms_norm", "group_norm", "group_norm channels-last"], ACTIVATIONS)
+    ),
+)
 def test_both_passes_agree_with_torch_autograd(operation, activation, affine):
     operation, _, layout = operation.partition(" ")
     groups = (3,) if operation == "group_norm" else ()

@@ -1,6 +1,7 @@
 """The oracle against the definitions, and what it calls wrong."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from normload.load.element_types import round_to_tensor, to_float64
 from normload.load.request_cases import ACTIVATIONS, OPERATIONS, RequestCase
 from normserve.client import DType, HostTensor
 from normserve.memory.tensors import FLOATS
+
+from tests.sampling import mark_rest_slow
 
 OF_ONE_NORM = [operation for operation in OPERATIONS if operation != "layer_norm_chain"]
 
@@ -74,9 +77,9 @@ def slope(case, given, name, direction):
     return (given["dy"] * (ends[0] - ends[1])).sum() / (2 * step)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("operation", OF_ONE_NORM)
+@pytest.mark.parametrize(
+    ("operation", "layout", "activation"), mark_rest_slow(product(OF_ONE_NORM, ["nchw", "nhwc"], ACTIVATIONS))
+)
 def test_it_agrees_with_the_definitions(operation, layout, activation):
     random = np.random.default_rng(0)
     other = {"residual": True, "residual_dtype": DType.FLOAT16}

@@ -1,5 +1,7 @@
 """Operations as both libraries are called: the CPU's, and the kernels, interpreted where there is no GPU."""
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -12,6 +14,7 @@ from normserve.jobs.job import ROW_OPS, ChannelLayout, NormSpec, Op, PassDirecti
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.tensors import DType
 
+from tests.sampling import mark_rest_slow
 from tests.service.backends.answers import assert_right
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -42,10 +45,10 @@ def arrived(spec: NormSpec, samples: int = 2) -> dict[str, torch.Tensor]:
     return {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layout", ChannelLayout)
-@pytest.mark.parametrize("direction", PassDirection)
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("library", "direction", "layout", "activation"),
+    mark_rest_slow(product(LIBRARIES, PassDirection, ChannelLayout, ACTIVATIONS)),
+)
 def test_a_group_norm_with_everything(library, direction, layout, activation):
     functions, device = LIBRARIES[library]
     spec = group_spec(direction, layout, activation=activation, stats=direction is PassDirection.FORWARD)

@@ -41,15 +41,13 @@ def test_the_option_prints_it_too(capsys, command, name):
     assert capsys.readouterr().out == f"{name} {normserve.__version__}\n"
 
 
-def test_module_is_the_command():
-    run = subprocess.run([sys.executable, "-m", "normserve", "version"], capture_output=True, text=True)
+def test_module_is_the_command_and_loads_no_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "normserve", "version"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert (run.returncode, run.stdout.split()[0]) == (0, "normserve")
-
-
-def test_version_and_help_load_no_torch():
-    run = "from normserve.cli.commands import main; main(['version'])"
-    script = f"import sys; {run}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    imported = [line.rpartition("|")[2].strip() for line in run.stderr.splitlines()]
+    assert "normserve.cli.commands" in imported
+    assert "torch" not in imported
 
 
 def test_help_shows_every_setting(capsys):

@@ -21,10 +21,10 @@ def without(module: str, program: str) -> subprocess.CompletedProcess[str]:
     ("command", "missing", "arguments"),
     [
         ("normserve", "pydantic", ["serve"]),
-        ("normserve", "uvicorn", ["serve", "--port", "0"]),
+        pytest.param("normserve", "uvicorn", ["serve", "--port", "0"], marks=pytest.mark.slow),
         ("normserve", "torch", ["serve", "--port", "0"]),
         ("normserve", "torch", ["serve", "--port", "0", "--frontends", "2"]),
-        ("normserve", "fusednorm", ["serve", "--port", "0"]),
+        pytest.param("normserve", "fusednorm", ["serve", "--port", "0"], marks=pytest.mark.slow),
         ("normload", "rich", ["scenarios"]),
     ],
 )

@@ -1,5 +1,7 @@
 """Modules that normalise in a real service: the kernel library's results and gradients, and they train."""
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -8,6 +10,7 @@ from normserve.codec.api_names import ACTIVATIONS
 from torch import nn
 
 from tests.integration.clients.torch_modules.pairs import KINDS, TOLERANCES, assert_same, pair, passes, random
+from tests.sampling import mark_rest_slow
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,9 +129,16 @@ def test_channels_last_is_neither_copied_nor_lost(one, shape):
     assert one.calls[0].params["layout"] == ("nchw" if whole else "nhwc")
 
 
-@pytest.mark.parametrize("shape", [(2, 12), (2, 12, 5), (2, 12, 4, 5), (2, 12, 1, 1), (0, 12, 4, 5)])
-@pytest.mark.parametrize("is_last", [False, True])
-@pytest.mark.parametrize("kind", ["layer norm over channels", "RMS norm over channels"])
+@pytest.mark.parametrize(
+    ("kind", "is_last", "shape"),
+    mark_rest_slow(
+        product(
+            ["layer norm over channels", "RMS norm over channels"],
+            [False, True],
+            [(2, 12), (2, 12, 5), (2, 12, 4, 5), (2, 12, 1, 1), (0, 12, 4, 5)],
+        )
+    ),
+)
 def test_norms_over_channels(one, kind, shape, is_last):
     reference, module, _ = pair(one, kind)
     assert repr(module) == repr(reference)

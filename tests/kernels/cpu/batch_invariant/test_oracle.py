@@ -53,9 +53,9 @@ class TestKernels:
         op, shape, channels_last = case
         self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
 
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    @pytest.mark.parametrize("channels_last", [False, True])
-    @pytest.mark.parametrize("op", OPS)
+    @pytest.mark.parametrize(
+        ("op", "channels_last", "activation"), mark_rest_slow(product(OPS, [False, True], ACTIVATIONS))
+    )
     def test_every_activation(self, op, channels_last, activation):
         shape = (3, 8, 4, 5) if op == "group_norm" else (7, 64)
         self.check_both_directions(op, shape, channels_last and op == "group_norm", torch.float32, 0.0, activation)

@@ -3,6 +3,8 @@
 Row lengths cover a tile of several rows, one and several chunks that are held, full and masked, and a sweep.
 """
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fusednorm.tensors.arrays import FLOAT8
 
 from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case
+from tests.sampling import mark_rest_slow
 
 COLS = (1, 7, 64, 100, 768, 1200)
 SWEPT = 17001
@@ -30,9 +33,7 @@ def check(case, **margin):
         torch.testing.assert_close(actual.residual_out, case.x + case.residual)
 
 
-@pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("op", "dtype", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], DTYPES, COLS)))
 def test_rows_that_are_held_match_the_oracle(op, dtype, cols, device, poisoned):
     check(make_case(op, dtype, 5, cols, device))
 

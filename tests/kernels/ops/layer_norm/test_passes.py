@@ -28,9 +28,7 @@ COLS = (1, 7, 64, 100, 768)
 LONG_COLS = (12288, 9001)
 
 
-@pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("op", "dtype", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], DTYPES, COLS)))
 def test_forward_and_backward_match_the_oracle(op, dtype, cols, device, poisoned):
     case = make_case(op, dtype, 5, cols, device)
     check_forward(case)

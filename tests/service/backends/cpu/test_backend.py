@@ -256,9 +256,10 @@ class TestBackend:
             assert (got is None) == (want is None)
             assert got is None or torch.equal(got, want)
 
-    @pytest.mark.parametrize("has_residual", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
+    @pytest.mark.parametrize(
+        ("op", "dtype", "has_residual"),
+        mark_rest_slow(product([Op.LAYER_NORM, Op.RMS_NORM], DTYPES, [False, True])),
+    )
     def test_large_results_are_written_over_what_came_where_that_is_allowed(
         self, backend, op, dtype, has_residual, monkeypatch
     ):

@@ -1,5 +1,7 @@
 """Several LayerNorms in a row on the CPU against the oracle in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant, chunks
@@ -7,6 +9,7 @@ from fusednorm.reference.chain import layer_norm_chain as right
 from normserve.backends.cpu.backend import CpuBackend
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 
+from tests.sampling import mark_rest_slow
 from tests.service.memory.host_tensors import DTYPES, back, host
 
 
@@ -20,9 +23,9 @@ def job(x: torch.Tensor, **parameters: torch.Tensor) -> NormJob:
     return NormJob(spec, {name: host(tensor) for name, tensor in {"x": x, **named}.items()})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (3, 200_000)])
-@pytest.mark.parametrize("norms", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("norms", "shape", "dtype"), mark_rest_slow(product([1, 3, 8], [(1, 1), (5, 33), (3, 200_000)], DTYPES))
+)
 def test_it_is_the_oracles_result(dtype, shape, norms):
     torch.manual_seed(norms)
     x = (torch.randn(shape) * 2 + 1).to(dtype)

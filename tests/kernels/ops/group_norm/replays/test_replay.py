@@ -128,10 +128,17 @@ def test_a_repeated_call_is_planned_once(pass_, replaying, plans):
     assert len(replaying.launched) == 2 * len(plans[0])
 
 
-@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [SHAPE, (N, C), (1, C, 3), (N, C, 1, 1), (1, C, 2, 3, 4)])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize(
+    ("pass_", "last", "shape", "out_dtype"),
+    mark_rest_slow(
+        product(
+            PASSES,
+            [False, True],
+            [SHAPE, (N, C), (1, C, 3), (N, C, 1, 1), (1, C, 2, 3, 4)],
+            [None, torch.float32, torch.bfloat16],
+        )
+    ),
+)
 def test_a_repeated_call_allocates_what_a_planned_one_does(pass_, last, shape, out_dtype, replaying, plans):
     def facts(result):
         return [t if t is None else (t.shape, t.stride(), t.dtype) for t in result]
