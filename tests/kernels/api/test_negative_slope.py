@@ -1,5 +1,7 @@
 """The slope of leaky_relu: in functions, modules and traced calls, where each slope is a call of its own kind."""
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import KernelInputError
 
 from tests.kernels.api.norm_calls import CALLS, inputs
+from tests.sampling import mark_rest_slow
 
 PLAIN = [name for name in CALLS if " " not in name]
 
@@ -67,8 +70,9 @@ def test_torch_compile_has_no_graph_break():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("slope", [(), (0.25,)])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm"])
+@pytest.mark.parametrize(
+    ("op", "slope"), mark_rest_slow(product(["layer_norm", "rms_norm", "group_norm"], [(), (0.25,)]), together=1)
+)
 def test_operators_take_a_slope_or_none(op, slope):
     x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     options = 2 if op == "group_norm" else 0, 1e-5, 0.0, "leaky_relu", 0.0, 0, *slope

@@ -1,6 +1,7 @@
 """Second derivatives and forward mode, on the CPU and on a GPU, against plain formulas."""
 
 from functools import partial
+from itertools import product
 
 import fusednorm
 import pytest
@@ -13,6 +14,7 @@ from torch.func import grad, jacrev, jvp
 from tests.kernels.api.derivatives.comparisons import FEW, assert_same, detached, second, tolerance_of, total
 from tests.kernels.api.derivatives.formulas import formula
 from tests.kernels.api.norm_calls import CALLS, inputs
+from tests.sampling import mark_rest_slow
 
 # torch loads its formulas of forward mode through what it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -41,9 +43,21 @@ def test_second_derivatives_of_scale_and_shift_match_finite_differences():
     assert torch.autograd.gradgradcheck(call, (x, w, b, r, scale, shift), fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "add_layer_norm", "add_rms_norm of heads", "add_layer_norm of samples", "add_group_norm"]
+    ("name", "dtype"),
+    mark_rest_slow(
+        product(
+            [
+                "layer_norm",
+                "add_layer_norm",
+                "add_rms_norm of heads",
+                "add_layer_norm of samples",
+                "add_group_norm",
+            ],
+            [torch.float32, torch.bfloat16],
+        ),
+        together=1,
+    ),
 )
 def test_second_derivatives_of_the_kernels_match_the_formula(name, dtype, device, on_kernels):
     tensors = inputs(name, device, dtype)

@@ -44,8 +44,7 @@ def test_rows_that_are_swept_match_the_oracle(op, cols, device, poisoned):
     check(make_case(op, torch.float16, 2, cols, device))
 
 
-@pytest.mark.parametrize("cols", [96, SWEPT])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "cols"), mark_rest_slow(product(ACTIVATIONS, [96, SWEPT]), together=1))
 def test_activation_and_residual_match_the_oracle(activation, cols, device, poisoned):
     check(make_case("layer_norm", torch.float32, 2, cols, device, residual=True, activation=activation))
 

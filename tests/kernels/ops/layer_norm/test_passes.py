@@ -36,8 +36,7 @@ def test_forward_and_backward_match_the_oracle(op, dtype, cols, device, poisoned
     check_backward(case, saved=False)
 
 
-@pytest.mark.parametrize("cols", LONG_COLS)
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("op", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], LONG_COLS), together=1))
 def test_rows_longer_than_a_tile_match_the_oracle(op, cols, device, poisoned):
     case = make_case(op, torch.float16, 3, cols, device)
     check_forward(case)
@@ -58,8 +57,9 @@ def test_sums_of_a_long_row_are_those_of_its_parts(op, block_n, device, poisoned
     assert torch.equal(alone.backward(fusednorm, dy[:1]).dx, case.backward(fusednorm, dy).dx[:1])
 
 
-@pytest.mark.parametrize("cols", [2048, 5001, 8192])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("op", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], [2048, 5001, 8192]), together=1)
+)
 def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, poisoned, monkeypatch):
     many = 2 + int(resident.FEW_PROGRAMS)
     if INTERPRETED:
@@ -98,24 +98,25 @@ def test_backward_tiles_of_several_blocks_match_the_oracle(op, cols, device, poi
     check_backward(case, saved=False)
 
 
-@pytest.mark.parametrize("cols", [96, 9001])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "cols"), mark_rest_slow(product(ACTIVATIONS, [96, 9001]), together=1))
 def test_activation_and_residual_match_the_oracle(activation, cols, device, poisoned):
     case = make_case("layer_norm", torch.float32, 3, cols, device, residual=True, activation=activation)
     check_forward(case)
     check_backward(case, saved=False)
 
 
-@pytest.mark.parametrize("cols", [7, 96, 768, 9001])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("op", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], [7, 96, 768, 9001]), together=1)
+)
 def test_a_slope_of_the_callers_choice_matches_the_oracle(op, cols, device, poisoned):
     case = make_case(op, torch.float32, 3, cols, device, activation="leaky_relu", negative_slope=-0.75)
     check_forward(case)
     check_backward(case, saved=True)
 
 
-@pytest.mark.parametrize("cols", [96, 5000, 9001])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("op", "cols"), mark_rest_slow(product(["layer_norm", "rms_norm"], [96, 5000, 9001]), together=1)
+)
 def test_a_weight_around_zero_matches_the_oracle(op, cols, device, poisoned):
     case = make_case(op, torch.bfloat16, 3, cols, device, activation="silu", weight_offset=1)
     check_forward(case)

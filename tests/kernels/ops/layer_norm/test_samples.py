@@ -4,6 +4,8 @@ Lengths: tiles of several rows and of one row, both with empty lanes, rows held 
 forward pass sweeps and the backward pass splits into ranges of columns.
 """
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fusednorm.ops.layer_norm.choices import MOST_COLS_WITH_GATE
 from fusednorm.tensors.arrays import FLOAT8
 
 from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
+from tests.sampling import mark_rest_slow
 
 COLS = (36, 260, 1152, 2050)
 LONG = 17001
@@ -65,9 +68,14 @@ def assert_same(actual, exact, rtol, atol):
             )
 
 
-@pytest.mark.parametrize(("op", "names"), [("layer_norm", NAMES), ("layer_norm", NAMES[:2]), ("rms_norm", NAMES)])
-@pytest.mark.parametrize("cols", COLS)
-def test_each_sample_has_its_own(op, cols, names, poisoned, device):
+@pytest.mark.parametrize(
+    ("cols", "of"),
+    mark_rest_slow(
+        product(COLS, [("layer_norm", NAMES), ("layer_norm", NAMES[:2]), ("rms_norm", NAMES)]), together=1
+    ),
+)
+def test_each_sample_has_its_own(cols, of, poisoned, device):
+    op, names = of
     x = torch.randn(2, 3, cols, device=device)
     check(op, x, of_samples(x, 1, names))
 
@@ -99,8 +107,7 @@ def test_only_long_rows_in_16_bits_are_split_for_a_gate(dtype, cols, name, is_sp
     assert first.kernel.fn.__name__.startswith("layer_norm_backward_split") == is_split
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("axes", [0, 1, 2, 3])
+@pytest.mark.parametrize(("axes", "affine"), mark_rest_slow(product([0, 1, 2, 3], [True, False]), together=1))
 def test_samples_are_any_leading_axes(axes, affine, device):
     x = torch.randn(2, 3, 4, 40, device=device)
     check("layer_norm", x, of_samples(x, axes), affine=affine)
@@ -193,8 +200,9 @@ def test_every_run_gives_the_same_bits_for_any_number_of_samples(cols, device):
         assert each is None or torch.equal(each, getattr(again, name)), name
 
 
-@pytest.mark.parametrize("cols", [64, 1200, LONG])
-@pytest.mark.parametrize("names", [NAMES, NAMES[:2]])
+@pytest.mark.parametrize(
+    ("names", "cols"), mark_rest_slow(product([NAMES, NAMES[:2]], [64, 1200, LONG]), together=1)
+)
 def test_a_float8_result(cols, names, device):
     x = torch.randn(2, 3, cols, device=device)
     call = of_samples(x, 1, names, padded=True)
