@@ -6,7 +6,9 @@ import gc
 import importlib
 import logging
 import os
+import re
 import shutil
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
@@ -16,21 +18,26 @@ import pytest
 # that spins until the others of its operation are done takes a core from them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch
+# With workers, this process tells what they report, and they start once it has read this file.
+HAS_WORKERS = re.search(" --numprocesses [1-9]", " ".join(sys.argv)) is not None
+RUNS_TESTS = not HAS_WORKERS or "PYTEST_XDIST_WORKER" in os.environ
+if RUNS_TESTS:
+    import torch
 
-# pytest puts its handlers on each logger that does not propagate, six times a test: torch has forty of these.  What
-# they are given reaches pytest by way of the root.
-for name in list(logging.root.manager.loggerDict):
-    if name.startswith("torch"):
-        logging.getLogger(name).propagate = True
+    # pytest puts its handlers on each logger that does not propagate, six times a test: torch has forty of these.
+    # What they are given reaches pytest by way of the root.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch"):
+            logging.getLogger(name).propagate = True
 
 # Where Hypothesis is missing, as on machines for `make test-gpu`, no test needs it.
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    # Examples take long on a busy machine.  Those that share a fixture leave it as it was.
+    # Examples take long on a busy machine.  Those that share a fixture leave it as it was.  Every run has others.
     settings.register_profile(
         "busy machine",
+        max_examples=50,
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
@@ -41,7 +48,7 @@ os.environ.setdefault("FUSEDNORM_BUILD_EXTENSION", "0")
 
 # Without a GPU kernels run in Triton's interpreter.  Workers have a core or less, and tensors are small: a second
 # thread costs time.  Servers, and tests of threads, have their own numbers.
-if not torch.cuda.is_available():
+if RUNS_TESTS and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
 

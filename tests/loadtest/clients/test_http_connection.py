@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import trustme
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from normload.clients.http_connection import HttpLoadConnection
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError, UnexpectedAnswerError
@@ -253,7 +253,6 @@ LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
 @given(st.lists(LINES, max_size=8), st.sampled_from([b"", b"\r\n\r\n", b"\r\n\r\nhello"]))
 def test_any_bytes_are_an_answer_or_an_error_of_the_client(lines, end):
     connection = Scripted([takes(WHOLE), says(b"\r\n".join(lines) + end)]).connection()

@@ -5,7 +5,7 @@ import contextlib
 import resource
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from normserve.errors import StorageError
 from normserve.layers.journal import LayerJournal
@@ -89,7 +89,6 @@ def test_a_folder_that_is_gone_is_an_error_of_the_storage(tmp_path):
         asyncio.run(journal.stage("a", "c", b"", []))
 
 
-@settings(max_examples=50)
 @given(names=st.sets(NAMES, min_size=2, max_size=8))
 def test_each_name_has_a_file_of_its_own_on_every_file_system(tmp_path, names):
     journal = LayerJournal(tmp_path)

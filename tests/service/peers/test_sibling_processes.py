@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import uvloop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from normserve.codec.framing import PREFIX
 from normserve.errors import NormserveError
@@ -138,7 +138,6 @@ def frame(content: bytes) -> bytes:
     return PREFIX.pack(len(content), 0) + content
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_frames_survive_every_cut(data):
     questions = data.draw(st.lists(st.binary(max_size=40), max_size=6))

@@ -141,7 +141,7 @@ POLICY = api.RetryPolicy(tries=2, first_pause_s=0, longest_pause_s=0)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(status=statuses, headers=header_lists, body=bodies)
 def test_any_status_headers_and_body(call, status, headers, body):
     server = FakeServer(httpx.Response(status, headers=headers, stream=httpx.ByteStream(body)))
@@ -185,7 +185,6 @@ LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=80)
 @given(
     lines=st.lists(LINES, max_size=9) | st.lists(LINES, max_size=9).map(lambda lines: [b"HTTP/1.1 200 OK", *lines]),
     end=st.sampled_from([b"", b"\r\n", b"\r\n\r\n"]),
@@ -216,7 +215,6 @@ def calls_of_raw_server(raw_server):
 
 
 @given(body=bodies, status=st.integers(400, 999), headers=header_lists)
-@settings(max_examples=100)
 def test_any_problem_document(body, status, headers):
     error = make_api_error(status, {name.decode(): value.decode() for name, value in headers}, body, KEY)
     assert error.status == status
@@ -224,7 +222,6 @@ def test_any_problem_document(body, status, headers):
 
 
 @given(header_lists)
-@settings(max_examples=100)
 def test_any_timing(headers):
     named = {name.decode(): value.decode() for name, value in headers}
     check_timing(ApiResponse(200, named, memoryview(b"")).read_timing())

@@ -89,7 +89,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(streams(), st.lists(st.integers(0, 2000), max_size=6), st.booleans())
 def test_cuts_make_no_difference(stream, places, settles):
     assert feed(cut(stream, places), settles=settles) == feed([stream])
