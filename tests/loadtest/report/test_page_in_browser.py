@@ -11,6 +11,7 @@ from normload.report import html_report
 
 from tests.integration.harness.browser import browser
 from tests.loadtest.conftest import made_result
+from tests.sampling import mark_rest_slow
 
 __all__ = ["browser"]
 
@@ -83,8 +84,9 @@ def opened(file, browser):
     assert errors == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "scheme"), mark_rest_slow(itertools.product([1280, 400], ["light", "dark"]), together=1)
+)
 def test_labels_are_whole_and_apart(opened, width, scheme):
     shown = opened(width, scheme)
     plots = shown.evaluate("labels()")
