@@ -96,8 +96,12 @@ def test_a_request_id_and_a_trace_are_the_callers(start_server, until):
     headers = {"x-request-id": "from-afar", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
     with triton.InferenceServerClient(find_gateway_address(server)) as client:
         client.infer("layer_norm", [make_input("x", random(4, 8))], headers=headers)
-    until(lambda: "from-afar" in server.log)
-    (line,) = [each for each in server.log.splitlines() if "from-afar" in each and "/infer" in each]
+
+    def find_lines():
+        return [each for each in server.log.splitlines() if "from-afar" in each and "/infer" in each]
+
+    until(find_lines)
+    (line,) = find_lines()
     assert trace in line
     assert "127.0.0.1" in line
 

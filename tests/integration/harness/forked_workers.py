@@ -5,6 +5,7 @@ handlers and log of its own, and nothing of its parent's event loop.
 """
 
 import asyncio
+import json
 import logging
 import os
 import runpy
@@ -12,9 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO, NoReturn
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
 
 _GATEWAY = "normserve.process.gateway_process"
+GATEWAY_NAME = "gateway_process"
+"""Of the process that is forked: its command line is that of its server."""
 _create_subprocess = asyncio.create_subprocess_exec
 
 
@@ -47,6 +51,36 @@ class ForkedWorker:
         self._ended.set()
 
 
+class SpareGateway(NamedTuple):
+    """A process that becomes a gateway once it has an environment, and the ends of pipes to it."""
+
+    pid: int
+    environment: int
+    stdin: int
+
+
+_spare_gateways: list[SpareGateway] = []
+
+
+def fork_spare_gateway() -> None:
+    """Fork the process of the gateway that this one will start, as long as this one has no threads."""
+    (environment, to_environment), (stdin, to_stdin) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(to_environment)
+        os.close(to_stdin)
+        with os.fdopen(environment) as told:
+            given = told.read()
+        # Its server may have ended without one.
+        if not given:
+            os._exit(0)
+        Path("/proc/self/comm").write_text(GATEWAY_NAME, encoding="ascii")
+        _become((_GATEWAY,), stdin, (), json.loads(given))
+    os.close(environment)
+    os.close(stdin)
+    _spare_gateways.append(SpareGateway(pid, to_environment, to_stdin))
+
+
 async def fork_worker(
     *command: str, stdin: int, env: Mapping[str, str], start_new_session: bool, pass_fds: Sequence[int] = ()
 ) -> ForkedWorker | asyncio.subprocess.Process:
@@ -55,7 +89,12 @@ async def fork_worker(
     assert (stdin, start_new_session) == (asyncio.subprocess.PIPE, True)
     if command[2] == _GATEWAY:
         # A server that starts it has threads, which may hold locks at any moment.
-        return await _create_subprocess(*command, stdin=stdin, env=env, start_new_session=True)
+        if not _spare_gateways:
+            return await _create_subprocess(*command, stdin=stdin, env=env, start_new_session=True)
+        spare = _spare_gateways.pop()
+        with os.fdopen(spare.environment, "w") as environment:
+            json.dump(dict(env), environment)
+        return ForkedWorker(spare.pid, os.fdopen(spare.stdin, "wb", buffering=0))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.integration.harness.forked_workers import GATEWAY_NAME
 from tests.integration.harness.preloaded import PreloadedProcess
 from tests.integration.harness.servers import ServerProcess
 
@@ -29,11 +30,13 @@ def find_gateway_process(server: ServerProcess) -> int:
     """The process of the server's gateway."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     for each in " ".join(path.read_text(encoding="ascii") for path in children).split():
-        if b"gateway_process" in Path(f"/proc/{each}/cmdline").read_bytes():
+        process = Path("/proc") / each
+        forked = (process / "comm").read_text(encoding="ascii").strip() == GATEWAY_NAME
+        if forked or b"gateway_process" in (process / "cmdline").read_bytes():
             return int(each)
     raise AssertionError("there is no gateway")
 
 
 def launch_gateway(*options: str, env: Mapping[str, str] | None = None) -> ServerProcess:
-    """The command, in a process that has imported the server, but not gRPC."""
+    """The command, in a process that has imported server and gateway."""
     return ServerProcess(PreloadedProcess(["-m", "normserve", "grpc", *options], env or {}))

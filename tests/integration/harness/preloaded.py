@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from tests.integration.harness.forked_workers import fork_worker
+from tests.integration.harness.forked_workers import fork_spare_gateway, fork_worker
 
 
 def forking() -> ForkServerContext:
@@ -74,6 +74,8 @@ def _run(output: Connection, arguments: Sequence[str], environment: Mapping[str,
             stream.reconfigure(line_buffering=True)
     os.environ.update(environment)
     asyncio.create_subprocess_exec = fork_worker
+    if "--grpc-port" in arguments:
+        fork_spare_gateway()
     program, *rest = arguments
     if program == "-m":
         sys.argv = rest

@@ -11,6 +11,7 @@ import normload.clients.client_worker
 import normload.clients.oracle  # noqa: F401
 import normserve.backends.cpu.backend as cpu_backend
 import normserve.cli.commands
+import normserve.grpc.gateway
 import normserve.http.app
 import normserve.process.front_end_server
 import normserve.process.owner_server
