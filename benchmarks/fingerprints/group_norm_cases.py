@@ -138,10 +138,9 @@ def _iterate_table_shapes(kind: Pass, itemsize: int, channels_last: bool) -> Ite
     """A sample for each entry of the tables, with the entry's number of positions if it has one."""
     if channels_last:
         forward = kind == "forward"
-        blocks: tuple[tuple[int, int, object], ...]
         streams: tuple[tuple[int, int, object], ...]
-        blocks = tables.FORWARD_CHANNELS_LAST[itemsize] if forward else tables.BACKWARD_CHANNELS_LAST[itemsize]
         streams = tables.FORWARD_STREAM[itemsize] if forward else tables.BACKWARD_STREAM[itemsize]
+        blocks = tables.FORWARD_CHANNELS_LAST[itemsize]
         yield from (((channels, positions), config) for channels, positions, config in blocks)
         yield from (((columns // GROUPS, positions), config) for columns, positions, config in streams)
     elif kind == "backward":

@@ -84,8 +84,7 @@ def list_samples(itemsize):
         yield from ((32 * channels, positions), (32 * channels, positions + 1))
     for length, _ in group_tables.FORWARD_CONTIGUOUS[itemsize]:
         yield from ((32, length), (64, length))
-    tables = (group_tables.FORWARD_CHANNELS_LAST[itemsize], group_tables.BACKWARD_CHANNELS_LAST[itemsize])
-    for channels, positions, _ in itertools.chain(*tables):
+    for channels, positions, _ in group_tables.FORWARD_CHANNELS_LAST[itemsize]:
         yield from ((32 * channels, positions), (32 * channels, positions + 1))
 
 

@@ -176,7 +176,6 @@ def _samples(kind: group_norm_cases.Pass, itemsize: int, last: bool) -> Iterator
         )
         return
     forward = kind == "forward"
-    blocks = (group_tables.FORWARD_CHANNELS_LAST if forward else group_tables.BACKWARD_CHANNELS_LAST)[itemsize]
     streams = (group_tables.FORWARD_STREAM if forward else group_tables.BACKWARD_STREAM)[itemsize]
-    yield from ((8, channels, positions) for channels, positions, _ in blocks)
+    yield from ((8, channels, positions) for channels, positions, _ in group_tables.FORWARD_CHANNELS_LAST[itemsize])
     yield from ((32, columns // 32, positions // MEASURED_RANGE + 1) for columns, positions, _ in streams)

@@ -20,9 +20,11 @@ from fusednorm.ops.group_norm.call import GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.backward.sweep import BackwardBlockSweep
 from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.sweep import GroupNormBackwardSweep
 from fusednorm.ops.group_norm.sample_shape import SampleShape, compute_access_width
 
 Timed = TypeVar("Timed", GroupNormBackwardCooperative, BackwardCooperativeBlock)
@@ -32,6 +34,9 @@ _MULTIPROCESSORS = 132
 
 _WASTE = 1.13
 """Maximum ratio of lanes to elements, unless no shape wastes less."""
+
+_SWEPT_BYTES = 80 << 10
+"""Maximum size of a group or block that one program reads twice."""
 
 _LAG_AHEAD = ((2, 1), (1, 1), (2, 2), (3, 1), (2, 0))
 _LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
@@ -47,10 +52,12 @@ def _iterate_all(sample: SampleShape, itemsize: int, samples: int) -> Iterator[G
     yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
     yield find_split_backward(sample, itemsize)
     if sample.channels_last:
+        yield from _iterate_swept_blocks(sample, itemsize)
         yield from _list_cooperative_blocks(sample, itemsize, samples)
         yield from _iterate_streams(sample, itemsize)
         yield from _iterate_columns(sample, itemsize)
     else:
+        yield from _iterate_swept_groups(sample, itemsize)
         yield from _list_cooperative(sample, itemsize, samples)
         yield from _iterate_splits(sample, itemsize)
 
@@ -79,6 +86,25 @@ def _list_cooperative(sample: SampleShape, itemsize: int, samples: int) -> list[
         )
     )
     return _vary_lags(lean)
+
+
+def _iterate_swept_groups(sample: SampleShape, itemsize: int) -> Iterator[GroupNormBackwardSweep]:
+    """Groups that one program reads twice, in fragments that are at most half empty."""
+    if sample.group_length * itemsize <= _SWEPT_BYTES:
+        for channels, chunks in product((4, 8, 16), (2, 4)):
+            fragment = chunks * 256 // channels * (16 // itemsize)
+            if fragment < 2 * sample.hw and channels <= sample.group_channels:
+                yield GroupNormBackwardSweep(channels, chunks, num_warps=8)
+
+
+def _iterate_swept_blocks(sample: SampleShape, itemsize: int) -> Iterator[BackwardBlockSweep]:
+    """Blocks of 64 to 320 bytes that one program reads twice."""
+    if count_max_overlaps(sample.group_channels, 16 // itemsize) > MOST_LABELS:
+        return
+    for groups in range(1, sample.groups + 1):
+        width = groups * sample.group_channels * itemsize
+        if 64 <= width <= 320 and width % 16 == 0 and width * sample.hw <= _SWEPT_BYTES:
+            yield BackwardBlockSweep(groups, num_warps=8)
 
 
 def _list_cooperative_blocks(sample: SampleShape, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:

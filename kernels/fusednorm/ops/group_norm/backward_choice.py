@@ -16,6 +16,7 @@ from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwa
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.backward.sweep import BackwardBlockSweep
 from fusednorm.ops.group_norm.channels_last.column_blocks import count_max_overlaps
 from fusednorm.ops.group_norm.channels_last.stream_partitions import (
     STREAM_FROM,
@@ -26,6 +27,7 @@ from fusednorm.ops.group_norm.channels_last.stream_partitions import (
 )
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.sweep import GroupNormBackwardSweep
 from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
 from fusednorm.ops.group_norm.layout_copies import plan_layout_copies
 from fusednorm.ops.group_norm.sample_shape import (
@@ -47,6 +49,37 @@ MAX_WASTE = 1.2
 
 At 1.19, for groups of one channel of 24^3 positions, the entry reached 0.89 of a copy's speed, and the
 configuration with the fewest lanes 0.80.
+"""
+
+SWEPT_GROUP_BYTES = 40 << 10
+"""The most bytes of x of a contiguous group that one program reads twice, the second time from L1 or L2.
+
+Fractions of a copy's speed so, and by kernels that read twice from memory: 0.76 and 0.53 with 20 KB
+(409x1280x16x16, bfloat16), 0.80 and 0.55 with 40 KB (204x640x32x32), 0.59 and 0.58 with 80 KB (102x320x64x64).
+"""
+
+SWEPT_BLOCK_BYTES = 64 << 10
+"""The most bytes of x of a block of channels-last columns that one program reads twice.
+
+As above: 0.61 and 0.33 with 40 KB (409x1280x16x16), 0.61 and 0.40 with 64 KB (256x512x32x32), 0.46 (by earlier
+forms of the kernel) and 0.53 with 80 KB (204x640x32x32).  Programs that share the blocks and wait: 0.28
+(409x1280x16x16).
+"""
+
+SWEPT_WIDTHS = (128, 64)
+"""Bytes of adjacent channels that such a program reads at each position, at least the first that fits.
+
+Fractions of a copy's speed with 80, 160, 240 and 320 bytes, without pipelined loads: 0.59, 0.62, 0.59 and 0.57
+(409x1280x16x16).
+"""
+
+MAX_SWEPT_WIDTH = 512
+"""The most bytes of adjacent channels that such a program reads at each position."""
+
+PARTIAL_POSITIONS = 64
+"""The fewest positions for each part of a streamed sample, so that partial sums are a small part of the traffic.
+
+With 20 parts of 256 positions: 0.33 of a copy's speed, with 4 parts 0.48 (409x1280x16x16, bfloat16).
 """
 
 
@@ -94,9 +127,9 @@ def choose_backward(
         can_wait: whether programs may wait for one another, which requires a cooperative launch.
     """
     if sample.channels_last:
-        measured = find_measured_channels_last_config(sample, itemsize, multiprocessors) if can_wait else None
-        if measured is not None:
-            return measured
+        swept = find_swept_blocks(sample, itemsize)
+        if swept is not None:
+            return swept
         streamed = find_backward_stream(sample, itemsize)
         is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
         if streamed is not None and is_large:
@@ -109,7 +142,42 @@ def choose_backward(
         rows = min(64, max(1, 1024 // padded))
         return GroupNormBackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
     cooperative = find_cooperative_backward(sample, itemsize, multiprocessors) if can_wait else None
-    return cooperative or find_split_backward(sample, itemsize)
+    return cooperative or find_swept_groups(sample, itemsize) or find_split_backward(sample, itemsize)
+
+
+def find_swept_groups(sample: SampleShape, itemsize: int) -> GroupNormBackwardSweep | None:
+    """Find the configuration in which one program reads a contiguous group twice.
+
+    The result is None if a group is larger than SWEPT_GROUP_BYTES, if a channel is not a multiple of 16 bytes, or
+    if too many lanes would have no element.  Only elements of 16 bits were measured.
+    """
+    if itemsize != 2 or sample.group_length * itemsize > SWEPT_GROUP_BYTES or sample.hw % 8:
+        return None
+    for channels in (16, 8, 4, 2):
+        lanes = 256 // channels
+        chunks = -(-sample.hw // (lanes * 8))
+        padded = chunks * lanes * 8 * -(-sample.group_channels // channels) * channels
+        if chunks <= 4 and padded <= MAX_WASTE * sample.group_length:
+            return GroupNormBackwardSweep(channels, chunks, num_warps=8)
+    return None
+
+
+def find_swept_blocks(sample: SampleShape, itemsize: int) -> BackwardBlockSweep | None:
+    """Find the configuration in which one program reads a block of channels-last columns twice.
+
+    The result is None if all blocks of whole groups are too narrow, too wide or larger than SWEPT_BLOCK_BYTES, or
+    if too many groups share 16 bytes.  Only elements of 16 bits were measured.
+    """
+    if itemsize != 2 or sample.c % 8 or count_max_overlaps(sample.group_channels, 8) > MOST_LABELS:
+        return None
+    widths = [groups * sample.group_channels * itemsize for groups in range(1, sample.groups + 1)]
+    for least in SWEPT_WIDTHS:
+        width = next((width for width in widths if width >= least and width % 16 == 0), None)
+        if width is not None and width <= MAX_SWEPT_WIDTH and width * sample.hw <= SWEPT_BLOCK_BYTES:
+            # Several tiles for each program: 0.58 with 4 warps and 10 KB (1638x1280x8x8).
+            num_warps = 8 if width * sample.hw > 20 << 10 else 4
+            return BackwardBlockSweep(width // (sample.group_channels * itemsize), num_warps)
+    return None
 
 
 def find_cooperative_backward(
@@ -156,30 +224,9 @@ def find_backward_stream(sample: SampleShape, itemsize: int) -> BackwardSampleSt
     num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    usual = BackwardSampleStream(
-        num_warps, chunks=4, apply_chunks=4, apply_fragments=2, splits=count_stream_splits(sample, itemsize)
-    )
+    splits = min(count_stream_splits(sample, itemsize), max(1, sample.hw // PARTIAL_POSITIONS))
+    usual = BackwardSampleStream(num_warps, chunks=4, apply_chunks=4, apply_fragments=2, splits=splits)
     return find_measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
-
-
-def find_measured_channels_last_config(
-    sample: SampleShape, itemsize: int, multiprocessors: int
-) -> BackwardCooperativeBlock | None:
-    """Find the measured configuration for channels-last samples of this shape; None if no entry fits.
-
-    An entry of the tables is for a number of channels per group and up to a number of positions; it must
-    also be able to run on this device.
-    """
-    if sample.c % (16 // itemsize) or count_max_overlaps(sample.group_channels, 16 // itemsize) > MOST_LABELS:
-        return None
-    for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
-        if (
-            (channels == sample.group_channels and sample.hw <= most)
-            and config.columns <= sample.c
-            and config.can_run(sample, itemsize, multiprocessors)
-        ):
-            return config
-    return None
 
 
 def find_cooperative_blocks(

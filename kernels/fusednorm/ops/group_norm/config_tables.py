@@ -7,7 +7,6 @@ positions (`find_measured_stream`).  The first entry that fits the sample and th
 without an entry `forward_choice` and `backward_choice` choose the configuration that wastes the least.
 """
 
-from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
@@ -28,8 +27,8 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
         (24576, GroupNormForwardResident(8, programs_per_sm=3)),
         # 0.91 (32x256x56x56)
         (32768, GroupNormForwardResident(8, programs_per_sm=2, prefetch_distance_per_sm=1)),
-        # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
-        (49152, GroupNormForwardResident(8, programs_per_sm=2, prefetch_distance_per_sm=1)),
+        # 0.90 (16x320x64x64), 0.82 (2x320x64x64; 0.78 if one program writes a group)
+        (49152, GroupNormForwardResident(8, programs_per_sm=2, writers=2, prefetch_distance_per_sm=1)),
         # 0.87 (8x512x64x64)
         (65536, GroupNormForwardResident(16, programs_per_sm=1, prefetch_distance_per_sm=1)),
         # 0.80 (8x640x64x64)
@@ -115,15 +114,6 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, GroupNormBackwardCooperativ
     ),
 }
 
-# Blocks of 64 to 256 bytes; three programs per multiprocessor if a vector may belong to two groups.
-BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardCooperativeBlock], ...]] = {
-    2: (
-        # 0.61 (2x1280x16x16)
-        (40, 256, BackwardCooperativeBlock(40, 8, 1, num_warps=4, programs_per_sm=3, lag=1, ahead=1)),
-    ),
-    4: (),
-}
-
 # With these splits the resident programs process the measured samples in one iteration, or in two.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardSampleStream], ...]] = {
     2: (
@@ -166,8 +156,8 @@ BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardSampleStream], ...]] = 
         (512, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=1, splits=64)),
         # 0.54
         (512, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=256)),
-        # 0.50
-        (640, 1024, BackwardSampleStream(8, chunks=4, apply_chunks=4, apply_fragments=1, splits=40)),
+        # 0.53 (204x640x32x32), 0.55 (16x640x32x32 and 2x640x32x32)
+        (640, 1024, BackwardSampleStream(8, chunks=4, apply_chunks=2, apply_fragments=4, splits=8)),
         # 0.55
         (960, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=256)),
     ),

@@ -10,9 +10,11 @@ from fusednorm.ops.group_norm import backward_choice as group_norm_backward_laun
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.backward.sweep import BackwardBlockSweep
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
 from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.sweep import GroupNormBackwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
 from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
@@ -26,11 +28,11 @@ from tests.kernels.harness.activations import activate_by_torch
 CONTIGUOUS = {
     "tile": (None, None),
     "resident": (GroupNormForwardResident(1, 1), None),
-    "sweep": (GroupNormForwardSweep(16, 4), None),
+    "sweep": (GroupNormForwardSweep(16, 4), GroupNormBackwardSweep(2, 1, 1)),
     "split": (GroupNormForwardSplit(16, 32, 32, 4), GroupNormBackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
-    "resident_block": (None, None),
+    "resident_block": (None, BackwardBlockSweep(1, 1)),
     "stream": (ForwardSampleStream(1, 2, 3, 3), BackwardSampleStream(1, 2, 1, 2, 3)),
     "columns": (ForwardColumnSplit(8, 4, 2, 16, 8, 24, 4), BackwardColumnSplit(8, 1, 2, 1)),
 }

@@ -6,11 +6,14 @@ from fusednorm.ops.group_norm.backward_choice import choose_backward, find_split
 from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.backward.sweep import BackwardBlockSweep
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.sweep import GroupNormBackwardSweep
 from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
@@ -50,8 +53,6 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
         assert choose_backward(sample, itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CONTIGUOUS[itemsize]:
         assert choose_backward(SampleShape(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
-    for channels, most, entry in tables.BACKWARD_CHANNELS_LAST[itemsize]:
-        assert choose_backward(SampleShape(GROUPS, channels, most, True), itemsize, MULTIPROCESSORS) == entry
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_groups_larger_than_the_device_are_read_twice():
 POSITIONS = [
     SampleShape(32, 10, 32 * 32, True),
     SampleShape(32, 20, 32 * 32, True),
-    SampleShape(32, 4, 64 * 64, True),
+    SampleShape(32, 8, 64 * 64, True),
 ]
 
 
@@ -123,7 +124,7 @@ def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_n
     assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardResidentBlock)
     few = SampleShape(32, 40, 16 * 16, True)
     assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardCooperativeBlock)
-    assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardCooperativeBlock)
+    assert isinstance(choose_backward(few, 4, MULTIPROCESSORS), BackwardCooperativeBlock)
     more_columns_than_lanes = SampleShape(256, 18, 10 * 10, True)
     assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardCooperativeBlock)
 
@@ -162,3 +163,38 @@ def test_small_groups_go_several_to_a_program():
 def test_what_one_program_holds_is_not_shared(positions):
     sample = SampleShape(GROUPS, 16, positions, channels_last=True)
     assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardResidentBlock)
+
+
+@pytest.mark.parametrize(("channels", "positions"), [(40, 256), (20, 1024)])
+def test_one_program_reads_a_small_contiguous_group_twice_where_programs_may_not_wait(channels, positions):
+    sample = SampleShape(GROUPS, channels, positions, channels_last=False)
+    config = choose_backward(sample, 2, MULTIPROCESSORS, can_wait=False)
+    assert isinstance(config, GroupNormBackwardSweep)
+    # The lanes of a channel cover it exactly.
+    assert config.chunks * (32 * config.num_warps // config.channels) * 8 == positions
+    assert isinstance(choose_backward(sample, 2, MULTIPROCESSORS), GroupNormBackwardCooperative)
+    larger = SampleShape(GROUPS, channels, 4 * positions, channels_last=False)
+    assert isinstance(choose_backward(larger, 2, MULTIPROCESSORS, can_wait=False), GroupNormBackwardSplit)
+
+
+@pytest.mark.parametrize("can_wait", [False, True])
+@pytest.mark.parametrize(("channels", "width"), [(10, 160), (16, 128), (20, 160), (40, 160), (80, 160)])
+def test_one_program_reads_a_block_of_whole_groups_of_some_128_bytes_twice(channels, width, can_wait):
+    sample = SampleShape(GROUPS, channels, 256, channels_last=True)
+    config = choose_backward(sample, 2, MULTIPROCESSORS, can_wait)
+    assert isinstance(config, BackwardBlockSweep)
+    assert config.block_groups * channels * 2 == width
+    larger = SampleShape(GROUPS, channels, 4096, channels_last=True)
+    assert isinstance(choose_backward(larger, 2, MULTIPROCESSORS, can_wait), BackwardSampleStream)
+
+
+def test_blocks_of_many_positions_are_narrower():
+    config = choose_backward(SampleShape(GROUPS, 16, 1024, channels_last=True), 2, MULTIPROCESSORS)
+    assert isinstance(config, BackwardBlockSweep)
+    assert config.block_groups * 16 * 2 == 64
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(32, 3), (2, 8), (3, 1000)])
+def test_no_program_reads_a_block_of_groups_narrower_than_16_bytes_or_of_few_or_many_columns(groups, channels):
+    config = choose_backward(SampleShape(groups, channels, 16, channels_last=True), 2, MULTIPROCESSORS, False)
+    assert not isinstance(config, BackwardBlockSweep)
