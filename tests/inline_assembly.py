@@ -38,6 +38,16 @@ def reciprocal(x: Array) -> Array:
     return _flush(np.float32(1.0) / _flush(x))
 
 
+def reciprocal_root(x: Array) -> Array:
+    """Divide 1 by the square root of x, where subnormal numbers are 0; the relative error is up to 2^-22.9."""
+    return np.float32(1.0) / np.sqrt(_flush(x))
+
+
+def exp2(x: Array) -> Array:
+    """Compute 2^x, where subnormal results are 0; the instruction may differ by 2 ulp."""
+    return _flush(np.exp2(x))
+
+
 def tanh(x: Array) -> Array:
     """Compute tanh(x); the instruction has a relative error of up to 2^-11."""
     return np.tanh(x)
@@ -106,6 +116,8 @@ COMPUTED: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": widen_bfloat16,
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }": widen_float16,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
+    "rsqrt.approx.ftz.f32 $0, $1;": reciprocal_root,
+    "ex2.approx.ftz.f32 $0, $1;": exp2,
     "tanh.approx.f32 $0, $1;": tanh,
     "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }": standardise,
     prefetch.PREFETCH.value: do_nothing,

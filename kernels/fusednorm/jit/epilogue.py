@@ -8,6 +8,8 @@ constexpr.  `fusednorm.arguments.dropout` defines the dropout mask.
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_exp2, approximate_reciprocal, approximate_tanh
+
 PHILOX_ROUNDS = tl.constexpr(7)
 """The number of Philox rounds, equal to that of `fusednorm.arguments.dropout`."""
 
@@ -19,25 +21,17 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _approximate_reciprocal(x):
-    """Compute 1 / x by the hardware's approximation, with an error of 1 ulp."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def sigmoid(z):
     """Compute 1 / (1 + exp(-z))."""
-    return _approximate_reciprocal(1.0 + tl.exp2(z * -_LOG2E))
+    return approximate_reciprocal(1.0 + approximate_exp2(z * -_LOG2E))
 
 
 @triton.jit
 def _compute_sigmoid_pair(z):
     """Compute sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
     # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
-    e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
-    s = _approximate_reciprocal(1.0 + e)
+    e = approximate_exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
+    s = approximate_reciprocal(1.0 + e)
     return s, e * s
 
 
@@ -58,16 +52,10 @@ def activate(z, negative_slope, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # sigmoid(2 u), with the factors of u and of the exponent's base in two constants.
         slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
-        return z * _approximate_reciprocal(1.0 + tl.exp2(z * slope))
+        return z * approximate_reciprocal(1.0 + approximate_exp2(z * slope))
     else:
         tl.static_assert(ACTIVATION == "none", "activate lacks an activation")
         return z
-
-
-@triton.jit
-def approximate_tanh(x):
-    """Compute tanh(x) with a relative error of 2^-11, in one instruction."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -99,7 +87,7 @@ def differentiate_activation(z, negative_slope, ACTIVATION: tl.constexpr):
         s, rest = _compute_sigmoid_pair(z)
         return s + z * (s * rest)
     elif ACTIVATION == "gelu":
-        density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
+        density = approximate_exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
         return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
     elif ACTIVATION == "gelu_tanh":
         s, rest = _compute_sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI))

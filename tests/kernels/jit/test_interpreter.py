@@ -10,8 +10,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fusednorm.jit.epilogue import _approximate_reciprocal as reciprocal_of
-from fusednorm.jit.epilogue import approximate_tanh
+from fusednorm.jit.approximations import (
+    approximate_exp2,
+    approximate_reciprocal,
+    approximate_rsqrt,
+    approximate_tanh,
+)
 from fusednorm.jit.loads import widen
 from fusednorm.jit.program_exchange import collect_slots, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.reductions import multiply_rounded, reduce_maximum, sum_pair, sum_pair_to_scalars
@@ -37,7 +41,11 @@ def _compute_kernel(result_ptr, a_ptr, b_ptr, c_ptr, d_ptr, STATEMENT: tl.conste
     elif STATEMENT == "widen":
         result = widen(a)
     elif STATEMENT == "reciprocal":
-        result = reciprocal_of(a)
+        result = approximate_reciprocal(a)
+    elif STATEMENT == "reciprocal root":
+        result = approximate_rsqrt(a)
+    elif STATEMENT == "exp2":
+        result = approximate_exp2(a)
     elif STATEMENT == "tanh":
         result = approximate_tanh(a)
     else:
@@ -92,6 +100,21 @@ def test_reciprocals_differ_by_no_more_than_a_rounding_step(where, device):
     result, expected = compute(device, "reciprocal", x), inline_assembly.reciprocal(x.numpy())
     assert_same(result, expected, rtol=1.5 * 2**-23, atol=0)
     assert_same(torch.signbit(result[:2]), np.array([False, True]))
+
+
+@everywhere
+def test_reciprocal_roots_have_their_stated_error(where, device):
+    x = torch.cat([torch.rand(BLOCK) * 4, any_floats(7 * BLOCK)])
+    expected = inline_assembly.reciprocal_root(x.numpy())
+    assert_same(compute(device, "reciprocal root", x), expected, rtol=1.1 * 2**-22, atol=0)
+
+
+@everywhere
+def test_powers_of_two_have_their_stated_error(where, device):
+    x = torch.cat([torch.linspace(-125, 127, 7 * BLOCK), any_floats(BLOCK)])
+    # A power next to the smallest normal number may or may not become 0.
+    x[(x + 126).abs() < 1e-3] = 2.0
+    assert_same(compute(device, "exp2", x), inline_assembly.exp2(x.numpy()), rtol=1.5 * 2**-22, atol=0)
 
 
 @everywhere

@@ -14,7 +14,8 @@ adjacent elements at once.  A fragment is CHUNKS consecutive tiles along the pos
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import approximate_tanh, compute_keep_mask, differentiate_activation
+from fusednorm.jit.approximations import approximate_tanh
+from fusednorm.jit.epilogue import compute_keep_mask, differentiate_activation
 from fusednorm.jit.loads import add_residual_chunk, widen
 from fusednorm.jit.reductions import multiply_for_uniform_sum
 from fusednorm.ops.group_norm.affine_step import load_slope_and_offset

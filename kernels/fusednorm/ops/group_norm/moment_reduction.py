@@ -10,6 +10,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device_properties import can_start_early
 from fusednorm.integers import next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.moments import compute_mean_term, convert_moments_to_sums, convert_sums_to_moments
 from fusednorm.launch.launches import Launch, make_early_options
@@ -167,4 +168,4 @@ def group_norm_reduce_moments_kernel(
     tl.store(mean_ptr + row, rounded)
     if rest_ptr is not None:
         tl.store(rest_ptr + row, (mean - rounded) + rest)
-    tl.store(rstd_ptr + row, tl.rsqrt(variance + eps))
+    tl.store(rstd_ptr + row, approximate_rsqrt(variance + eps))

@@ -13,6 +13,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.loads import load_row_residual_sum, make_column_mask
 from fusednorm.jit.moments import compute_mean_and_variance_from_lane_sums, compute_tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
@@ -127,7 +128,7 @@ def layer_norm_chain_tile_kernel(
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
         pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, False)
-        rstd = tl.rsqrt(square / n + eps)
+        rstd = approximate_rsqrt(square / n + eps)
         after = ()
         for i in tl.static_range(CHUNKS):
             y = normalise(
@@ -256,7 +257,7 @@ def layer_norm_chain_sweep_kernel(
         )
         roughs = roughs + (rough,)
         shifts = shifts + (shift,)
-        rstds = rstds + (tl.rsqrt(variance + eps),)
+        rstds = rstds + (approximate_rsqrt(variance + eps),)
 
     col = tl.arange(0, BLOCK_N)[None, :]
     chunks = tl.cdiv(cols, BLOCK_N)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.heads import compute_modulation_offset, compute_row_index, locate_program_among_heads
 from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask, widen
 from fusednorm.jit.moments import compute_row_mean_and_variance
@@ -216,7 +217,7 @@ def layer_norm_backward_split_sums_kernel(
         rough, shift, variance = compute_row_mean_and_variance(
             x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
-        rstd = tl.rsqrt(variance + eps)
+        rstd = approximate_rsqrt(variance + eps)
 
     lane_c1 = tl.zeros((1, BLOCK_N), tl.float32)
     lane_c2 = tl.zeros((1, BLOCK_N), tl.float32)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.heads import (
     compute_modulation_offset,
@@ -260,7 +261,7 @@ def layer_norm_backward_tile_kernel(
                 mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
             mean, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
-            rstd = tl.rsqrt(square * inverse_n + eps)
+            rstd = approximate_rsqrt(square * inverse_n + eps)
             if ROWS > 1:
                 # A tile's rows past the last one have no variance: with an eps of 0, x_hat would be NaN there.
                 rstd = tl.where(row_mask, rstd, 0.0)

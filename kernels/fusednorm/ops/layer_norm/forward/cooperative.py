@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.loads import add_residual_chunk, make_unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.prefetch import prefetch
@@ -106,7 +107,7 @@ def _collect_row_moments(
         _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_equal_sets)
     else:
         _, mean, shift, square = tl.reduce((count, means, shifts, tl.where(present, squares, 0.0)), 0, merge_sets)
-    return mean, shift, tl.rsqrt(square / cols.to(tl.float32) + eps)
+    return mean, shift, approximate_rsqrt(square / cols.to(tl.float32) + eps)
 
 
 @triton.jit(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.heads import (
     compute_modulation_offset,
     compute_parameter_offset,
@@ -163,7 +164,7 @@ def layer_norm_forward_resident_kernel(
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     store_residual_sum(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP)
     mean, shift, square = compute_fragment_moments(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS)
-    rstd = tl.rsqrt(square / cols.to(tl.float32) + eps)
+    rstd = approximate_rsqrt(square / cols.to(tl.float32) + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
         # Any earlier, the prefetch would delay this row's statistics, with no other program to fill the gap.

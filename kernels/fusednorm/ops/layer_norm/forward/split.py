@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.loads import add_residual_chunk
 from fusednorm.jit.moments import store_row_statistics
@@ -251,7 +252,7 @@ def layer_norm_forward_split_stats_kernel(
                 tl.expand_dims(part_squares, 1),
                 EQUAL_PARTS,
             )
-        rstd = tl.rsqrt(square / cols.to(tl.float32) + eps)
+        rstd = approximate_rsqrt(square / cols.to(tl.float32) + eps)
         if moments_ptr is not None:
             _store_moments(moments_ptr + row * MOMENTS, mean, shift, rstd)
         store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.epilogue import apply_epilogue
 from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
 from fusednorm.jit.heads import (
@@ -167,7 +168,7 @@ def layer_norm_forward_sweep_kernel(
     rough, shift, variance = compute_row_mean_and_variance(
         x_ptr, residual_ptr, gate_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
-    rstd = tl.rsqrt(variance + eps)
+    rstd = approximate_rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
 
     if weight_ptr is not None:

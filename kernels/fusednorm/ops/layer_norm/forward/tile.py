@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.epilogue import apply_epilogue
 from fusednorm.jit.float8 import compute_float8_scale, compute_magnitude
 from fusednorm.jit.heads import (
@@ -221,7 +222,7 @@ def _write_tile(
     if ahead is not None:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_stride, residual_row_stride, cols)
     pivot, shift, square = compute_tile_moments(chunks, col_masks, n, FULL, IS_RMS)
-    rstd = tl.rsqrt(square / n + eps)
+    rstd = approximate_rsqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
     values = ()

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.prefetch import prefetch_row_lines
 from fusednorm.jit.program_exchange import collect_tile, end_exchange, load_first_tag, locate_slot, post_tile
 from fusednorm.launch.launches import Launch, make_cooperative_options
@@ -239,7 +240,7 @@ def group_norm_nhwc_forward_cooperative_kernel(
             )  # fmt: skip
             means, rests, squares = collect_tile(slots, late_tag)
             mean, rest, square = merge_member_moments(means, rests, squares, count_of_other, length)
-            rstd = tl.rsqrt(square / length + eps)
+            rstd = approximate_rsqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
             store_group_statistics(

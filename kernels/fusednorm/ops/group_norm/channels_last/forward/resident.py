@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.launch.launches import Launch, compute_max_registers
 from fusednorm.ops.group_norm.call import (
     GroupNormForwardCall,
@@ -149,7 +150,7 @@ def group_norm_nhwc_forward_resident_kernel(
     )
     length = (hw * channels).to(tl.float32)
     mean, rest, square = compute_group_moments(chunks, residuals, hw, channels, membership, FULL, ROWS, SUMS)
-    rstd = tl.rsqrt(square / length + eps)
+    rstd = approximate_rsqrt(square / length + eps)
     store_group_statistics(
         mean_ptr,
         rstd_ptr,

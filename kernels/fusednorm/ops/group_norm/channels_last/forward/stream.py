@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.jit.epilogue import activate_for_dtype, compute_keep_mask
 from fusednorm.jit.loads import add_residual_chunk
@@ -421,7 +422,7 @@ def group_norm_nhwc_forward_stream_reduce_kernel(
     rests = tl.load(rest_part_ptr + at, mask=present, other=0.0)
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
     mean, rest, square = merge_moments(counts, means, rests, squares, total, 0)
-    rstd = tl.rsqrt(square / total + eps)
+    rstd = approximate_rsqrt(square / total + eps)
     if mean_ptr is not None:
         here = program + tl.arange(0, 1)
         tl.store(mean_ptr + here, mean + rest)

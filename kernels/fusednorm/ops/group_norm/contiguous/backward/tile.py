@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.loads import load_masked, load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
@@ -121,7 +122,7 @@ def group_norm_nchw_backward_tile_kernel(
         square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
         rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
         rest, square = convert_sums_to_moments(length, rest, square)
-        rstd = tl.rsqrt(square / length + eps)
+        rstd = approximate_rsqrt(square / length + eps)
         centred = (h - pivot) - rest
     else:
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)

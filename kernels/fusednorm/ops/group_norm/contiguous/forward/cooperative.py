@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
 from fusednorm.jit.register_fragments import merge_equal_sets, merge_sets, reduce_lane_moments
@@ -123,7 +124,7 @@ def _collect_group_moments(
     else:
         _, mean, rest, square = tl.reduce((count, means, rests, tl.where(present, squares, 0.0)), 0, merge_sets)
     mean, rest = unify_mean_across_threads(mean, rest, means, member, PARAMETERS)
-    return mean, rest, tl.rsqrt(square / length.to(tl.float32) + eps)
+    return mean, rest, approximate_rsqrt(square / length.to(tl.float32) + eps)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_lines
 from fusednorm.jit.register_fragments import reduce_lane_moments
 from fusednorm.launch.launches import Launch, compute_max_registers, count_full_chunks
@@ -160,7 +161,7 @@ def group_norm_nchw_forward_resident_kernel(
     )
     mean, rest, square = reduce_lane_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
     mean, rest = unify_mean_across_threads(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
-    rstd = tl.rsqrt(square / length.to(tl.float32) + eps)
+    rstd = approximate_rsqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if writer == 0:
             tl.store(mean_ptr + row, mean + rest)

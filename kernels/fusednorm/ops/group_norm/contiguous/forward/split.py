@@ -11,6 +11,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device_properties import can_start_early
 from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
 from fusednorm.launch.launches import Launch, make_early_options
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
@@ -211,7 +212,7 @@ def group_norm_nchw_forward_split_apply_kernel(
         BLOCK_SPLITS,
         1,
     )
-    rstd = tl.rsqrt(variance + eps)
+    rstd = approximate_rsqrt(variance + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if part == 0:
             tl.store(mean_ptr + row, mean + rest)

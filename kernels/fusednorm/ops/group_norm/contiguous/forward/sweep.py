@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.group_ranges import compute_range_moments, normalise_range
@@ -73,7 +74,7 @@ def group_norm_nchw_forward_sweep_kernel(
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
     mean, rest, square = compute_range_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS)
-    rstd = tl.rsqrt(square / (group_units.to(tl.float32) * VEC) + eps)
+    rstd = approximate_rsqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean + rest)
         tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)

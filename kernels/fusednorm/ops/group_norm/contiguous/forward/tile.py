@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.integers import cdiv
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.loads import load_residual_sum
 from fusednorm.jit.moments import convert_sums_to_moments
 from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
@@ -104,7 +105,7 @@ def group_norm_nchw_forward_tile_kernel(
     square = tl.sum(multiply_for_uniform_sum(d, d), 2, keep_dims=True)
     rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
     rest, square = convert_sums_to_moments(length, rest, square)
-    rstd = tl.rsqrt(square / length + eps)
+    rstd = approximate_rsqrt(square / length + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, pivot + rest, mask=row_mask)
         tl.store(rstd_ptr + row, rstd, mask=row_mask)

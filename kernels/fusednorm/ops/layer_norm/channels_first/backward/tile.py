@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.loads import make_column_mask, widen
 from fusednorm.jit.reductions import sum_pair
@@ -198,7 +199,7 @@ def layer_norm_backward_channels_first_tile_kernel(
         else:
             mean, shift, variance = compute_position_moments(chunks, residuals, gates, channels, FULL, IS_RMS)
             # Positions that do not exist have dy = 0, whose product with an infinite rstd would be NaN.
-            rstd = tl.where(position_mask, tl.rsqrt(variance + eps), 0.0)
+            rstd = tl.where(position_mask, approximate_rsqrt(variance + eps), 0.0)
 
         # Sums start at 0, so that each product is rounded with an addition, as other threads see it.
         products = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.loads import make_column_mask
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.launch.launches import Launch
@@ -90,7 +91,7 @@ def layer_norm_forward_channels_first_sweep_kernel(
         x_ptr, residual_ptr, gate_ptr, start, modulation, position, position_mask, channels, positions,
         BLOCK_C, IS_RMS,
     )  # fmt: skip
-    rstd = tl.rsqrt(variance + eps)
+    rstd = approximate_rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, position_mask)
     if y_ptr is not None:
         blocks = tl.cdiv(channels, BLOCK_C)

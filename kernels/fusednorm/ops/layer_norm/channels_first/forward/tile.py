@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fusednorm.jit.approximations import approximate_rsqrt
 from fusednorm.jit.loads import make_column_mask
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.launch.launches import Launch, compute_max_registers
@@ -107,7 +108,7 @@ def layer_norm_forward_channels_first_tile_kernel(
     gates = load_channel_parameter(gate_ptr, modulation, channels, FULL, BLOCK_C, CHUNKS)
 
     pivot, shift, variance = compute_position_moments(chunks, residuals, gates, channels, FULL, IS_RMS)
-    rstd = tl.rsqrt(variance + eps)
+    rstd = approximate_rsqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, position_mask)
     for i in tl.static_range(CHUNKS):
         mask = make_chunk_mask(position_mask, i, channels, FULL, BLOCK_C)
