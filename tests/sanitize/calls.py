@@ -164,7 +164,15 @@ def _named(case: FingerprintCase, unaligned: bool) -> FingerprintCase:
 def _samples(kind: group_norm_cases.Pass, itemsize: int, last: bool) -> Iterator[tuple[int, int, int]]:
     """Groups, channels of a group and positions: just above an entry's predecessor, and odd ones."""
     yield from product((1, 32), (1, 3, 8, 10), (1, 49, 1023))
-    yield from ((2, 64, 5329), (4, 80, 12 * 12), (32, 160, 9 * 9), (32, 160, 13), (32, 80, 97), (2, 3, 10007))
+    yield from (
+        (2, 64, 5329),
+        (4, 80, 12 * 12),
+        (32, 160, 9 * 9),
+        (32, 160, 16 * 16),
+        (32, 160, 13),
+        (32, 80, 97),
+        (2, 3, 10007),
+    )
     if not last:
         before = 0
         for limit, _ in group_tables.FORWARD_CONTIGUOUS[itemsize]:

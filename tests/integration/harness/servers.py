@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -168,10 +169,12 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
 
 
 def find_free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a TCP port that nothing listens on now, below those that outgoing connections are given."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    while True:
+        port = secrets.choice(range(10_000, end))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def is_up(http: httpx.Client) -> bool:

@@ -46,7 +46,8 @@ def test_dx_is_the_same_without_gradients_of_parameters(name, rms, device, poiso
     assert whole.dweight is not None
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# Where a column has one program for all rows, as in rows in parts, nothing is reduced in any case.
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "rows in parts"])
 def test_nothing_is_reduced(name, device, plans):
     call = Call(name, device)
     call()

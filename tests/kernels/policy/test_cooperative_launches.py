@@ -33,9 +33,9 @@ def empty(*shape):
 def group_launches(last):
     """Both passes over groups that one program does not hold."""
     x = empty(2, 24, 24, 1280).movedim(-1, 1) if last else empty(2, 640, 128, 128)
-    sample, w = SampleShape(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
-    saved = torch.empty(2, 32, device="meta")
-    given = {"x": x, "sample": sample, "affine": AffineParameters(w, w), "options": NormOptions("group_norm", 32)}
+    sample, w = SampleShape(16, x.shape[1] // 16, x[0, 0].numel(), last), empty(x.shape[1])
+    saved = torch.empty(2, 16, device="meta")
+    given = {"x": x, "sample": sample, "affine": AffineParameters(w, w), "options": NormOptions("group_norm", 16)}
     yield from plan_group_forward(make(group_call.GroupNormForwardCall, **given, out=Forward(x)))
     out = Backward(x, w, w)
     yield from plan_group_backward(
