@@ -135,7 +135,10 @@ def _iterate_pass_cases(kind: Pass, dtype: torch.dtype, channels_last: bool) -> 
 
 
 def _iterate_table_shapes(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[Shape, object]]:
-    """A sample for each entry of the tables, with the entry's number of positions if it has one."""
+    """A sample for each entry of the tables, with the entry's number of positions if it has one.
+
+    Channels-last, backward has the samples of forward's blocks: its own have rules in place of a table.
+    """
     if channels_last:
         forward = kind == "forward"
         streams: tuple[tuple[int, int, object], ...]

@@ -20,7 +20,7 @@ from benchmarks.providers.registry import PROVIDERS
 from benchmarks.workload.benchmark_cells import KernelCell
 from benchmarks.workload.problems import BenchmarkProblem, TensorCache
 
-_ALONE = ("torch", "liger_cute", "helion")
+_NOT_COMPILED_AHEAD = ("torch", "liger_cute", "helion")
 """Providers that compile nothing, or nothing that another process finds, or only what they time."""
 
 
@@ -52,7 +52,7 @@ def limit_inductor() -> None:
 def compile_cells(cells: Iterable[KernelCell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most cores in parallel, for at most `seconds`."""
     fix_triton_cache()
-    work = [(cell, provider) for cell in cells for provider in providers if provider not in _ALONE]
+    work = [(cell, provider) for cell in cells for provider in providers if provider not in _NOT_COMPILED_AHEAD]
     began = time.monotonic()
     taken = run_in_workers(run_provider_once, work, count_workers(), seconds)
     took = time.monotonic() - began

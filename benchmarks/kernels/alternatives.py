@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.timing import DeviceTimer
-from benchmarks.harness.worker_pool import run_in_workers
+from benchmarks.harness.worker_pool import count_workers, run_in_workers
 from benchmarks.workload.problems import EPS
 
 GROUPS = 32
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_output_options(parser)
     given = parser.parse_args()
-    run_in_workers(compile_cell, list(iterate_cells()), workers=14, seconds=120)
+    run_in_workers(compile_cell, list(iterate_cells()), workers=count_workers(), seconds=120)
     timer = DeviceTimer()
     results = CsvResults(given.out, COLUMNS, given.commit)
     for cell in iterate_cells():

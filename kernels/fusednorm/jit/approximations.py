@@ -1,7 +1,7 @@
 """Functions that the hardware approximates by one instruction, elementwise for float32 tiles of any shape.
 
 They are inline assembly.  Triton compiles `tl.rsqrt` and `tl.exp2` to the same instructions, but by functions of
-NVIDIA's device library: it would read and link that library for each kernel, which takes a sixth of the time in
+NVIDIA's device library: it would read and link that library for each kernel, which takes a quarter of the time in
 which a small one is compiled.
 """
 

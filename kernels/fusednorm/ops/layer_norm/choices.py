@@ -308,7 +308,7 @@ def plan_backward(call: LayerNormBackwardCall, config: AnyBackwardConfig | None 
             call, statistics = _add_statistics(call)
             return statistics + plan_cooperative_backward(call, config)
         case LayerNormBackwardSplit():
-            if config.count_parts(call) == 1:
+            if config.divide_row(call)[0] == 1:
                 return plan_split_backward(call, config)
             call, statistics = _add_statistics(call)
             return statistics + plan_split_backward(call, config)

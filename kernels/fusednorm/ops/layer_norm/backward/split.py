@@ -28,10 +28,13 @@ from fusednorm.ops.layer_norm.gradient_steps import (
 )
 
 SHORTEST_ROW_IN_PARTS = 1 << 18
-"""The shortest row whose sums several programs compute; of shorter ones there are enough to fill a device."""
+"""The shortest row whose sums several programs compute; shorter ones were not measured so."""
 
-PART_CHUNKS, MAX_PARTS = 4, 1024
-"""The fewest chunks of a part, and the most parts of a row, whose sums one program adds up."""
+PART_CHUNKS = 4
+"""The fewest chunks of a part of a row."""
+
+MAX_PARTS = 1024
+"""The most parts of a row, because one program adds up their sums at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,16 @@ class LayerNormBackwardSplit:
     stages: int
     programs_per_sm: int
 
-    def count_parts(self, call: LayerNormBackwardCall) -> int:
-        """Count the parts into which the first kernel divides a row; several parts need the row's statistics."""
+    def divide_row(self, call: LayerNormBackwardCall) -> tuple[int, int]:
+        """Divide a row among programs of the first kernel: into how many parts, of how many chunks each.
+
+        Several parts need the row's statistics.
+        """
+        chunks = cdiv(call.cols, self.constants_block_n)
         if call.is_modulated or call.cols < SHORTEST_ROW_IN_PARTS:
-            return 1
-        return min(cdiv(call.cols, self.constants_block_n * PART_CHUNKS), MAX_PARTS)
+            return 1, chunks
+        part_chunks = max(PART_CHUNKS, cdiv(chunks, MAX_PARTS))
+        return cdiv(chunks, part_chunks), part_chunks
 
 
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
@@ -74,9 +82,7 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
     is_direct = most_tiles == 1 and not call.is_modulated
     partials = PartialGradients.from_results(call) if is_direct else PartialGradients.allocate(call, tiles)
     constants = new_workspace(call.x, call.rows * samples, 4)
-    parts = config.count_parts(call)
-    part_chunks = cdiv(call.cols, config.constants_block_n * parts)
-    parts = cdiv(call.cols, config.constants_block_n * part_chunks)
+    parts, part_chunks = config.divide_row(call)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
         (call.rows * samples * parts,),
@@ -185,8 +191,8 @@ def layer_norm_backward_split_sums_kernel(
     c1 and c2 are the row's means of g * x_hat and of g in the formula of dx.  If mean and rstd were not
     saved, a first sweep over the row computes them; the second sweep then finds x in the cache.
 
-    The sums of parts are written to `parts_ptr`, [rows, parts, 2].  The last program of a row to finish adds them
-    up in the order of the parts, and resets the row's counter to 0.
+    The sums of parts are written to `parts_ptr`, [rows, parts, 2].  The last program of a row to finish, by
+    `counters_ptr`, [rows] int64, adds them up in the order of the parts, and resets the row's counter to 0.
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)

@@ -62,11 +62,11 @@ def _sum_block_columns(a, b, units, positions, POSITIONS: tl.constexpr, COLUMNS:
         columns = units * a.shape[1]
         row = tl.arange(0, POSITIONS)[:, None]
         column = tl.arange(0, COLUMNS)[None, :]
-        here = (row < positions) & (column < columns)
-        index = tl.reshape(tl.where(here, row * columns + column, 0), (POSITIONS * COLUMNS,))
+        in_block = (row < positions) & (column < columns)
+        index = tl.reshape(tl.where(in_block, row * columns + column, 0), (POSITIONS * COLUMNS,))
         a = tl.reshape(tl.gather(tl.reshape(a, (lanes,)), index, 0), (POSITIONS, COLUMNS))
         b = tl.reshape(tl.gather(tl.reshape(b, (lanes,)), index, 0), (POSITIONS, COLUMNS))
-        return sum_pair(tl.where(here, a, 0.0), tl.where(here, b, 0.0), 0)
+        return sum_pair(tl.where(in_block, a, 0.0), tl.where(in_block, b, 0.0), 0)
     else:
         return sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0)
 
@@ -134,70 +134,72 @@ def group_norm_nhwc_backward_sweep_kernel(
     group_index = column // channels - vector_group
     first_group = sample * groups + block_first // channels
     block_groups = units * VEC // channels
-    there = tl.full(position.shape, True, tl.int1)
+    all_lanes = tl.full(position.shape, True, tl.int1)
     channel = block_first + column
     mean = load_group_statistic(mean_ptr, first_group, vector_group, block_groups - 1, group_index, LABELS)
     rstd = load_group_statistic(rstd_ptr, first_group, vector_group, block_groups - 1, group_index, LABELS)
-    slope, offset = load_scaled_slope_and_offset(parameters, channel, sample * scale_stride + channel, there, GAIN)
+    slope, offset = load_scaled_slope_and_offset(
+        parameters, channel, sample * scale_stride + channel, all_lanes, GAIN
+    )
     scale = slope * rstd
     at = position * c + column
-    tile = positions * c
-    size = tile.to(tl.int64)
+    tile_elements = positions * c
+    tile_stride = tile_elements.to(tl.int64)
     steps = tl.cdiv(hw, positions)
     base = sample * hw * c + block_first
     sums = tl.zeros((LANES, VEC), tl.float32)
     sums_centred = tl.zeros((LANES, VEC), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
-        inside = step * size
+        inside = step * tile_stride
         left = hw - step * positions
         tiles = load_backward_positions(
-            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile_elements, left,
             1, False, False, "evict_last",
         )  # fmt: skip
         sums, sums_centred = accumulate_gradient_positions(
-            tiles, mean, scale, offset, sums, sums_centred, sample, block_first + inside + at, tile, positions,
-            left, position, seed, dropout_threshold, dropout_scale, negative_slope,
+            tiles, mean, scale, offset, sums, sums_centred, sample, block_first + inside + at, tile_elements,
+            positions, left, position, seed, dropout_threshold, dropout_scale, negative_slope,
             False, IDLE, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
     sums_xhat = multiply_rounded(sums_centred, rstd)
     of_column, of_column_xhat = _sum_block_columns(sums, sums_xhat, units, positions, POSITIONS, COLUMNS, IDLE)
     block_column = tl.arange(0, COLUMNS)[None, :]
-    here = block_column < units * VEC
+    column_mask = block_column < units * VEC
     if dz_part_ptr is not None:
         of_part = sample * c + block_first + block_column
-        wanted = here & (writer == 0)
-        tl.store(dz_part_ptr + of_part, of_column * (1.0 / GAIN), mask=wanted)
-        tl.store(dz_xhat_part_ptr + of_part, of_column_xhat * (1.0 / GAIN), mask=wanted)
+        store_mask = column_mask & (writer == 0)
+        tl.store(dz_part_ptr + of_part, of_column * (1.0 / GAIN), mask=store_mask)
+        tl.store(dz_xhat_part_ptr + of_part, of_column_xhat * (1.0 / GAIN), mask=store_mask)
     block_channel = block_first + block_column
     block_slope, _ = load_scaled_slope_and_offset(
-        parameters, block_channel, sample * scale_stride + block_channel, here, GAIN
+        parameters, block_channel, sample * scale_stride + block_channel, column_mask, GAIN
     )
-    mine = here & (block_column // channels == tl.arange(0, GROUPS)[:, None])
+    group_mask = column_mask & (block_column // channels == tl.arange(0, GROUPS)[:, None])
     sum_g, sum_g_xhat = sum_pair(
-        tl.where(mine, multiply_rounded(of_column, block_slope), 0.0),
-        tl.where(mine, multiply_rounded(of_column_xhat, block_slope), 0.0), 1,
+        tl.where(group_mask, multiply_rounded(of_column, block_slope), 0.0),
+        tl.where(group_mask, multiply_rounded(of_column_xhat, block_slope), 0.0), 1,
     )  # fmt: skip
     sum_g = tl.reshape(sum_g, (GROUPS,))
     sum_g_xhat = tl.reshape(sum_g_xhat, (GROUPS,))
-    of_g = ()
-    of_g_xhat = ()
+    label_sums = ()
+    label_sums_xhat = ()
     for i in tl.static_range(LABELS):
         group = tl.reshape(tl.minimum(vector_group + i, block_groups - 1), (LANES,))
-        of_g = of_g + (tl.reshape(tl.gather(sum_g, group, 0), (LANES, 1)),)
-        of_g_xhat = of_g_xhat + (tl.reshape(tl.gather(sum_g_xhat, group, 0), (LANES, 1)),)
+        label_sums = label_sums + (tl.reshape(tl.gather(sum_g, group, 0), (LANES, 1)),)
+        label_sums_xhat = label_sums_xhat + (tl.reshape(tl.gather(sum_g_xhat, group, 0), (LANES, 1)),)
     inverse_size = 1.0 / (hw.to(tl.float32) * channels)
-    constant = select_for_columns(of_g, group_index) * inverse_size * rstd
-    factor = select_for_columns(of_g_xhat, group_index) * inverse_size * rstd * rstd
-    for back in tl.range(writer, steps, writers, num_stages=STAGES):
-        step = steps - 1 - back
-        inside = step * size
+    constant = select_for_columns(label_sums, group_index) * inverse_size * rstd
+    factor = select_for_columns(label_sums_xhat, group_index) * inverse_size * rstd * rstd
+    for reverse_step in tl.range(writer, steps, writers, num_stages=STAGES):
+        step = steps - 1 - reverse_step
+        inside = step * tile_stride
         left = hw - step * positions
         tiles = load_backward_positions(
-            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile, left,
+            dy_ptr, x_ptr, residual_ptr, base + inside, at, position, positions, units, tile_elements, left,
             1, False, False, "evict_first",
         )  # fmt: skip
-        outsides = load_masked_positions(
-            dresidual_out_ptr, base + inside, at, position, positions, units, tile, left,
+        dresidual_out = load_masked_positions(
+            dresidual_out_ptr, base + inside, at, position, positions, units, tile_elements, left,
             1, False, False, "evict_first",
         )  # fmt: skip
         centred = add_residual_chunk(tiles[1], tiles[2], 0) - mean
@@ -206,8 +208,8 @@ def group_norm_nhwc_backward_sweep_kernel(
             seed, dropout_threshold, dropout_scale, negative_slope, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         dx = dz * scale - (centred * factor + constant)
-        if len(outsides) > 0:
-            dx += widen(outsides[0])
+        if len(dresidual_out) > 0:
+            dx += widen(dresidual_out[0])
         tl.store(
             dx_ptr + base + inside + at, dx.to(dx_ptr.dtype.element_ty),
             mask=make_store_mask(position, positions, units, left, 0, False, IDLE), eviction_policy="evict_first",
@@ -216,7 +218,7 @@ def group_norm_nhwc_backward_sweep_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BackwardBlockSweep(GroupNormBackwardConfig):
-    """A configuration in which one program reads the columns of `block_groups` groups of a sample twice.
+    """A configuration in which a program reads the columns of `block_groups` groups of a sample twice.
 
     A tile has one access per thread, at as many positions as fit.  Launches with fewer programs than half the
     multiprocessors use up to MAX_WRITERS programs per block.

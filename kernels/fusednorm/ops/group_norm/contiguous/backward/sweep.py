@@ -145,15 +145,15 @@ def group_norm_nchw_backward_sweep_kernel(
                 tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
             )
             slot = sample * c + group_channel + first_channel + run
-            there = first_channel + run < channels
-            tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN), mask=there)
-            tl.store(dz_xhat_part_ptr + slot, run_dz_centred * (rstd * (1.0 / GAIN)), mask=there)
+            run_mask = first_channel + run < channels
+            tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN), mask=run_mask)
+            tl.store(dz_xhat_part_ptr + slot, run_dz_centred * (rstd * (1.0 / GAIN)), mask=run_mask)
     sum_g, sum_g_xhat = sum_pair_to_scalars(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)))
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     constant = sum_g * inverse_size * rstd
     factor = sum_g_xhat * inverse_size * rstd * rstd
-    for back in range(0, blocks):
-        first_channel = (blocks - 1 - back) * CHANNELS
+    for reverse_block in range(0, blocks):
+        first_channel = (blocks - 1 - reverse_block) * CHANNELS
         channel_mask = first_channel + lane_channel < channels
         channel = group_channel + first_channel + lane_channel
         slope, offset = load_scaled_slope_and_offset(

@@ -1,6 +1,6 @@
 """Measures CSVs of kernels and models again, each spread over the GPUs of this machine.
 
-    python -m benchmarks.sweep layer_norm.csv group_norm.csv --out FOLDER --gpus 4 --commit 1a2b3c4d
+    python -m benchmarks.measure_on_gpus layer_norm.csv group_norm.csv --out FOLDER --gpus 4 --commit 1a2b3c4d
 
 A file's command is that of `benchmarks/results/results.toml`.  Each GPU has a process of its own with an equal part
 of the cells and of the cores.  `--commit`, `--seconds` and other options of the command are passed on.
@@ -19,7 +19,7 @@ from benchmarks.harness.records import CELL, read_csv
 from benchmarks.report.result_files import RESULTS, load_result_files
 
 
-def list_sweepable_files() -> list[str]:
+def list_shardable_files() -> list[str]:
     """List the CSVs whose command can measure a part of the cells."""
     return [name for name, file in load_result_files().items() if file.command.startswith("python -m benchmarks -")]
 
@@ -59,7 +59,7 @@ def join_parts(parts: Sequence[Path], joined: Path, former: Path) -> None:
 def main() -> int:
     """Measure the files one after the other; return 1 if a process failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=list_sweepable_files(), metavar="CSV", help="files to measure")
+    parser.add_argument("names", nargs="+", choices=list_shardable_files(), metavar="CSV", help="files to measure")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write into")
     parser.add_argument("--gpus", type=int, default=1, help="of this machine, from the first (%(default)s)")
     asked, further = parser.parse_known_args()
