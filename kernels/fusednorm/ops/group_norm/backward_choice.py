@@ -74,12 +74,13 @@ Fractions of a copy's speed with 80, 160, 240 and 320 bytes, without pipelined l
 """
 
 MAX_SWEPT_WIDTH = 512
-"""The most bytes of adjacent channels that such a program reads at each position."""
+"""The most bytes of adjacent channels that such a program reads at each position; wider ones were not measured."""
 
 PARTIAL_POSITIONS = 64
 """The fewest positions for each part of a streamed sample, so that partial sums are a small part of the traffic.
 
-With 20 parts of 256 positions: 0.33 of a copy's speed, with 4 parts 0.48 (409x1280x16x16, bfloat16).
+With 20 parts of 256 positions: 0.33 of a copy's speed, with 4 parts 0.48 (409x1280x16x16, bfloat16, which
+`BackwardBlockSweep` computes now).
 """
 
 
