@@ -11,7 +11,6 @@ is compared with itself.
 """
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.serve.version_pairs import compute_median_interval
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
@@ -193,22 +193,16 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    add_output_options(parser)
     parser.add_argument("--cells", default="", help="a regular expression; by default all")
     parser.add_argument("--pairs", type=int, default=40)
     arguments = parser.parse_args()
     chosen = [cell for cell in iterate_cells() if re.search(arguments.cells, cell.full_name)]
-    with (
-        CpuVersionProcess(arguments.before) as before,
-        CpuVersionProcess(Path(__file__).parents[1]) as after,
-        arguments.out.open("w", newline="") as file,
-    ):
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    results = CsvResults(arguments.out, COLUMNS, arguments.commit)
+    with CpuVersionProcess(arguments.before) as before, CpuVersionProcess(Path(__file__).parents[1]) as after:
         for cell in chosen:
             row = measure_cell(before, after, cell, arguments.pairs)
-            writer.writerow(row)
-            file.flush()
+            results.add_row(row)
             print(*row.values(), flush=True)
 
 

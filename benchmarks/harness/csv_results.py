@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that writes a CSV, and call the command as it was called."""
+    """Add the options of every command that writes a CSV, and name the command by its module in `--help`."""
     module = sys.modules["__main__"].__spec__
     if module is not None:
         parser.prog = f"python -m {module.name.removesuffix('.__main__')}"

@@ -1,26 +1,25 @@
 """Times GroupNorm where the residual or dy has x's memory format, and where it has the other one.
 
-    python -m benchmarks.kernels.companions --version NAME --out FILE.csv
-    PYTHONPATH=CHECKOUT/kernels:. python -m benchmarks.kernels.companions --version OLDER --out FILE.csv
+    PYTHONPATH=BEFORE/kernels:. python -m benchmarks.kernels.companions --out before.csv --commit COMMIT
+    PYTHONPATH=kernels:. python -m benchmarks.kernels.companions --out after.csv
 
-The second line adds the rows of another checkout's kernels to the same file.  Times are of the device, with the L2
-cache flushed, beside a copy of x in the same process.
+The first line times the kernels of another checkout.  Times are of the device, with the L2 cache flushed, beside a
+copy of x in the same process.
 """
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import fusednorm
 import torch
 from torch import Tensor
 
+from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.timing import DeviceTimer
 
-COLUMNS = ("version", "dtype", "shape", "layout", "call", "us", "copy_us")
+COLUMNS = ("dtype", "shape", "layout", "call", "us", "copy_us")
 SHAPES = {
     torch.bfloat16: (
         (16, 320, 64, 64),
@@ -86,26 +85,21 @@ def make_calls(cell: CompanionCell, device: str) -> dict[str, Callable[[], objec
 def main() -> None:
     """Measure every cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", required=True, help="the name of these kernels in the file")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to add rows to")
+    add_output_options(parser)
     given = parser.parse_args()
+    results = CsvResults(given.out, COLUMNS, given.commit)
     timer = DeviceTimer()
-    is_new = not given.out.exists()
-    with given.out.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(COLUMNS)
-        for cell in iterate_cells():
-            times = {name: 1e3 * timer(call).p50 for name, call in make_calls(cell, "cuda").items()}
-            copy_us = times.pop("copy")
-            about = (
-                given.version,
-                str(cell.dtype).removeprefix("torch."),
-                "x".join(map(str, cell.shape)),
-                "channels-last" if cell.is_channels_last else "contiguous",
-            )
-            writer.writerows((*about, name, f"{us:.2f}", f"{copy_us:.2f}") for name, us in times.items())
-            file.flush()
+    for cell in iterate_cells():
+        times = {name: 1e3 * timer(call).p50 for name, call in make_calls(cell, "cuda").items()}
+        copy_us = times.pop("copy")
+        about = (
+            str(cell.dtype).removeprefix("torch."),
+            "x".join(map(str, cell.shape)),
+            "channels-last" if cell.is_channels_last else "contiguous",
+        )
+        for name, us in times.items():
+            row = (*about, name, f"{us:.2f}", f"{copy_us:.2f}")
+            results.add_row(dict(zip(COLUMNS, row, strict=True)))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ PROVIDERS: dict[str, Provider] = {
     "tutorial": library_providers.make_tutorial_run,
 }
 
-PACKAGES = {
+REQUIRED_MODULES = {
     "liger": "liger_kernel",
     "liger_cute": "liger_kernel.ops.backends._cutedsl.layer_norm",
     "quack": "quack",
     "helion": "examples.layer_norm",
     "helion_pretuned": "pretuned_kernels.layer_norm.layer_norm",
 }
-"""The packages that providers need, or the module of one by which it is told from others of that name."""
+"""The module that each peer's provider imports: without it the provider is left out."""
 
 DISTRIBUTIONS = {
     "liger": "liger-kernel",
@@ -45,7 +45,7 @@ DISTRIBUTIONS = {
     "helion": "helion",
     "helion_pretuned": "helion",
 }
-"""What is installed for them."""
+"""The distribution whose version a peer's rows name."""
 
 
 def find_version(provider: str) -> str:
@@ -60,8 +60,8 @@ def filter_importable(names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
         try:
-            if name in PACKAGES:
-                importlib.import_module(PACKAGES[name])
+            if name in REQUIRED_MODULES:
+                importlib.import_module(REQUIRED_MODULES[name])
         except Exception as error:  # an installed package may fail in other ways, such as a missing .so
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:

@@ -1,7 +1,13 @@
 import sys
 from types import ModuleType
 
-from benchmarks.providers.registry import DISTRIBUTIONS, PACKAGES, PROVIDERS, filter_importable, find_version
+from benchmarks.providers.registry import (
+    DISTRIBUTIONS,
+    PROVIDERS,
+    REQUIRED_MODULES,
+    filter_importable,
+    find_version,
+)
 
 
 def test_what_cannot_be_imported_is_left_out(monkeypatch, capsys):
@@ -29,4 +35,4 @@ def test_versions_are_those_of_installed_peers(monkeypatch, tmp_path):
     (tmp_path / "quack_kernels-7.8.dist-info" / "METADATA").write_text("Name: quack-kernels\nVersion: 7.8\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert [find_version(name) for name in ("quack", "helion", "torch", "copy")] == ["7.8", "", "", ""]
-    assert DISTRIBUTIONS.keys() == PACKAGES.keys()
+    assert DISTRIBUTIONS.keys() == REQUIRED_MODULES.keys()

@@ -1,6 +1,8 @@
 """Every CSV is declared once, with a command that exists and code that exists."""
 
+import re
 import shlex
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -19,7 +21,7 @@ def test_each_csv_is_declared_once():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_code_and_command_exist(name, monkeypatch):
+def test_code_and_command_exist(name, monkeypatch, capsys):
     file = FILES[name]
     assert file.code
     assert [path for path in file.code if not (ROOT / path).exists()] == []
@@ -30,11 +32,21 @@ def test_code_and_command_exist(name, monkeypatch):
     if module == "benchmarks":
         monkeypatch.setattr("sys.argv", [module, *options, "--out", name])
         command._parse_arguments()
+    elif options:
+        is_package = find_spec(module).submodule_search_locations is not None
+        monkeypatch.setattr("sys.argv", [module, "--help"])
+        with pytest.raises(SystemExit):
+            import_module(f"{module}.__main__" if is_package else module).main()
+        described = capsys.readouterr().out
+        assert [each for each in options if each.startswith("--") and f"{each} " not in described] == []
 
 
 def test_each_csv_is_named_by_a_document():
     texts = [path.read_text(encoding="utf-8") for path in (*(ROOT / "docs").rglob("*.md"), *TEMPLATES.iterdir())]
-    assert [name for name in (*FILES, *load_history()) if not any(name in text for text in texts)] == []
+    unnamed = [
+        name for name in (*FILES, *load_history()) if not any(re.search(rf"\b{name}", text) for text in texts)
+    ]
+    assert unnamed == []
 
 
 def test_commits_are_those_of_the_rows(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.prefetch import prefetch
+from fusednorm.jit.reductions import sum_pair
 
 
 @triton.jit
@@ -36,3 +37,21 @@ def prefetch_channel_runs(ptr, channel_size, channels_left, left, RUN: tl.conste
         elif count > 0:
             for channel in range(0, there):
                 prefetch(ptr + channel * channel_size, count)
+
+
+@triton.jit
+def store_channel_sums(
+    dz_part_ptr, dz_xhat_part_ptr, slot, sum_dz, sum_dz_centred, rstd, channels_left,
+    CHANNELS: tl.constexpr, UNITS: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """Add up lanes' sums of dz and of dz * (x - mean), [CHANNELS * UNITS, 1], over each channel, and store them.
+
+    The sums of dz and of dz * x_hat of the first `channels_left` channels are stored from `slot` on.
+    """
+    run_dz, run_dz_centred = sum_pair(
+        tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
+    )
+    run = tl.arange(0, CHANNELS)[:, None]
+    run_mask = run < channels_left
+    tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=run_mask)
+    tl.store(dz_xhat_part_ptr + slot + run, run_dz_centred * (rstd * (1.0 / GAIN)), mask=run_mask)

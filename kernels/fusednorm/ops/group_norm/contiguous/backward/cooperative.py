@@ -13,11 +13,15 @@ from fusednorm.devices.device_properties import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.program_exchange import collect_slots, end_exchange, load_first_tag, locate_slot, post_scalars
-from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair, sum_pair_to_scalars
+from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair_to_scalars
 from fusednorm.launch.launches import Launch, can_prefetch, make_cooperative_options
 from fusednorm.launch.workspaces import get_exchange_buffer
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions, prefetch_channel_runs
+from fusednorm.ops.group_norm.contiguous.channel_runs import (
+    compute_run_positions,
+    prefetch_channel_runs,
+    store_channel_sums,
+)
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import (
     compute_tile_centred_and_dz,
@@ -329,13 +333,9 @@ def group_norm_nchw_backward_cooperative_kernel(
                         tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN))
                         tl.store(dz_xhat_part_ptr + slot, run_dz_xhat * (1.0 / GAIN))
                     else:
-                        run_dz, run_dz_xhat = sum_pair(
-                            tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
-                            1,
+                        store_channel_sums(
+                            dz_part_ptr, dz_xhat_part_ptr, slot, sum_dz, sum_dz_centred, rstd,
+                            channels - first_channel, CHANNELS, UNITS, GAIN,
                         )  # fmt: skip
-                        run = tl.arange(0, CHANNELS)[:, None]
-                        there = first_channel + run < channels
-                        tl.store(dz_part_ptr + slot + run, run_dz * (1.0 / GAIN), mask=there)
-                        tl.store(dz_xhat_part_ptr + slot + run, run_dz_xhat * (rstd * (1.0 / GAIN)), mask=there)
 
     end_exchange(exchange_ptr, last_tag)

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch, await_previous_launch
-from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm.backward_split import (
     plan_split_backward_launches,
@@ -18,7 +17,7 @@ from fusednorm.ops.group_norm.backward_split import (
     sum_fragment_gradients,
 )
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions
+from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions, store_channel_sums
 from fusednorm.ops.group_norm.gradient_tiles import load_scaled_slope_and_offset
 
 _SIZES = [
@@ -156,14 +155,11 @@ def group_norm_nchw_backward_split_sums_kernel(
         (seed, dropout_threshold, dropout_scale, negative_slope), LANES, 1, STEP, CHUNKS, EVEN,
         False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    run_dz, run_dz_centred = sum_pair(
-        tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
-    )
-    run = tl.arange(0, CHANNELS)[:, None]
-    slot = (sample * parts + part) * c + group_channel + first_channel + run
-    there = first_channel + run < channels
-    tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN), mask=there)
-    tl.store(dz_xhat_part_ptr + slot, run_dz_centred * (rstd * (1.0 / GAIN)), mask=there)
+    slot = (sample * parts + part) * c + group_channel + first_channel
+    store_channel_sums(
+        dz_part_ptr, dz_xhat_part_ptr, slot, sum_dz, sum_dz_centred, rstd, channels - first_channel,
+        CHANNELS, UNITS, GAIN,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)

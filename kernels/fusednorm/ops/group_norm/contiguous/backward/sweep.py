@@ -12,11 +12,11 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import allow_next_launch
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import multiply_rounded, sum_pair, sum_pair_to_scalars
+from fusednorm.jit.reductions import multiply_rounded, sum_pair_to_scalars
 from fusednorm.launch.launches import Launch, can_prefetch
 from fusednorm.ops.group_norm.backward_split import store_fragment_gradients, sum_fragment_gradients
 from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
-from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions
+from fusednorm.ops.group_norm.contiguous.channel_runs import compute_run_positions, store_channel_sums
 from fusednorm.ops.group_norm.gradient_reductions import plan_parameter_reductions
 from fusednorm.ops.group_norm.gradient_tiles import load_scaled_slope_and_offset
 
@@ -121,7 +121,6 @@ def group_norm_nchw_backward_sweep_kernel(
     position = compute_run_positions(LANES, UNITS, GROUP)
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    run = tl.arange(0, CHANNELS)[:, None]
     blocks = tl.cdiv(channels, CHANNELS)
     lane_g = tl.zeros((LANES, 1), tl.float32)
     lane_g_xhat = tl.zeros((LANES, 1), tl.float32)
@@ -141,13 +140,10 @@ def group_norm_nchw_backward_sweep_kernel(
         lane_g += multiply_rounded(sum_dz, slope)
         lane_g_xhat += multiply_rounded(sum_dz_centred, slope * rstd)
         if dz_part_ptr is not None:
-            run_dz, run_dz_centred = sum_pair(
-                tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
-            )
-            slot = sample * c + group_channel + first_channel + run
-            run_mask = first_channel + run < channels
-            tl.store(dz_part_ptr + slot, run_dz * (1.0 / GAIN), mask=run_mask)
-            tl.store(dz_xhat_part_ptr + slot, run_dz_centred * (rstd * (1.0 / GAIN)), mask=run_mask)
+            store_channel_sums(
+                dz_part_ptr, dz_xhat_part_ptr, sample * c + group_channel + first_channel, sum_dz, sum_dz_centred,
+                rstd, channels - first_channel, CHANNELS, UNITS, GAIN,
+            )  # fmt: skip
     sum_g, sum_g_xhat = sum_pair_to_scalars(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)))
     inverse_size = 1.0 / (channels * hw).to(tl.float32)
     constant = sum_g * inverse_size * rstd
