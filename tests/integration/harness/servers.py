@@ -169,10 +169,11 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
 
 
 def find_free_port() -> int:
-    """Return a TCP port that nothing listens on now, below those that outgoing connections are given."""
+    """Return a TCP port that nothing listens on now, and that outgoing connections are not given if there are such."""
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    ports = range(10_000, end) or range(10_000, 65_536)
     while True:
-        port = secrets.choice(range(10_000, end))
+        port = secrets.choice(ports)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
 
