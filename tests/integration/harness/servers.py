@@ -169,7 +169,7 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
 
 
 def find_free_port() -> int:
-    """Return a TCP port that nothing listens on now, and that outgoing connections are not given if there are such."""
+    """Return a TCP port that nothing listens on now, if possible none of those of outgoing connections."""
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     ports = range(10_000, end) or range(10_000, 65_536)
     while True:
