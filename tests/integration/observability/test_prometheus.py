@@ -198,14 +198,12 @@ def test_panel_has_data_and_every_label_of_its_legend(scene, name):
 
 def test_stages_of_relayed_requests_explain_nearly_all_of_their_time(scene):
     """The sum of all stages, and that of durations, of results by front ends."""
-    window = f"[{LOAD_S * 20:.0f}s]"
-    stages = 'sum(increase(normserve_stage_duration_seconds_sum{process!=""}' + window + "))"
-    whole = (
-        'sum(increase(normserve_request_duration_seconds_sum{process!="",op="layer_norm",code_class="2xx"}' + window
-    )
-    (((), share),) = scene.prometheus.values(f"{stages} / {whole}))", at=scene.ended).items()
+    # Not increase(), which adds to each series another guess at what lies between a scrape and the window's ends.
+    stages = 'sum(normserve_stage_duration_seconds_sum{process!=""})'
+    requests = 'sum(normserve_request_duration_seconds_sum{process!="",op="layer_norm",code_class="2xx"})'
+    (((), share),) = scene.prometheus.values(f"{stages} / {requests}", at=scene.ended).items()
     # Without those of front ends it was less than a half.
-    assert 0.5 < share < 1.01
+    assert 0.5 < share < 1
 
 
 def test_the_share_of_peak_bandwidth_is_one(scene):
