@@ -1,7 +1,7 @@
 """Behaviour of the server under stress: `python -m benchmarks.serve.behaviour --out FILE.csv`.
 
-Three times its maximum load, clients that disconnect at every stage, a mixture of requests for any time, many
-single rows.  The server is on one core and the client on another; responses are compared with torch's.
+Three times the load that it can serve, clients that disconnect at every stage, a mixture of requests for any time,
+many single rows.  The server is on one core and the client on another; responses are compared with torch's.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Play = Callable[[ServerProcess, Callable[[int], CheckedRequest], bool], Awaitabl
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
     "overload": (
         ("--max-inflight-requests", str(_AT_ONCE)),
-        lambda at, post, full: stress_scenarios.run_overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
+        lambda at, post, full: stress_scenarios.run_overload(at, post(_HUGE), 60 if full else 20, _AT_ONCE),
     ),
     "disturbance": (
         (),

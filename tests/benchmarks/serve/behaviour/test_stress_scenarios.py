@@ -6,7 +6,7 @@ from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, norm
 def test_open_loop_tells_what_was_served_from_what_was_refused():
     async def play(port: int) -> None:
         tally = await _run_open_loop(port, CheckedRequest("/v1/layer_norm", 2**12, PARAMETERS), 200, 0.1)
-        assert (len(tally.served_s), len(tally.refused), tally.other, tally.broken) == (5, 15, 0, 0)
+        assert (len(tally.served_s), len(tally.refused_s), tally.other, tally.broken) == (5, 15, 0, 0)
 
     against(Server(normalised, admits=5), play)
 
