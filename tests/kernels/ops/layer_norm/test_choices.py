@@ -41,6 +41,18 @@ def test_a_residual_leaves_programs_their_registers(itemsize, compiled):
             assert isinstance(with_residual, LayerNormForwardCooperative)
 
 
+def test_long_rows_of_single_16_bit_elements_with_a_residual_have_half_the_chunks(compiled):
+    """So that the addresses of all loads stay in registers; `test_compiled` looks at local memory."""
+    for cols in (50257, 131071, 524287):
+        odd, even = (
+            choices.choose_forward(length, 2, MULTIPROCESSORS, has_residual=True) for length in (cols, cols - 1)
+        )
+        assert isinstance(odd, LayerNormForwardCooperative)
+        assert isinstance(even, LayerNormForwardCooperative)
+        assert odd.chunks * 2 == even.chunks
+        assert odd.programs_per_sm > even.programs_per_sm
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_odd_lengths_have_entries_of_their_own_and_their_neighbours_have_not(itemsize, compiled):
     for first, last, choice in tables.FORWARD_UNALIGNED[itemsize]:
