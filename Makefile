@@ -9,7 +9,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 KERNELS = --editable ./kernels --editable ./kernels/with-torch
 PROJECTS = pyproject.toml kernels/pyproject.toml kernels/with-torch/pyproject.toml
 
-.PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends test-jax corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends test-jax corpus test-gpu sanitize test-kserve test-ray bench bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -141,35 +141,6 @@ SUITE ?= first
 bench:
 	$(ON_GPU) benchmarks --suite $(SUITE) --out benchmarks/results/$(SUITE).csv
 
-bench-serve: .venv/.dev
-	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.csv
-	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.behaviour --out benchmarks/results/serve_behaviour.csv
-	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.tracing --out benchmarks/results/serve_tracing.csv
-
-# Of the servers, of the client with one connection, and of that with many.
-SERVER_CORES ?= 0-7
-CLIENT_CORES ?= 8
-CLIENTS_CORES ?= 8-11
-
-# The host extension first: a server would have it compiled while it is measured.
-bench-serve-gpu:
-	$(ON_GPU) fusednorm.host
-	$(ON_GPU) benchmarks.serve.engine --out benchmarks/results/serve_gpu_engine.csv --backend triton
-	$(ON_GPU) benchmarks.serve --out benchmarks/results/serve_gpu.csv --device cuda --cores $(SERVER_CORES) $(CLIENT_CORES)
-	$(ON_GPU) benchmarks.serve.small_requests --out benchmarks/results/serve_gpu_small.csv --backend triton \
-		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.behaviour --out benchmarks/results/serve_gpu_behaviour.csv --backend triton \
-		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.processes.start_times --out benchmarks/results/serve_gpu_ready.csv --backend triton
-	$(ON_GPU) benchmarks.serve.processes.frontends --out benchmarks/results/serve_gpu_frontends.csv --backend triton \
-		--frontends 1 2 4 8 --cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.callers.device --out benchmarks/results/serve_gpu_device.csv \
-		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.callers.operations --out benchmarks/results/serve_gpu_operations.csv \
-		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-	$(ON_GPU) benchmarks.serve.processes.many --out benchmarks/results/serve_gpu_many.csv --device cuda \
-		--cores $(SERVER_CORES) $(CLIENTS_CORES)
-
 bench-peers: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.csv
 
@@ -177,8 +148,13 @@ bench-peers: .venv/.dev
 fingerprints: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.fingerprints
 
+PLOTTED = layer_norm layer_norm_quack layer_norm_forward_compile layer_norm_compile group_norm group_norm_compile \
+	models serve_gpu_frontends
+
+# Draws everything that these have, and keeps what documents show.
 plots: .venv/.dev
-	$(BIN)/python -m benchmarks.plots benchmarks/results/$(SUITE).csv --out docs/plots
+	PYTHONPATH=. $(BIN)/python -m benchmarks.plots $(PLOTTED:%=benchmarks/results/%.csv) --out build/plots
+	cd docs/plots && for plot in *.png; do cp ../../build/plots/$$plot .; done
 
 URL ?= http://127.0.0.1:8000
 SCENARIO ?= steady

@@ -18,6 +18,7 @@ their rows have no such fraction.  By default they start no cell after three and
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,8 @@ NAMES = tuple(dict.fromkeys((*PROVIDERS, *HostSuite.providers, *ModelSuite.provi
 """The names of all providers."""
 
 
-def main() -> None:
+def main() -> int:
+    """Time the cells; return 1 if there was no time for some."""
     arguments = _parse_arguments()
     suite = make_suite(arguments.suite)
     cells = _select_cells(suite, arguments.cells, arguments.shard)
@@ -57,7 +59,7 @@ def main() -> None:
         for done, cell in enumerate(cells):
             if time.monotonic() - began > seconds:
                 progress.print_line(f"out of time after {done} of {len(cells)} cells")
-                break
+                return 1
             cell_began = time.monotonic()
             rows = []
             for row in suite.measure_rows(cell, providers, progress.print_line):
@@ -65,6 +67,7 @@ def main() -> None:
                 rows.append(row)
             figures = "  ".join(map(_format_figure, rows))
             progress.finish_step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
+    return 0
 
 
 def make_suite(names: Sequence[str]) -> BenchmarkSuite:
@@ -127,4 +130,4 @@ def _parse_providers(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

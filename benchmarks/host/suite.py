@@ -1,7 +1,7 @@
 """The suite `host`: for each provider the host time of a call and the wall time of a loop of calls.
 
-Variants are `queued`, 300 calls while the device has other work, and `loop`, 300 calls and one synchronisation;
-`queued_silu` and `loop_silu` with SiLU.  Results and gradients are checked before calls are timed.
+Variants are `queued`, 300 calls while the device has other work, 50 at a time, and `loop`, 300 calls and one
+synchronisation; `queued_silu` and `loop_silu` with SiLU.  Results and gradients are checked before calls are timed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

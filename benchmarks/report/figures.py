@@ -78,14 +78,10 @@ class CsvRows:
             Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pair_rows(provider, over)
         )
 
-    def compute_column_ratios(self, upper: str, lower: str) -> Values:
-        """A column's number divided by another column's, row by row."""
-        return tuple(Decimal(row[upper]) / Decimal(row[lower]) for row in self.rows)
-
-    def select_less(self, column: str, than: str) -> "CsvRows":
-        """The rows whose number in a column is less than that in another column."""
+    def above(self, column: str, least: int) -> "CsvRows":
+        """The rows whose number in a column is greater than `least`."""
         return self._require_rows(
-            (row for row in self.rows if Decimal(row[column]) < Decimal(row[than])), f"{column} less than {than}"
+            (row for row in self.rows if Decimal(row[column]) > least), f"{column} above {least}"
         )
 
     def select_slower(self, column: str, provider: str, over: str) -> "CsvRows":

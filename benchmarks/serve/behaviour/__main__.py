@@ -50,11 +50,11 @@ SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
     ),
     "single rows": (
         (),
-        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
+        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3, ">= 8"),
     ),
     "single rows, no batching": (
         ("--max-batch-requests", "1"),
-        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
+        lambda at, post, full: stress_scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3, "-"),
     ),
 }
 

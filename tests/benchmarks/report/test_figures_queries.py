@@ -102,13 +102,12 @@ def test_any_other_csv_is_read_as_it_stands(tmp_path):
     assert rows.compute_median_ratio("per_second", "server", "a", "b") == numbers("4")
 
 
-def test_columns_are_compared_row_by_row(tmp_path):
-    (tmp_path / "cpu.csv").write_text("ours,theirs\n4,2\n1,3\n2,2\n", encoding="utf-8")
+def test_rows_are_chosen_by_a_number(tmp_path):
+    (tmp_path / "cpu.csv").write_text("speed\n0.5\n1.000\n1.5\n", encoding="utf-8")
     rows = load_rows("cpu.csv")
-    assert rows.compute_column_ratios("theirs", "ours") == numbers("0.5", "3", "1")
-    assert rows.select_less("ours", "theirs").get_numbers("ours") == numbers("1")
+    assert rows.above("speed", 1).get_numbers("speed") == numbers("1.5")
     with pytest.raises(QueryError, match=r"cpu\.csv"):
-        rows.where(ours=4).select_less("ours", "theirs")
+        rows.above("speed", 2)
 
 
 def test_standing_counts_cells_by_the_best_peer(write_csv, sweep_cell):

@@ -1,9 +1,10 @@
-"""Measures CSVs of kernels and models again, each spread over the GPUs of this machine.
+"""Measures CSVs of `benchmarks/results` again, each with its command of `results.toml`.
 
-    python -m benchmarks.measure_on_gpus layer_norm.csv group_norm.csv --out FOLDER --gpus 4 --commit 1a2b3c4d
+    python -m benchmarks.measure serve.csv serve_behaviour.csv
+    python -m benchmarks.measure layer_norm.csv group_norm.csv --gpus 4 --out FOLDER --commit 1a2b3c4d
 
-A file's command is that of `benchmarks/results/results.toml`.  Each GPU has a process of its own with an equal part
-of the cells and of the cores.  `--commit`, `--seconds` and other options of the command are passed on.
+The cells of kernels are spread over the GPUs: each has a process of its own with an equal part of the cells and of
+the cores.  Everything else is measured alone.  `--commit`, `--seconds` and other options are passed on.
 """
 
 import argparse
@@ -12,22 +13,30 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.__main__ import ALONE
 from benchmarks.harness.records import CELL, read_csv
 from benchmarks.report.result_files import RESULTS, load_result_files
 
 
-def list_shardable_files() -> list[str]:
-    """List the CSVs whose command can measure a part of the cells."""
-    return [name for name, file in load_result_files().items() if file.command.startswith("python -m benchmarks -")]
+def list_measurable_files() -> list[str]:
+    """List the CSVs whose command needs no environment of another server."""
+    return [name for name, file in load_result_files().items() if "ENVIRONMENT" not in file.command]
 
 
-def make_command(name: str, part: Path, shard: str, further: Sequence[str]) -> list[str]:
-    """Make the command that measures one shard, I/N, of a file's cells into `part`."""
+def can_spread(name: str) -> bool:
+    """Return whether the cells of a file are of kernels, which other processes on the host do not slow."""
+    words = shlex.split(load_result_files()[name].command)
+    return words[2] == "benchmarks" and ALONE.keys().isdisjoint(words)
+
+
+def make_command(name: str, out: Path, further: Sequence[str]) -> list[str]:
+    """Make the command that measures a file into `out`."""
     words = shlex.split(load_result_files()[name].command)[1:]
-    return [sys.executable, *words, "--shard", shard, "--out", str(part), *further]
+    return [sys.executable, *words, "--out", str(out), *further]
 
 
 def measure_parts(name: str, parts: Sequence[Path], further: Sequence[str]) -> bool:
@@ -37,7 +46,7 @@ def measure_parts(name: str, parts: Sequence[Path], further: Sequence[str]) -> b
     running = []
     for gpu, part in enumerate(parts):
         own = ",".join(map(str, cores[gpu * share : (gpu + 1) * share] or cores))
-        command = make_command(name, part, f"{gpu + 1}/{len(parts)}", further)
+        command = make_command(name, part, ["--shard", f"{gpu + 1}/{len(parts)}", *further])
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         running.append(subprocess.Popen(["taskset", "--cpu-list", own, *command], env=environment))
     codes = [process.wait() for process in running]
@@ -57,18 +66,22 @@ def join_parts(parts: Sequence[Path], joined: Path, former: Path) -> None:
 
 
 def main() -> int:
-    """Measure the files one after the other; return 1 if a process failed."""
+    """Measure the files one after the other; return 1 if a process failed or ran out of time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=list_shardable_files(), metavar="CSV", help="files to measure")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write into")
+    parser.add_argument("names", nargs="+", choices=list_measurable_files(), metavar="CSV", help="files to measure")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write into (%(default)s)")
     parser.add_argument("--gpus", type=int, default=1, help="of this machine, from the first (%(default)s)")
     asked, further = parser.parse_known_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in asked.names:
-        parts = [asked.out / f"{name}.{gpu}" for gpu in range(asked.gpus)]
-        failed |= not measure_parts(name, parts, further)
-        join_parts([part for part in parts if part.exists()], asked.out / name, RESULTS / name)
+        if asked.gpus == 1 or not can_spread(name):
+            failed |= subprocess.run(make_command(name, asked.out / name, further), check=False).returncode != 0
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            parts = [Path(folder) / str(gpu) for gpu in range(asked.gpus)]
+            failed |= not measure_parts(name, parts, further)
+            join_parts([part for part in parts if part.exists()], asked.out / name, RESULTS / name)
     return int(failed)
 
 
