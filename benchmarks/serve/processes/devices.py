@@ -2,13 +2,14 @@
 
 First the engines alone, one process per device: the combined rate of all buses and kernels.  Then servers,
 `normserve serve --devices 0` against all devices, with as many connections as necessary.  Each has a turn in each
-round, and ratios are computed within a round.  The numbers of cores that the client and each process kept busy show
-the limit: the client, if its number is near that of its cores; the accepting process (`front`), if its number is
-near one.
+round, in random order, and ratios are computed within a round.  The numbers of cores that the client and each
+process kept busy show the limit: the client, if its number is near that of its cores; the accepting process
+(`front`), if its number is near one.
 """
 
 import argparse
 import contextlib
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -78,12 +79,12 @@ def _measure_engines(results: CsvResults, devices: list[str], nbytes: int, round
     first = len(results.rows)
     with start_engines(devices, nbytes, _IN_FLIGHT) as all_of_them:
         for number in range(rounds):
-            reached = []
-            for some in (all_of_them[:1], all_of_them):
-                for engine in some:
+            reached = {}
+            for count in random.Random(number).sample((1, len(devices)), 2):
+                for engine in all_of_them[:count]:
                     engine.start_turn(seconds)
-                reached.append(sum(engine.receive_rate() for engine in some))
-            for count, rate in zip((1, len(devices)), reached, strict=True):
+                reached[count] = sum(engine.receive_rate() for engine in all_of_them[:count])
+            for count, rate in sorted(reached.items()):
                 results.add_row(
                     {
                         "what": "engine",
@@ -92,7 +93,7 @@ def _measure_engines(results: CsvResults, devices: list[str], nbytes: int, round
                         "devices": count,
                         "round": number,
                         "bytes_per_second": f"{rate:.0f}",
-                        "over_one": f"{rate / reached[0]:.3f}",
+                        "over_one": f"{rate / reached[1]:.3f}",
                     }
                 )
     _print_medians(f"engines, {nbytes >> 20} MiB", results.rows[first:])
@@ -126,22 +127,23 @@ def _measure_servers(
         # A first turn, to allocate slabs for this many requests.
         client.run_turn(fleet.server, "application/x-npy", body, seconds, connections)
     for number in range(rounds):
-        alone = 0.0
-        for fleet in fleets:
+        turns = {}
+        for fleet in random.Random(number).sample(fleets, len(fleets)):
             began, used = time.perf_counter(), read_processor_seconds(fleet.pids)
             turn = client.run_turn(fleet.server, "application/x-npy", body, seconds, connections)
             elapsed = time.perf_counter() - began
             busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(fleet.pids).items()}
-            alone = alone or turn.per_second
+            turns[fleet.devices] = turn, busy
+        for count, (turn, busy) in sorted(turns.items()):
             results.add_row(
                 {
                     "what": "server",
                     "nbytes": len(body),
                     "connections": connections,
-                    "devices": fleet.devices,
+                    "devices": count,
                     "round": number,
                     "bytes_per_second": f"{2 * len(body) * turn.per_second:.0f}",
-                    "over_one": f"{turn.per_second / alone:.3f}",
+                    "over_one": f"{turn.per_second / turns[1][0].per_second:.3f}",
                     "per_second": f"{turn.per_second:.1f}",
                     "p50_ms": f"{turn.p50_s * 1000:.3f}",
                     "client_cores": f"{turn.client_cores:.2f}",
