@@ -237,19 +237,6 @@ class ChildSlot:
             handed.on_end()
 
 
-def describe_exit(code: int) -> dict[str, object]:
-    """Return the log fields for a process's exit: its exit code, or for a negative `code` the name of the
-    signal.
-    """
-    if code >= 0:
-        return {"exit_code": code}
-    try:
-        return {"signal": signal.Signals(-code).name}
-    except ValueError:
-        # A real-time signal.
-        return {"signal": str(-code)}
-
-
 def _send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a child process; do nothing if it no longer exists."""
     # `subprocess` would first ask whether it has ended, and take its exit code away from the event loop.

@@ -17,13 +17,13 @@ from dataclasses import replace
 
 from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.process.connection_limits import raise_descriptor_limit_for_connections
-from normserve.process.exit_codes import ExitCode
+from normserve.process.exit_codes import ExitCode, describe_exit
 from normserve.settings import Settings, make_device_environment
 
 log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
-"""The gateway's name among the processes whose restarts are counted."""
+"""The gateway's name in logs, and among the processes whose restarts are counted."""
 
 _MODULE = "normserve.process.gateway_process"
 
@@ -65,7 +65,9 @@ class GatewayProcess:
                 return
             has_started = True
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
-            log.error("the gateway of gRPC ended with code %d and is started again in %.1f s", code, pause)
+            assert self._subprocess is not None
+            ended = {"child": GATEWAY, "pid": self._subprocess.pid, **describe_exit(code)}
+            log.error("%s ended and is started again in %.1f s", GATEWAY, pause, extra={"fields": ended})
             self.on_restarted()
             await asyncio.sleep(pause)
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.peers.sibling_processes import FleetPosition
-from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, describe_exit, make_owner_name
+from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, make_owner_name
 from normserve.process.connection_limits import (
     AcceptedConnection,
     ConnectionLimits,
     raise_descriptor_limit_for_connections,
 )
-from normserve.process.exit_codes import ExitCode
+from normserve.process.exit_codes import ExitCode, describe_exit
 from normserve.process.gateway_process import GATEWAY, GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.listeners import (
     ListenError,

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from normserve.process import child
-from normserve.process.child import OWNER, ChildSlot, HandedConnection, describe_exit
+from normserve.process.child import OWNER, ChildSlot, HandedConnection
 from normserve.process.supervisor_channel import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, ReportReader
 
 
@@ -210,15 +210,3 @@ def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch,
     assert second.recv(1) == b"a"
     for each in (first, second, connections.returned[2]):
         each.close()
-
-
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [(0, {"exit_code": 0}), (3, {"exit_code": 3}), (-9, {"signal": "SIGKILL"}), (-11, {"signal": "SIGSEGV"})],
-)
-def test_an_end_is_a_code_or_a_signal_by_its_name(code, told):
-    assert describe_exit(code) == told
-
-
-def test_a_signal_without_a_name_is_its_number():
-    assert describe_exit(-45) == {"signal": "45"}

@@ -1,7 +1,9 @@
 """The gateway's process is started again when it ends, but not if it cannot start."""
 
 import asyncio
+import os
 import resource
+import signal
 import socket
 
 import pytest
@@ -64,6 +66,22 @@ def test_one_that_ends_is_started_again(make_process, wait_for_starts):
         await end_gateway(gateway, running)
         assert running.done()
         assert len(restarts) == 2
+
+    asyncio.run(run())
+
+
+def test_an_end_is_logged_with_its_process_and_signal(make_process, wait_for_starts, caplog):
+    async def run():
+        gateway = make_process()
+        running = asyncio.create_task(gateway.keep_running())
+        await wait_for_starts(1)
+        pid = gateway._subprocess.pid
+        os.kill(pid, signal.SIGKILL)
+        await wait_for_starts(2)
+        await end_gateway(gateway, running)
+        (record,) = caplog.records
+        assert record.getMessage().startswith("gateway ended and is started again in ")
+        assert record.fields == {"child": "gateway", "pid": pid, "signal": "SIGKILL"}
 
     asyncio.run(run())
 
