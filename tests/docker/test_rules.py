@@ -42,7 +42,7 @@ def test_every_rule_is_tested(name, file):
 
 def test_every_alert_leads_to_its_part_of_the_runbook():
     groups = yaml.safe_load((ROOT / "docker/rules/alerts.yml").read_text(encoding="utf-8"))["groups"]
-    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
+    alerts = {rule["alert"]: rule["annotations"]["runbook"] for group in groups for rule in group["rules"]}
     runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^## (.*)$", runbook, re.MULTILINE)) == alerts.keys()
     assert alerts == {name: f"docs/runbook.md#{name.lower()}" for name in alerts}
