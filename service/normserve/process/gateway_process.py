@@ -20,12 +20,13 @@ from normserve.process.connection_limits import raise_descriptor_limit_for_conne
 from normserve.process.exit_codes import ExitCode, describe_exit
 from normserve.settings import Settings, make_device_environment
 
-log = logging.getLogger(__name__)
+_MODULE = "normserve.process.gateway_process"
+
+# Not by `__name__`, which is `__main__` in the gateway's own process.
+log = logging.getLogger(_MODULE)
 
 GATEWAY = "gateway"
 """The gateway's name in logs, and among the processes whose restarts are counted."""
-
-_MODULE = "normserve.process.gateway_process"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 # A process that ran for this long did not fail at its start.

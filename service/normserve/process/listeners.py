@@ -15,7 +15,27 @@ _BACKLOG = 2048
 
 
 class ListenError(OSError):
-    """The server cannot listen at an address or a path; the message names the setting."""
+    """The server cannot listen at an address or a path; the message names the setting, or the folder for temporary
+    files.
+    """
+
+
+@contextlib.contextmanager
+def make_socket_folder() -> Iterator[Path]:
+    """Make a folder for sockets between the server's processes, which only the server's user may enter.  At the
+    end it is removed.
+
+    Raises:
+        ListenError: no folder for temporary files can be written.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="normserve-")
+    except OSError as error:
+        raise ListenError(
+            f"its processes need a folder for sockets, such as /tmp or that of TMPDIR: {error.strerror or error}"
+        ) from error
+    with folder as path:
+        yield Path(path)
 
 
 @contextlib.contextmanager
@@ -26,14 +46,14 @@ def open_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
     For the gateway of gRPC there is a Unix socket in any case.
 
     Raises:
-        ListenError: an address is in use, or cannot be bound.
+        ListenError: an address is in use or cannot be bound, or there is no folder for the gateway's socket.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _open_tcp_listeners(settings)]
         path = settings.uds
         if path is None and settings.grpc_port is not None:
-            # For the gateway alone: nobody else may enter the folder.
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="normserve-"))) / "http.sock"
+            # For the gateway alone.
+            path = stack.enter_context(make_socket_folder()) / "http.sock"
         if path is not None:
             listeners.append(stack.enter_context(_open_unix_listener("uds", path)))
         for listener in listeners:

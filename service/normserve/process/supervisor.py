@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from normserve.process.exit_codes import ExitCode, describe_exit
 from normserve.process.gateway_process import GATEWAY, GatewayProcess, end_gateway, make_gateway_process
 from normserve.process.listeners import (
     ListenError,
+    make_socket_folder,
     make_url,
     open_listeners,
     open_local_listener,
@@ -365,13 +365,13 @@ def serve_fleet(settings: Settings) -> int:
     """Run a server of several processes, one for each device and front end, until a signal; return the exit
     code.
     """
-    with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
 
-        async def run() -> int:
-            return await FleetSupervisor(settings, Path(folder)).run()
+    async def run(folder: Path) -> int:
+        return await FleetSupervisor(settings, folder).run()
 
-        try:
-            return asyncio.run(run())
-        except ListenError as error:
-            log.critical("the server cannot listen: %s", error)
-            return ExitCode.MISCONFIGURED
+    try:
+        with make_socket_folder() as folder:
+            return asyncio.run(run(folder))
+    except ListenError as error:
+        log.critical("the server cannot listen: %s", error)
+        return ExitCode.MISCONFIGURED

@@ -1,14 +1,19 @@
 """The gateway's process is started again when it ends, but not if it cannot start."""
 
 import asyncio
+import json
 import os
+import pickle
 import resource
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from normserve.grpc.gateway_settings import GatewaySettings
 from normserve.process import gateway_process
+from normserve.process.exit_codes import ExitCode
 from normserve.process.gateway_process import (
     GatewayProcess,
     end_gateway,
@@ -128,3 +133,13 @@ def test_a_gateway_has_as_many_connections_as_its_open_files_allow(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     settings = GatewaySettings.from_settings(Settings(max_connections=4096), "127.0.0.1:0", "http://127.0.0.1:1")
     assert limit_gateway_connections(settings).max_connections == 512
+
+
+def test_the_process_logs_under_the_name_of_its_module():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = GatewaySettings.from_settings(Settings(log_format="json"), listen, "http+unix:///nowhere")
+        command = [sys.executable, "-m", gateway_process.__name__]
+        done = subprocess.run(command, input=pickle.dumps(settings), capture_output=True, check=False)
+    assert done.returncode == ExitCode.MISCONFIGURED
+    assert json.loads(done.stderr.splitlines()[-1])["logger"] == gateway_process.__name__

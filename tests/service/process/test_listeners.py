@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import socket
+import tempfile
 
 import pytest
 from normserve.process.listeners import ListenError, open_listeners, open_local_listener
@@ -143,6 +144,12 @@ def test_a_port_in_use_is_named():
         port = listener.getsockname()[1]
         with pytest.raises(ListenError, match=f"already in use.*{port}"), open_listeners(Settings(port=port)):
             pass
+
+
+def test_that_no_folder_can_have_the_gateways_socket_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ListenError, match="TMPDIR"), open_listeners(Settings(port=0, grpc_port=0)):
+        pass
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

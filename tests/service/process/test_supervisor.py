@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 import time
 from itertools import pairwise
 
 import pytest
 from normserve.process import supervisor
-from normserve.process.supervisor import FleetSupervisor, list_children
+from normserve.process.exit_codes import ExitCode
+from normserve.process.supervisor import FleetSupervisor, list_children, serve_fleet
 from normserve.process.supervisor_channel import REFUSED, RESTARTED
 from normserve.settings import Settings
 
@@ -50,6 +52,12 @@ def test_a_process_that_starts_when_all_are_told_to_stop_may_have_no_handler(fle
 def test_a_process_that_cannot_start_ends_all_with_its_code(fleet, code, expected, caplog):
     assert end_with(fleet, code, was_told=False) == expected
     assert [record.getMessage() for record in caplog.records] == ["process 0 cannot start: the server ends"]
+
+
+def test_without_a_folder_for_sockets_the_server_is_misconfigured(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    assert serve_fleet(Settings(devices="cpu", port=0)) == ExitCode.MISCONFIGURED
+    assert "TMPDIR" in caplog.records[-1].getMessage()
 
 
 def test_one_that_was_ready_and_can_start_no_more_ends_all_if_no_other_serves(fleet):
