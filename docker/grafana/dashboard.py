@@ -205,7 +205,7 @@ def load() -> list[timeseries.Panel]:
         ).span(6),
         lines(
             "Bytes in flight",
-            "Bodies that admitted operations brought.",
+            "Memory of admitted operations: bodies, results and temporary buffers.",
             "bytes",
             [(f"sum(normserve_inflight_bytes{{{HERE}}})", "in flight")],
         ).span(6),
@@ -293,7 +293,7 @@ def resources() -> list[timeseries.Panel]:
         ).span(6),
         lines(
             "Processor time",
-            "Seconds a second of the server's processes: how many cores they keep busy.",
+            "Seconds a second of the processes with a device: how many cores they keep busy.",
             "short",
             [(rate("process_cpu_seconds_total", "instance", OF_JOB), "{{instance}}")],
         ).span(6),
@@ -319,8 +319,8 @@ def resources() -> list[timeseries.Panel]:
             ],
         ).span(6),
         lines(
-            "Memory of the server's processes",
-            "Resident and virtual memory, as the operating system counts it.",
+            "Memory of processes",
+            "Resident and virtual memory of the processes with a device, as the operating system counts it.",
             "bytes",
             [
                 (f"sum by (instance) (process_resident_memory_bytes{{{OF_JOB}}})", "{{instance}} resident"),
