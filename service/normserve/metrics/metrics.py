@@ -117,7 +117,7 @@ class Metrics:
         self._state_gauges.layer_memory_kind = "host" if device.kind == "cpu" else "device"
 
     def set_ready(self, ready: bool) -> None:
-        """Report whether the server accepts work."""
+        """Report whether the server is warm, and has received no signal and not failed."""
         self._state_gauges.ready().set(ready)
 
     def add_key_series(self, names: Iterable[str]) -> None:

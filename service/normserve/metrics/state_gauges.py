@@ -56,7 +56,9 @@ class StateGauges:
             "Always 1; version, backend and device are in the labels.",
             ("version", "backend", "device"),
         )
-        self.ready = make.add_gauge("ready", "1 while the server accepts work.")
+        self.ready = make.add_gauge(
+            "ready", "1 from the end of the warm-up to a signal or a failure, also while nothing is finished."
+        )
         self.stall_seconds = make.add_gauge(
             "stall_seconds", "Time since the last operation finished, while others wait; 0 if none waits."
         )
