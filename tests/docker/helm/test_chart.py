@@ -160,6 +160,14 @@ def test_a_key_is_needed_unless_it_is_said_that_there_is_none(charts):
     assert get_environment(render(apiKeySecret="")) is None
 
 
+def test_a_longer_drain_has_a_longer_grace_period(charts):
+    def get_grace_s(manifests: dict) -> int:
+        return manifests["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+    changed = render(settings={"NORMSERVE_DRAIN_S": 120, "NORMSERVE_DRAIN_DELAY_S": "7.5"})
+    assert get_grace_s(changed) - get_grace_s(charts["cpu"]) == 93
+
+
 def test_a_changed_setting_rolls_the_pods(charts):
     def get_annotations(manifests: dict) -> dict:
         return manifests["Deployment"]["spec"]["template"]["metadata"]["annotations"]

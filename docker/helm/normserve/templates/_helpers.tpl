@@ -40,6 +40,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- div (int64 $bytes) 2 }}
 {{- end }}
 
+{{/* Longer than the delay before the drain, the drain and the end of connections and device together. */}}
+{{- define "normserve.gracePeriod" -}}
+{{- $settings := include "normserve.settings" . | fromYaml }}
+{{- $drain := get $settings "NORMSERVE_DRAIN_S" | default "30" | float64 }}
+{{- add 15 (ceil (addf $drain (get $settings "NORMSERVE_DRAIN_DELAY_S" | float64))) }}
+{{- end }}
+
 {{- define "normserve.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
