@@ -132,7 +132,8 @@ class AsyncClient:
             a numpy array; a torch tensor for a torch dtype or with a device.
 
         Raises:
-            TypeError: dtype is not a dtype of the API, or numpy does not have it.
+            TypeError: dtype is not a dtype of the API, or numpy does not have it; shape is no sequence of integers.
+            ValueError: a size is negative.
             ClientError: the server has no more memory for this client, or is not reachable.
 
         Examples:
@@ -147,7 +148,7 @@ class AsyncClient:
             (8, 1024)
         """
         of, as_torch = array_conversion.parse_dtype(dtype)
-        sizes = tuple(shape)
+        sizes = array_conversion.parse_shape(shape)
         if device is not None:
             return await self._make_empty_on_device(device, of, sizes)
         nbytes = prod(sizes) * of.itemsize

@@ -8,9 +8,10 @@ tensors has imported it already.
 import ctypes
 import functools
 import importlib
+import operator
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -98,6 +99,22 @@ def parse_dtype(dtype: object) -> tuple[DType, bool]:
     if isinstance(dtype, DType):
         return dtype, False
     return _find_dtype("dtype", name_dtype(dtype)), str(dtype).startswith("torch.")
+
+
+def parse_shape(shape: object) -> tuple[int, ...]:
+    """Return the sizes of a shape, which is a sequence of integers.
+
+    Raises:
+        TypeError: it is no such sequence.
+        ValueError: a size is negative.
+    """
+    try:
+        sizes = tuple(map(operator.index, cast(Sequence[SupportsIndex], shape)))
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers, such as (8, 1024), got {shape!r}") from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape must have no negative size, got {list(sizes)}")
+    return sizes
 
 
 def name_dtype(dtype: object) -> str:
@@ -211,6 +228,10 @@ def _describe_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
 def _describe_torch(name: str, tensor: Any) -> HostTensor:
     """Describe a torch tensor; a CUDA tensor stays on its device, a contiguous CPU tensor is not copied."""
     dtype = _find_torch_dtype(name, tensor.dtype)
+    torch: Any = sys.modules["torch"]
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "one on the device meta, which has no data" if tensor.is_meta else f"the layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense torch tensor, got {kind}")
     if tensor.is_cuda:
         return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
     return HostTensor(dtype, tuple(tensor.shape), _get_host_bytes(tensor))

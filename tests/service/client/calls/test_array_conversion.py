@@ -188,3 +188,24 @@ def test_memory_of_the_host_lies_there_whatever_torch_takes_for_default(size):
     with torch.device("meta"):
         made = array_conversion.make_array(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
     assert made.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "received"),
+    [
+        (torch.empty(2, device="meta"), "one on the device meta"),
+        (torch.eye(2).to_sparse(), "the layout torch.sparse_coo"),
+    ],
+)
+def test_a_torch_tensor_without_dense_data_is_refused(tensor, received):
+    with pytest.raises(TypeError, match=f"^x must be a dense torch tensor, got {received}"):
+        describe_array("x", tensor)
+
+
+def test_a_shape_is_a_sequence_of_sizes():
+    assert array_conversion.parse_shape([np.int64(2), 0]) == (2, 0)
+    for shape in (4, None, (2.0,), "4"):
+        with pytest.raises(TypeError, match="shape must be a sequence of integers, such as"):
+            array_conversion.parse_shape(shape)
+    with pytest.raises(ValueError, match=r"shape must have no negative size, got \[-1, 2\]"):
+        array_conversion.parse_shape((-1, 2))
