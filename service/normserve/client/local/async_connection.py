@@ -226,6 +226,7 @@ class AsyncLocalTransport:
         self._api_key = api_key
         self._connect_lock = asyncio.Lock()
         self._connection: AsyncLocalClientConnection | None = None
+        self._closed = False
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
@@ -318,15 +319,23 @@ class AsyncLocalTransport:
 
     async def close(self) -> None:
         """Give up the connection, which closes once no array uses its shared memory."""
+        self._closed = True
         self._retire_connection()
         self._connection = None
 
     async def _get_or_open_connection(self) -> AsyncLocalClientConnection:
-        """Return the current connection if it is usable.  Otherwise open a new one, and give up the current one."""
+        """Return the current connection if it is usable.  Otherwise open a new one, and give up the current one.
+
+        Raises:
+            RuntimeError: the client is closed.
+            ClientError: the server is not reachable, or refuses this client.
+        """
         link = self._connection
         if link is not None and link.is_usable:
             return link
         async with self._connect_lock:
+            if self._closed:
+                raise RuntimeError("the client is closed")
             if self._connection is None or not self._connection.is_usable:
                 link = AsyncLocalClientConnection(self._api_key)
                 await link.connect(self._path)

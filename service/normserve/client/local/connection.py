@@ -409,6 +409,7 @@ class LocalTransport:
         self._api_key = api_key
         self._connect_lock = threading.Lock()
         self._connection: LocalClientConnection | None = None
+        self._closed = False
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
@@ -487,6 +488,7 @@ class LocalTransport:
     def close(self) -> None:
         """Give up the connection, which closes once no array uses its shared memory."""
         with self._connect_lock:
+            self._closed = True
             link, self._connection = self._connection, None
             if link is not None:
                 self._detach_finalizer()
@@ -496,6 +498,7 @@ class LocalTransport:
         """Return the usable connection; connect if there is none.
 
         Raises:
+            RuntimeError: the client is closed.
             ClientError: the server is not reachable, or refuses this client.
         """
         link = self._connection
@@ -503,6 +506,8 @@ class LocalTransport:
             return link
         deadline.acquire_lock(self._connect_lock)
         try:
+            if self._closed:
+                raise RuntimeError("the client is closed")
             if self._connection is None or not self._connection.is_usable:
                 self._detach_finalizer()
                 self._connection = link = LocalClientConnection(self._path, self._api_key, deadline)

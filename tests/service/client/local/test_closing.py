@@ -160,3 +160,22 @@ def test_a_closed_client_does_not_wait_for_the_garbage_collector(tmp_path, answe
             wait_until_unmapped(before)
         finally:
             gc.enable()
+
+
+def test_a_closed_client_does_not_connect_again(tmp_path):
+    with serving(str(tmp_path / "socket"), answer_at_once, connections=2):
+        client = Client(f"unix://{tmp_path}/socket", retries=ONCE)
+        client.empty((4, 4))
+        client.close()
+        for call in (client.info, lambda: client.empty((4, 4))):
+            with pytest.raises(RuntimeError, match="the client is closed"):
+                call()
+
+        async def close_and_call():
+            client = AsyncClient(f"unix://{tmp_path}/socket", retries=ONCE)
+            await client.empty((4, 4))
+            await client.close()
+            with pytest.raises(RuntimeError, match="the client is closed"):
+                await client.info()
+
+        asyncio.run(close_and_call())
