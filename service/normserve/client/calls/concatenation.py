@@ -87,20 +87,26 @@ class TensorListCall:
         Raises:
             ValueError: tensors cannot be joined.
         """
-        for name in OF_ROWS & self._arguments.keys():
+        # The shapes of the others are described by x, whose own faults are therefore reported first.
+        for name in sorted(OF_ROWS & self._arguments.keys(), key=lambda each: (each != "x", each)):
             parts = self._arguments[name]
             if parts is None:
                 continue
             if type(parts) not in SEVERAL or len(parts) != len(self._row_counts) or not parts:
-                raise ValueError(f"{name} must be as many tensors as x, {len(self._row_counts)}, at least one")
+                received = len(parts) if type(parts) in SEVERAL else type(parts).__name__
+                raise ValueError(
+                    f"{name} must be a list of as many tensors as x, {len(self._row_counts)}, got {received}"
+                )
             first = parts[0]
             for number, (part, count) in enumerate(zip(parts, self._row_counts, strict=True)):
-                has_axes = part.ndim > 1 or name not in ("x", *OF_SAMPLES)
-                if not has_axes or tuple(part.shape) != (count, *first.shape[1:]):
-                    wanted = (
-                        "of at least two axes, all but the first as x.0 has them" if name == "x" else "beside it"
+                if part.ndim < 2 and name in ("x", *OF_SAMPLES):
+                    raise ValueError(
+                        f"{name}.{number} must have at least two axes, the first of rows or samples, "
+                        f"got {list(part.shape)}"
                     )
-                    raise ValueError(f"{name}.{number} must fit x.{number} {wanted}, got {list(part.shape)}")
+                shape = (count, *first.shape[1:])
+                if tuple(part.shape) != shape:
+                    raise ValueError(f"{name}.{number} must be {list(shape)}, got {list(part.shape)}")
                 if part.dtype != first.dtype:
                     raise ValueError(f"{name}.{number} must be {first.dtype} as {name}.0 is, got {part.dtype}")
             device = first.device if getattr(first, "is_cuda", False) else None

@@ -12,16 +12,12 @@ X = np.zeros((2, 3), np.float32)
     ("dy", "x", "options", "text"),
     [
         ([X], X, {}, "x must be a list of tensors, as dy is$"),
-        ([X], [X, X], {}, "dy must be as many tensors as x, 2, at least one$"),
-        (X, [X], {}, "dy must be as many tensors as x, 1, at least one$"),
-        ([X[:1]], [X], {}, r"dy.0 must fit x.0 beside it, got \[1, 3\]$"),
-        (
-            [X, X],
-            [X, X[:, :2]],
-            {},
-            r"x.1 must fit x.1 of at least two axes, .*, got \[2, 2\]$",
-        ),
-        ([X], [X], {"scale": [X[0]]}, r"scale.0 must fit x.0 beside it, got \[3\]$"),
+        ([X], [X, X], {}, "dy must be a list of as many tensors as x, 2, got 1$"),
+        (X, [X], {}, "dy must be a list of as many tensors as x, 1, got ndarray$"),
+        ([X[:1]], [X], {}, r"dy.0 must be \[2, 3\], got \[1, 3\]$"),
+        ([X, X], [X, X[:, :2]], {}, r"x.1 must be \[2, 3\], got \[2, 2\]$"),
+        ([X[0]], [X[0]], {}, r"x.0 must have at least two axes, the first of rows or samples, got \[3\]$"),
+        ([X], [X], {"scale": [X[0]]}, r"scale.0 must have at least two axes, .*, got \[3\]$"),
         ([X, X.astype("f2")], [X, X], {}, r"dy.1 must be float32 as dy.0 is, got float16$"),
     ],
 )
