@@ -7,6 +7,7 @@ import ssl
 import sys
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -96,7 +97,16 @@ def _validate_api_key(api_key: str) -> str:
 def _make_verify_argument(
     verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
 ) -> ssl.SSLContext | bool:
-    """Make httpx's `verify` argument: paths become an SSLContext, because httpx deprecates them."""
+    """Make httpx's `verify` argument: paths become an SSLContext, because httpx deprecates them.
+
+    Raises:
+        OSError: a file cannot be read; the error names it, as those of `ssl` do not.
+    """
+    files = certificate if isinstance(certificate, tuple) else (certificate,)
+    for path in (verify, *files):
+        if isinstance(path, str):
+            with Path(path).open("rb"):
+                pass
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)
     if certificate is None:

@@ -51,6 +51,14 @@ def test_arguments_out_of_range_are_refused(kind, arguments, says):
         kind(**arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"verify": "no.pem"}, {"certificate": "no.pem"}, {"certificate": ("no.pem",) * 2}]
+)
+def test_a_certificate_that_is_missing_is_named(arguments):
+    with pytest.raises(FileNotFoundError, match=r"no\.pem"):
+        Client("https://127.0.0.1", **arguments)
+
+
 def test_a_transport_of_the_other_kind_is_refused():
     with pytest.raises(TypeError, match="transport must be"):
         Client(transport=httpx.AsyncHTTPTransport())

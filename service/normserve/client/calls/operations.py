@@ -288,7 +288,7 @@ def layer_norm_chain(
         ForwardResult[T]: y in x's shape, a tensor of x's kind, on x's device; and `timing`.
 
     Raises:
-        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype.
+        TypeError: an argument is neither a tensor nor a list of tensors, or has another dtype; layers is a str.
         ValueError: tensors of a list do not fit together, over shared memory.
         InvalidRequestError: the server refuses a shape, a dtype or an option; `code` and `detail` have the cause.
         UnknownLayerError: no layer of that name is registered.
@@ -306,6 +306,8 @@ def layer_norm_chain(
         (8, 1024)
     """
     arguments = dict(locals())
+    if isinstance(layers, str):
+        raise TypeError(f"layers must be a list of names, got the str {layers!r}; [{layers!r}] is a list of one")
     for name, plural in zip(PARAMETERS, ("weights", "biases"), strict=True):
         arguments |= {f"{name}.{norm}": each for norm, each in enumerate(arguments.pop(plural))}
     return make_forward_call("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})

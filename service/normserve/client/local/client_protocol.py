@@ -166,7 +166,9 @@ class LocalClientProtocol:
                     self.fail(partial(make_local_api_error, reply))
                     break
         except (NormserveError, ValueError) as error:
-            self.fail(partial(UnexpectedAnswerError, f"the server sent a malformed answer: {error}"))
+            # A server's --uds and --local are easily taken for one another.
+            hint = "; the socket speaks HTTP, use http+unix://PATH" if bytes(data[:5]) == b"HTTP/" else ""
+            self.fail(partial(UnexpectedAnswerError, f"the server sent a malformed answer: {error}{hint}"))
         finally:
             if reader.descriptors:
                 reader.close_unclaimed()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from normserve.client import BackwardResult, ForwardResult, InvalidRequestError, UnexpectedAnswerError
+from normserve.client.calls import operations
 
 from tests.service.client.harness.fake_server import HEADERS, FakeServer, problem_answer, tensors_answer
 
@@ -223,3 +224,8 @@ def test_a_layer_is_deleted(connect):
     server = FakeServer(httpx.Response(204))
     assert connect(server).delete_layer("a") is None
     assert (server.request.method, server.request.url.path) == ("DELETE", "/v1/layers/a")
+
+
+def test_layers_of_a_chain_are_a_list():
+    with pytest.raises(TypeError, match=r"^layers must be a list of names, got the str 'norm'; \['norm'\] is"):
+        operations.layer_norm_chain(np.zeros((2, 3), np.float32), layers="norm")

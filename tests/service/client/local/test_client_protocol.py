@@ -219,3 +219,9 @@ def test_a_segment_on_a_device_is_no_smaller_than_requested(protocol):
     assert opened == [(0, 2 * SEGMENT)]
     assert not answer(protocol, second, frames.LocalResponse(200, segment=1, device="ab", nbytes=SEGMENT - 1), 1)
     assert "at least" in str(raised(protocol))
+
+
+def test_http_in_place_of_frames_is_named():
+    protocol = LocalClientProtocol(None)
+    protocol.deliver_responses(b"HTTP/1.1 400 Bad Request\r\n", [], 0)
+    assert str(protocol.make_failure()).endswith("the socket speaks HTTP, use http+unix://PATH")
