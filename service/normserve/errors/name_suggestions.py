@@ -24,8 +24,15 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
 
 
 def find_closest_name(name: str, known_names: Collection[str]) -> str:
-    """Return the known name that is most similar to a name; "" if none is."""
-    return next(iter(difflib.get_close_matches(name[:_MAX_COMPARED], known_names, n=1)), "")
+    """Return the known name that is most similar to a name, the first of equally similar ones; "" if none is."""
+    compared = name[:_MAX_COMPARED]
+    close = difflib.get_close_matches(compared, known_names, n=max(1, len(known_names)))
+    # Of equally similar names difflib returns the last of the alphabet first: weight.7 of a chain for weight.
+    return max(
+        [known for known in known_names if known in close],
+        key=lambda known: difflib.SequenceMatcher(None, known, compared).ratio(),
+        default="",
+    )
 
 
 def find_closest_tensor_name(name: str, known_names: Collection[str]) -> str:

@@ -114,9 +114,9 @@ def parse_probability(text: str) -> float:
 
 def parse_seed(text: str) -> int:
     """Parse a signed 64-bit integer."""
-    value = parse_integer(text)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError("a 64-bit signed integer")
+    value = int(text) if _WHOLE.fullmatch(text) else None
+    if value is None or not -(2**63) <= value < 2**63:
+        raise ValueError("a whole number from -2^63 to 2^63 - 1")
     return value
 
 

@@ -288,7 +288,7 @@ class FleetSupervisor:
         for process in self._processes:
             await process.ready_event.wait()
         url = make_url(listener, encrypted=self._settings.tls_cert is not None)
-        with_device = f"{len(self._owners)} with a device" if self._front_ends else f"on {self._settings.devices}"
+        with_device = f"({len(self._owners)} with a device)" if self._front_ends else f"on {self._settings.devices}"
         log.info("%d processes %s are ready on %s", len(self._processes), with_device, url)
         print_url_and_example(self._settings, url)
 

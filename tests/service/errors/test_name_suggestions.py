@@ -34,5 +34,9 @@ def test_a_tensor_is_found_by_similarity_and_by_its_usual_names(sent, meant):
     assert find_closest_tensor_name(sent, NAMES) == meant
 
 
+def test_of_equally_similar_names_the_first_is_meant():
+    assert find_closest_tensor_name("weight", ("x", "weight.0", "bias.0", "weight.1", "bias.1")) == "weight.0"
+
+
 def test_where_there_is_no_scale_it_is_the_weight():
     assert find_closest_tensor_name("scale", ("weight", "bias")) == "weight"
