@@ -14,8 +14,8 @@ class LaunchMeasurements(NamedTuple):
     """The measurements in the headers of a response: seconds of each stage, and figures of the launch.
 
     Attributes:
-        kernel_bytes: the fewest bytes that the launch had to move.
-        kernel_bandwidth: `kernel_bytes` per second of the kernel's time.
+        kernel_bytes: the fewest bytes that this request's share of the launch must move.
+        kernel_bandwidth: the fewest bytes of the launch per second of its kernel time.
         batch_size: number of requests that shared the launch.
     """
 

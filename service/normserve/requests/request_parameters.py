@@ -74,10 +74,13 @@ def list_operation_parameters(op: Op, direction: PassDirection) -> Parameters:
     return {**options, **layer, "timeout_ms": _TIMEOUT}
 
 
-def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
-    """Return the OpenAPI description of these query parameters."""
+def make_openapi_parameters(parameters: Parameters, required: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the OpenAPI description of these query parameters.
+
+    Args: required: names of those that every request must have; none by default.
+    """
     return [
-        {"name": name, "in": "query", "required": False, "description": each.doc, "schema": each.schema}
+        {"name": name, "in": "query", "required": name in required, "description": each.doc, "schema": each.schema}
         for name, each in parameters.items()
     ]
 

@@ -35,7 +35,7 @@ class LayerRoutes:
         router.add_api_route("/{name}", self.remove_layer, methods=["DELETE"], status_code=204, name="remove layer")
         binary = {SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}}
         described = {
-            "parameters": make_openapi_parameters(LAYER_PARAMETERS),
+            "parameters": make_openapi_parameters(LAYER_PARAMETERS, required=("op",)),
             "requestBody": {"required": True, "content": binary},
         }
         router.add_api_route(

@@ -24,8 +24,8 @@ _PARAMETER = re.compile(r"{(\w+)}")
 _SAMPLE = {"sample": {"summary": "an array to try it with", "externalValue": "sample.npy"}}
 _HEADERS = {
     "Server-Timing": ("string", "Milliseconds in each stage."),
-    "X-Kernel-Bytes": ("integer", "The fewest bytes that the launch had to move."),
-    "X-Kernel-Bandwidth": ("integer", "These bytes a second of the kernel's time."),
+    "X-Kernel-Bytes": ("integer", "The fewest bytes that this request must move."),
+    "X-Kernel-Bandwidth": ("integer", "The fewest bytes of the launch, a second of its kernel time."),
     "X-Batch-Size": ("integer", "Requests that shared the launch."),
 }
 # The description shows a problem document of each of these errors.
@@ -119,6 +119,10 @@ def _describe_responses(operation: dict[str, Any], method: str, path: str) -> No
         _add_example(operation, example)
         if (method, path) == ("put", "/v1/layers/{name}"):
             answers["201"] = answers["200"] | {"description": "The layer is new."}
+        if path.endswith("/infer"):
+            # Tensors follow the JSON as bytes if it says so, in either direction.
+            for message in (operation["requestBody"], answers["200"]):
+                message["content"]["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     answers["default"] = _describe_inference_errors() if path.startswith("/v2") else _describe_problems()
 
 

@@ -104,3 +104,15 @@ def test_problems_that_are_shown_have_the_schema(described):
         assert value.keys() == schema["properties"].keys()
         assert value["code"] in schema["properties"]["code"]["enum"]
         assert httpx.codes(value["status"]).is_error
+
+
+def test_a_layer_is_registered_with_its_operation(described):
+    parameters = described["paths"]["/v1/layers/{name}"]["put"]["parameters"]
+    assert [each["name"] for each in parameters if each["required"]] == ["name", "op"]
+
+
+def test_inference_takes_and_returns_binary_tensors(described):
+    for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
+        operation = described["paths"][path]["post"]
+        for message in (operation["requestBody"], operation["responses"]["200"]):
+            assert list(message["content"]) == ["application/json", "application/octet-stream"]
