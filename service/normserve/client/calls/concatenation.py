@@ -17,6 +17,7 @@ from normserve.client.calls.array_conversion import is_foreign_array
 from normserve.client.calls.foreign_arrays import make_foreign_array, view_foreign_array
 from normserve.client.calls.operation_calls import get_first_tensor
 from normserve.codec.api_names import OF_ROWS, OF_SAMPLES, PARAMETER_GRADIENTS
+from normserve.memory.tensors import HostTensor
 
 R = TypeVar("R")
 
@@ -70,6 +71,8 @@ class TensorListCall:
         self._foreign: dict[str, object] = {}
         for name in OF_ROWS & self._arguments.keys():
             parts = self._arguments[name]
+            if type(parts) in SEVERAL and any(isinstance(part, HostTensor) for part in parts):
+                raise TypeError(f"{name} must be a list of arrays over shared memory, got a HostTensor in it")
             if type(parts) in SEVERAL and any(map(is_foreign_array, parts)):
                 if is_foreign_array(parts[0]):
                     self._foreign[name] = parts[0]
@@ -99,6 +102,11 @@ class TensorListCall:
                 )
             first = parts[0]
             for number, (part, count) in enumerate(zip(parts, self._row_counts, strict=True)):
+                if isinstance(part, np.ndarray) != isinstance(first, np.ndarray):
+                    kinds = f"{type(first).__name__} and {type(part).__name__}"
+                    raise ValueError(
+                        f"{name} must have torch tensors alone or none over shared memory, got {kinds}"
+                    )
                 if part.ndim < 2 and name in ("x", *OF_SAMPLES):
                     raise ValueError(
                         f"{name}.{number} must have at least two axes, the first of rows or samples, "

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from normserve.client.calls.concatenation import TensorListCall
 from normserve.client.calls.operations import layer_norm_backward
+from normserve.memory.tensors import DType, HostTensor
 
 X = np.zeros((2, 3), np.float32)
 
@@ -24,3 +26,11 @@ X = np.zeros((2, 3), np.float32)
 def test_lists_that_do_not_fit_one_another_are_refused(dy, x, options, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         list(TensorListCall(layer_norm_backward, (dy, x), options).iterate_plans())
+
+
+def test_arrays_that_cannot_be_concatenated_are_refused():
+    with pytest.raises(ValueError, match=r"^x must have torch tensors alone or none .*, got ndarray and Tensor$"):
+        list(TensorListCall(layer_norm_backward, ([X, X], [X, torch.zeros(2, 3)]), {}).iterate_plans())
+    described = HostTensor(DType.FLOAT32, (2, 3), memoryview(X).cast("B"))
+    with pytest.raises(TypeError, match=r"^x must be a list of arrays over shared memory, got a HostTensor in it$"):
+        TensorListCall(layer_norm_backward, ([X], [described]), {})
