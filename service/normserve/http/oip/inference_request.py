@@ -172,7 +172,10 @@ def parse_header(text: bytes | memoryview) -> InferenceHeader:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         found_format = _describe_other_format(text)
-        raise MalformedPayloadError(f"the request's JSON cannot be read: {found_format}{reason}") from None
+        # Binary tensors behind the JSON, without the header that says where it ends.
+        is_followed = "trailing characters" in reason
+        hint = "; if tensors follow it, Inference-Header-Content-Length must be its bytes" if is_followed else ""
+        raise MalformedPayloadError(f"the request's JSON cannot be read: {found_format}{reason}{hint}") from None
     _require_valid_names("inputs", [each.name for each in header.inputs])
     _require_valid_names("outputs", [each.name for each in header.outputs or ()])
     return header

@@ -38,3 +38,10 @@ def test_a_request_of_as_many_tensors_as_there_may_be_is_read():
         "outputs": [{"name": f"y{number}", "parameters": parameters} for number in range(MAX_TENSORS)],
     }
     assert len(parse_header(json.dumps(request).encode()).inputs) == MAX_TENSORS
+
+
+def test_tensors_behind_json_of_unknown_length_are_named():
+    with pytest.raises(
+        MalformedPayloadError, match=r"if tensors follow it, Inference-Header-Content-Length must be"
+    ):
+        parse_header(b'{"inputs": []}' + bytes(8))
