@@ -5,6 +5,7 @@ from inspect import unwrap
 from types import MethodType
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from fusednorm.api.patching.adaptive_norms import find_adaptive_replacement
 from fusednorm.api.patching.fused_blocks import find_block_replacement
@@ -45,7 +46,7 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
             Its `str` is for people.
 
     Raises:
-        KernelInputError: the model is not an instance of nn.Module.
+        KernelInputError: the model is not an instance of nn.Module, or `only` is neither a function nor None.
 
     Examples:
         >>> import torch, fusednorm
@@ -57,9 +58,20 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
         torch.Size([8, 64])
     """
     _check_model(model)
+    if only is not None and not callable(only):
+        raise KernelInputError(
+            f"only must be a function of path and module, or None, got {type(only).__name__}: write "
+            f"only=lambda path, module: path in paths"
+        )
     patched: dict[str, str] = {}
     skipped: dict[str, str] = {}
-    modules = list(model.named_modules())
+    modules = []
+    for path, module in model.named_modules():
+        # The class of a compiled module has no forward.
+        if not isinstance(module, ScriptModule):
+            modules.append((path, module))
+        elif "norm" in module.original_name.lower():
+            skipped[path] = "compiled by TorchScript, which keeps its forward"
     # Blocks last: what they fuse depends on the norms that are patched.
     for replace in (find_norm_replacement, find_adaptive_replacement, find_block_replacement):
         for path, module in modules:

@@ -7,12 +7,13 @@ forward of the module's class.
 """
 
 from types import CodeType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.jit import ScriptModule
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -101,6 +102,14 @@ class PatchedForward:
         """The code object from which torch.export takes the input names of a module that is exported alone."""
         return self.__wrapped__.__func__.__code__
 
+    @property
+    def __globals__(self) -> NoReturn:
+        """Refuse to give the names of a source code, which only torch.jit.script asks of a forward."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a patched forward: call fusednorm.unpatch(model) first, or use "
+            "torch.jit.trace"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self.module}
 
@@ -134,8 +143,13 @@ def get_forward_attribute(module: nn.Module) -> str:
 
 
 def is_forward_of_class(module: nn.Module, forward: Any) -> bool:
-    """Return whether an instance's attribute is missing, or is the bound method that accelerate leaves behind."""
-    return forward is None or forward == MethodType(type(module).forward, module)
+    """Return whether an instance's attribute is missing, or is the bound method that accelerate leaves behind.
+
+    A module that TorchScript has compiled always has the attribute, and its class no forward.
+    """
+    if forward is None:
+        return True
+    return not isinstance(module, ScriptModule) and forward == MethodType(type(module).forward, module)
 
 
 def is_supported_input(x: Any) -> bool:

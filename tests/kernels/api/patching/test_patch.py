@@ -183,6 +183,38 @@ def test_only_some_may_be_patched(device, x):
     assert operators(model, x) == ["layer_norm", "rms_norm", "layer_norm", "layer_norm"]
 
 
+@pytest.mark.parametrize("only", ["net.0", ["net.0"], True])
+def test_modules_are_selected_by_a_function(only, device):
+    model = nn.Sequential(nn.LayerNorm(8)).to(device)
+    with pytest.raises(KernelInputError, match=r"only must be a function .*: write only=lambda path, module: "):
+        fusednorm.patch(model, only)
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_torchscript_has_compiled_is_left_alone(device, x):
+    compiled = torch.jit.script(nn.Sequential(nn.LayerNorm(8), nn.SiLU()))
+    traced = torch.jit.trace(nn.RMSNorm(8), torch.randn(2, 8))
+    model = nn.Sequential(compiled, nn.LayerNorm(8), torch.jit.script(nn.SiLU()), traced).to(device)
+    expected = model(x)
+    report = fusednorm.patch(model)
+    assert report.patched == {"1": "layer_norm"}
+    assert report.skipped == dict.fromkeys(["0.0", "3"], "compiled by TorchScript, which keeps its forward")
+    torch.testing.assert_close(model(x), expected)
+    fusednorm.unpatch(model)
+    assert not fusednorm.patch(compiled).patched
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_says_what_to_call_before_it_compiles_a_patched_model(device):
+    model = nn.Sequential(nn.LayerNorm(8), nn.SiLU()).to(device)
+    fusednorm.patch(model)
+    with pytest.raises(AttributeError, match=r"call fusednorm.unpatch\(model\) first"):
+        torch.jit.script(model)
+    fusednorm.unpatch(model)
+    torch.jit.script(model)
+
+
 def test_a_norm_alone_is_a_model(device, x):
     norm = nn.LayerNorm(8, device=device)
     assert fusednorm.patch(norm).patched == {"": "layer_norm"}
