@@ -1,13 +1,14 @@
 """Compilation of kernels before their first use."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.arguments.checks import ActivationName
+from fusednorm.arguments.checks import ActivationName, is_integer
 from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
@@ -29,6 +30,13 @@ _MANY = 1 << 20
 """A number of samples that is enough to use any device fully."""
 
 
+def _check_dtypes(dtype: torch.dtype, parameter_dtype: torch.dtype | None) -> None:
+    """Raise KernelInputError unless both are dtypes of torch, or the second is None."""
+    for name, value in (("dtype", dtype), ("parameter_dtype", parameter_dtype or dtype)):
+        if not isinstance(value, torch.dtype):
+            raise KernelInputError(f"{name} must be a torch.dtype, got {value!r}")
+
+
 def warmup(
     op: str,
     dtype: torch.dtype,
@@ -42,7 +50,7 @@ def warmup(
     activation: ActivationName | None = "none",
     dropout: float = 0.0,
     backward: bool = True,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Compile the kernels of LayerNorm or RMSNorm for rows of one length before their first use.
 
@@ -78,9 +86,10 @@ def warmup(
     """
     if op not in _OPERATIONS:
         raise KernelInputError(f"op must be one of {', '.join(_OPERATIONS)}, got {op!r}")
-    if cols < 1:
-        raise KernelInputError(f"cols must be at least 1, got {cols}")
-    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    _check_dtypes(dtype, parameter_dtype)
+    if not is_integer(cols) or cols < 1:
+        raise KernelInputError(f"cols must be an int of at least 1, got {cols!r}")
+    device = torch.device(device or ("cpu" if INTERPRETED else "cuda"))
     parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
     of_sample = parameters[0]
     forward = getattr(layer_norm_passes, f"{op}_forward")
@@ -118,7 +127,7 @@ def warmup_group_norm(
     activation: ActivationName | None = "none",
     dropout: float = 0.0,
     backward: bool = True,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Compile the kernels of GroupNorm for samples of one shape before their first use.
 
@@ -152,9 +161,10 @@ def warmup_group_norm(
         >>> if torch.cuda.is_available():
         ...     fusednorm.warmup_group_norm(torch.bfloat16, 32, (512, 32, 32), channels_last=True)
     """
-    if not shape or min(shape) < 1:
-        raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape}")
-    device = device or torch.device("cpu" if INTERPRETED else "cuda")
+    _check_dtypes(dtype, parameter_dtype)
+    if not isinstance(shape, Sequence) or not shape or not all(is_integer(size) and size >= 1 for size in shape):
+        raise KernelInputError(f"shape must be (C, *spatial), each at least 1, got {shape!r}")
+    device = torch.device(device or ("cpu" if INTERPRETED else "cuda"))
     weight = torch.zeros(shape[0], dtype=parameter_dtype or dtype, device=device)
     parameters = (num_groups, weight, weight)
 

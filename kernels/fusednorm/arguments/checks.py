@@ -80,7 +80,8 @@ def is_shape(value: object) -> bool:
 def check_layout(layout: str | None) -> None:
     """Raise KernelInputError unless the layout is None, for rows along the last axis, or "nchw"."""
     if layout is not None and layout not in get_args(LayoutName):
-        raise KernelInputError(f'layout must be None or "nchw", got {layout!r}')
+        remedy = ": rows along the last axis need no layout" if layout == "nhwc" else ""
+        raise KernelInputError(f'layout must be None or "nchw", got {layout!r}{remedy}')
 
 
 def check_dropout(dropout: float, seed: int | None) -> None:
@@ -103,8 +104,17 @@ def validate_eps(eps: float) -> float:
         KernelInputError: eps is not a number, negative, or not finite.
     """
     if not ((type(eps) is float or is_number(eps)) and 0.0 <= eps <= _MAX_FLOAT32):
-        raise KernelInputError(f"eps must be at least 0 and finite, got {eps!r}")
+        raise KernelInputError(f"eps must be at least 0 and finite, got {_describe_eps(eps)}")
     return float(eps)
+
+
+def _describe_eps(eps: object) -> str:
+    """Describe an eps that is refused, with the number to write in its place if that is known."""
+    if eps is None:
+        return "None: torch.nn.RMSNorm's default is torch.finfo(torch.float32).eps (of float64 for a float64 x)"
+    if isinstance(eps, str):
+        return f"the str {eps!r}: write float(eps)"
+    return repr(eps) if is_number(eps) or isinstance(eps, bool) else type(eps).__name__
 
 
 def check_out_dtype(dtype: str, *also_allowed: str) -> None:
@@ -269,7 +279,8 @@ def check_groups(x: Any, num_groups: int) -> None:
     if len(shape) < 2:
         raise KernelInputError(f"x must be [N, C, *spatial], got {shape}")
     if not is_integer(num_groups):
-        raise KernelInputError(f"num_groups must be an int, got {num_groups!r}")
+        given = repr(num_groups) if isinstance(num_groups, Real | str | None) else type(num_groups).__name__
+        raise KernelInputError(f"num_groups must be an int, got {given}")
     if num_groups < 1 or shape[1] % num_groups:
         raise KernelInputError(
             f"num_groups must be at least 1 and divide C = {shape[1]}, got num_groups = {num_groups}"

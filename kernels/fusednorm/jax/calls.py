@@ -61,7 +61,8 @@ def _check_no_arrays(options: NormOptions) -> None:
     for name, value in options._asdict().items():
         if isinstance(value, jax.Array | np.ndarray):
             raise KernelInputError(
-                f"{name} must be a Python value, got {value!r}: a function is compiled for each of its values"
+                f"{name} must be a Python value, got {value!r}: under jax.jit bind it by functools.partial or "
+                "name it in static_argnames"
             )
 
 

@@ -1,5 +1,6 @@
 """The operations in plain torch, for any device; the tests compare the kernels with them."""
 
+from fusednorm.reference import chain
 from fusednorm.reference.reference_passes import (
     group_norm_backward,
     group_norm_forward,
@@ -10,6 +11,7 @@ from fusednorm.reference.reference_passes import (
 )
 
 __all__ = [
+    "chain",
     "group_norm_backward",
     "group_norm_forward",
     "layer_norm_backward",

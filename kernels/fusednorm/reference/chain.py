@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.errors import KernelInputError
-from fusednorm.reference import layer_norm_forward
 from fusednorm.reference.checks import check_float, check_result_dtype
+from fusednorm.reference.reference_passes import layer_norm_forward
 
 
 def layer_norm_chain(

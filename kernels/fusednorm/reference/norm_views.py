@@ -80,7 +80,8 @@ def check_and_view_rows(
     for name, each in modulations.items():
         check_optional_tensor(name, each, x, tuple(each.shape))
     if modulations and own:
-        raise KernelInputError(f"{' and '.join(modulations)} need parameters [cols], got parameters of each head")
+        names = " and ".join(modulations)
+        raise KernelInputError(f"parameters must be [cols] in a call with {names}, got parameters of each head")
     samples = count_samples(tuple(x.shape), modulations) if modulations else 1
     of_parameters = x.shape[-2:] if own else x.shape[-1:]
     check_optional_tensor("weight", weight, x, of_parameters)

@@ -76,7 +76,8 @@ def describe_as_arrays(
     x: Any = tensors[0]
     place = x.device
     if not x.is_cuda and not INTERPRETED and not is_absent_gpu(place):
-        raise KernelInputError(f"x must be on a CUDA device, got {place}")
+        remedy = ": fusednorm.reference computes passes of CPU tensors" if x.is_cpu else ""
+        raise KernelInputError(f"x must be on a CUDA device, got {place}{remedy}")
     device, index = describe_device(place), x.get_device()
     described: list[Array | None] = []
     named: dict[str, Tensor] = {}

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
     options = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
-    archs = _parse_integers(options.arch)
+    archs = options.arch
     gpus = select_gpu_models(frozenset(archs))
     if options.multiprocessors is not None:
         gpus = tuple(GpuModel("", divmod(arch, 10), options.multiprocessors) for arch in archs)
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         parser.error(f"Triton's cache cannot be written to: {error}")
     with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        warming = CacheWarmer(gpus, _parse_integers(options.lengths), options.only_warm_up)
+        warming = CacheWarmer(gpus, options.lengths, options.only_warm_up)
         # No other thread may run during a fork.
         hashing.join()
         missing = warming.compile(options.jobs, options.until_gone)
@@ -147,22 +147,52 @@ def _is_running(process: int | None) -> bool:
     return process is None or Path(f"/proc/{process}").exists()
 
 
-def _parse_integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _parse_sizes(text: str) -> list[int]:
+    """Parse numbers of at least 1, separated by commas.
+
+    Raises:
+        ArgumentTypeError: the text is something else.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers of at least 1 with commas between them, got {text!r}"
+        )
+    return [int(part) for part in parts]
+
+
+def _parse_count(text: str) -> int:
+    """Parse one number of at least 1.
+
+    Raises:
+        ArgumentTypeError: the text is something else.
+    """
+    if not (text.strip().isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fusednorm.warm", description=__doc__)
-    parser.add_argument("--arch", required=True, help="compute capabilities without the dot, as in 80,90")
     parser.add_argument(
-        "--multiprocessors", type=int, help="of a GPU that is not among the known ones of its architecture"
+        "--arch", type=_parse_sizes, required=True, help="compute capabilities without the dot, as in 80,90"
     )
-    parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="of rows, as in 768,4096 [default: %(default)s]")
+    parser.add_argument(
+        "--multiprocessors", type=_parse_count, help="of a GPU that is not among the known ones of its architecture"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_parse_sizes,
+        default=DEFAULT_LENGTHS,
+        help="of rows, as in 768,4096 [default: %(default)s]",
+    )
     parser.add_argument(
         "--only-warm-up", action="store_true", help="leave out what layers with parameters of x's dtype need"
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=int, default=cores, help="processes [default: one a core, %(default)s here]")
+    parser.add_argument(
+        "--jobs", type=_parse_count, default=cores, help="processes [default: one a core, %(default)s here]"
+    )
     parser.add_argument(
         "--until-gone", type=int, metavar="PID", help="stop when the process of that number is gone"
     )

@@ -101,6 +101,9 @@ def test_inference_needs_no_backward(notes, device):
         ("layer_norm", torch.float64, 8, {}),
         ("layer_norm", DTYPE, 0, {}),
         ("layer_norm", DTYPE, -1, {}),
+        ("layer_norm", DTYPE, "8", {}),
+        ("layer_norm", "float32", 8, {}),
+        ("layer_norm", DTYPE, 8, {"parameter_dtype": "float32"}),
         ("layer_norm", DTYPE, 8, {"parameter_dtype": torch.int8}),
         ("layer_norm", DTYPE, 8, {"activation": "tanh"}),
         ("layer_norm", DTYPE, 8, {"dropout": 1.0}),
@@ -147,7 +150,7 @@ def test_few_streamed_samples_take_nothing_but_what_was_warmed_up(notes, device)
         assert not notes.new(fusednorm.group_norm_backward, x, x, 4, weight, weight)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 4), (4, 0), (5, 4)])
+@pytest.mark.parametrize("shape", [(), (0, 4), (4, 0), (5, 4), 8, ("8", 4)])
 def test_shapes_without_groups_are_not_warmed_up(shape, device):
     with pytest.raises(fusednorm.KernelInputError):
         fusednorm.warmup_group_norm(DTYPE, 2, shape, device=device)

@@ -29,6 +29,10 @@ def x(device):
     [
         ({"eps": -1e-5}, "eps must be at least 0 and finite, got -1e-05"),
         ({"eps": float("nan")}, "eps must be at least 0 and finite, got nan"),
+        ({"eps": None}, r"got None: torch.nn.RMSNorm's default is torch.finfo\(torch.float32\).eps"),
+        ({"eps": "1e-5"}, r"got the str '1e-5': write float\(eps\)"),
+        ({"eps": torch.ones(8)}, "eps must be at least 0 and finite, got Tensor$"),
+        ({"layout": "nhwc"}, "layout must be .*, got 'nhwc': rows along the last axis need no layout"),
         ({"activation": "mish"}, f"activation must be one of {', '.join(ACTIVATIONS)}, got 'mish'"),
         ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"dropout": 0.5}, "dropout needs a seed, got None"),

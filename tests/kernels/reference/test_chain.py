@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm import KernelInputError
+from fusednorm import KernelInputError, reference
 from fusednorm.reference.chain import layer_norm_chain
+
+
+def test_it_is_found_without_an_import_of_its_own():
+    assert reference.chain.layer_norm_chain is layer_norm_chain
 
 
 def test_agrees_with_torch_in_float64():

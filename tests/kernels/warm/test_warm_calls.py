@@ -65,3 +65,15 @@ except KernelInputError as error:
     print(json.dumps(str(error)))
 """
     assert compile_elsewhere(PLAN + script) == "x must be on a CUDA device, got meta"
+
+
+def test_calls_on_cpu_tensors_are_refused_with_the_place_that_computes_them():
+    script = """
+import fusednorm, json, torch
+try:
+    fusednorm.layer_norm_forward(torch.empty(2, 8))
+except fusednorm.KernelInputError as error:
+    print(json.dumps(str(error)))
+"""
+    remedy = "fusednorm.reference computes passes of CPU tensors"
+    assert compile_elsewhere(script) == f"x must be on a CUDA device, got cpu: {remedy}"

@@ -109,7 +109,8 @@ def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[
     check_gate(inputs.gate, inputs.residual)
     modulations = select_modulations(inputs.scale, inputs.shift, inputs.gate)
     if modulations and own:
-        raise KernelInputError(f"{' and '.join(modulations)} need parameters [cols], got parameters of each head")
+        names = " and ".join(modulations)
+        raise KernelInputError(f"parameters must be [cols] in a call with {names}, got parameters of each head")
     view = view_as_rows if modulations else select_row_view(own, *map(arrays.get, like_x))
     for name in like_x:
         if arrays[name] is not None:

@@ -198,9 +198,9 @@ print(json.dumps({name: value for name, value in vars(warm._make_parser().parse_
     understood = compile_elsewhere(script, *arguments)
     understood.pop("jobs")
     assert understood == {
-        "arch": "90",
+        "arch": [90],
         "multiprocessors": 132,
-        "lengths": "64,96",
+        "lengths": [64, 96],
         "only_warm_up": True,
         "until_gone": os.getpid(),
     }
