@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import fusednorm
 import pytest
@@ -91,3 +93,10 @@ def test_a_tree_that_is_not_installed_has_no_known_version(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", absent)
     assert fusednorm.__version__ == "0+unknown"
+
+
+def test_the_reference_has_every_module_with_a_public_function_or_class():
+    page = Path(__file__).parents[3] / "docs/reference/fusednorm.md"
+    described = set(re.findall(r"^::: fusednorm\.(\S+)", page.read_text(), re.MULTILINE))
+    named = set(fusednorm._MODULES.values()) - {fusednorm._MODULES["ActivationName"]}
+    assert named <= described
