@@ -51,8 +51,14 @@ def prepare_result_tensors(result: type[Result], outputs: Outputs, x: Tensor, ou
     """Return a tensor for each result of a pass: the one that the caller passed in `out`, or a new one.
 
     Raises:
-        KernelInputError: a tensor of `out` does not fit its result, or the call does not return that result.
+        KernelInputError: `out` is no named tuple of results, a tensor of `out` does not fit its result, or the call
+            does not return that result.
     """
+    if out is not None and not isinstance(out, result):
+        name = result.__name__
+        raise KernelInputError(
+            f"out must be a {name} or None, got {type(out).__name__}: write {name}({result._fields[0]}=...)"
+        )
     given: Sequence[Tensor | None] = out or (None,) * len(outputs)
     made: dict[int, Tensor] = {}
     found: list[Any] = []

@@ -161,3 +161,14 @@ def test_dropout_is_a_probability(x, dropout):
     for call in (autograd.layer_norm, layer_norm_forward, reference.layer_norm_forward):
         with pytest.raises(KernelInputError, match=r"dropout must be in \[0, 1\), got"):
             call(x, dropout=dropout, seed=1)
+
+
+def test_places_of_results_are_named(x):
+    with pytest.raises(
+        KernelInputError, match=r"out must be a Forward or None, got Tensor: write Forward\(y=...\)"
+    ):
+        layer_norm_forward(x, out=torch.empty_like(x))
+    with pytest.raises(
+        KernelInputError, match=r"out must be a Backward or None, got Tensor: write Backward\(dx=...\)"
+    ):
+        group_norm_backward(x, x, 2, out=torch.empty_like(x))
