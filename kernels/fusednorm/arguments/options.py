@@ -104,7 +104,8 @@ class NormOptions(NamedTuple):
         return self._replace(eps=eps, negative_slope=slope, activation=activation)
 
 
-_SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int", str | None: "str?"}
+# A seed, which differs between calls, is an input of a compiled graph.
+_SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "SymInt", str | None: "str?"}
 _TYPES = NormOptions.__annotations__.items()
 
 _SCHEMA_DEFAULTS = {"negative_slope": f"={DEFAULT_SLOPE}", "layout": "=None"}
