@@ -46,7 +46,7 @@ def test_checked_options_have_the_types_of_kernels():
 
 
 def test_operators_take_later_options_after_those_of_saved_graphs():
-    assert OPTIONS_SCHEMA.endswith("int seed, float negative_slope=0.01, str? layout=None")
+    assert OPTIONS_SCHEMA.endswith("SymInt seed, float negative_slope=0.01, str? layout=None")
 
 
 @pytest.mark.parametrize(
