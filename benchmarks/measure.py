@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.__main__ import ALONE
+from benchmarks.harness.compile_ahead import wait_for_extension
 from benchmarks.harness.records import CELL, read_csv
 from benchmarks.report.result_files import RESULTS, load_result_files
 
@@ -73,6 +74,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1, help="of this machine, from the first (%(default)s)")
     asked, further = parser.parse_known_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    # A server would have it compiled while it is measured.
+    wait_for_extension()
     failed = False
     for name in asked.names:
         if asked.gpus == 1 or not can_spread(name):

@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 # Longest part of an unknown name that is compared.
 _MAX_COMPARED = 64
+# As difflib has it for close matches; 1 is for equal names.
+_LEAST_SIMILARITY = 0.6
 
 # Names of tensors in other libraries and protocols, in lower case and without numbers.
 _TENSOR_ALIASES = {
@@ -25,14 +27,15 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
 
 def find_closest_name(name: str, known_names: Collection[str]) -> str:
     """Return the known name that is most similar to a name, the first of equally similar ones; "" if none is."""
-    compared = name[:_MAX_COMPARED]
-    close = difflib.get_close_matches(compared, known_names, n=max(1, len(known_names)))
-    # Of equally similar names difflib returns the last of the alphabet first: weight.7 of a chain for weight.
-    return max(
-        [known for known in known_names if known in close],
-        key=lambda known: difflib.SequenceMatcher(None, known, compared).ratio(),
-        default="",
-    )
+    matcher = difflib.SequenceMatcher(b=name[:_MAX_COMPARED])
+
+    def compute_similarity(known: str) -> float:
+        matcher.set_seq1(known)
+        return matcher.ratio() if matcher.quick_ratio() >= _LEAST_SIMILARITY else 0.0
+
+    # difflib's own choice of equally similar names is the last of the alphabet: weight.7 of a chain for weight.
+    closest = max(known_names, key=compute_similarity, default="")
+    return closest if compute_similarity(closest) >= _LEAST_SIMILARITY else ""
 
 
 def find_closest_tensor_name(name: str, known_names: Collection[str]) -> str:
