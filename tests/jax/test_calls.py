@@ -63,7 +63,7 @@ def test_arrays_of_numpy_are_taken():
     assert (layer_norm(x, np.ones(8, np.float32)) == layer_norm(jnp.asarray(x), jnp.ones(8))).all()
 
 
-@pytest.mark.parametrize("name", ["eps", "weight_offset", "dropout", "seed", "negative_slope"])
+@pytest.mark.parametrize("name", ["eps", "weight_offset", "dropout", "negative_slope"])
 def test_an_option_that_is_traced_or_an_array_is_refused(name):
     with pytest.raises(KernelInputError, match=f"{name} must be a Python value, got JitTracer"):
         jax.jit(lambda x, value: layer_norm(x, X[0, 0], **{name: value}))(X, 1)
@@ -71,6 +71,15 @@ def test_an_option_that_is_traced_or_an_array_is_refused(name):
         KernelInputError, match=rf"{name} must be a Python value, got array\(1\): under jax.jit bind it by "
     ):
         layer_norm(X, X[0, 0], **{name: np.array(1)})
+
+
+@pytest.mark.parametrize("seed", [jax.random.key(0), jnp.ones(()), jnp.array([3]), np.array([3]), np.array(True)])
+def test_an_array_that_is_no_integer_is_no_seed(seed):
+    message = (
+        r"seed must be an int or an array of integers of shape \(\), got .*: a key of jax.random gives one by "
+    )
+    with pytest.raises(KernelInputError, match=message):
+        layer_norm(X, dropout=0.5, seed=seed)
 
 
 def test_a_traced_number_of_groups_is_refused():

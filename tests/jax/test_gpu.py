@@ -1,5 +1,7 @@
 """On a GPU: bits of the same plan's kernels as torch launches them, large arrays, and two devices."""
 
+from dataclasses import replace
+
 import fusednorm.jax
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from fusednorm.arguments.options import NormOptions
 from fusednorm.jax.kernel_plans import describe_gpu, plan_launches
-from fusednorm.jax.passes import BackwardPass, ForwardPass
+from fusednorm.jax.passes import SEED, BackwardPass, ForwardPass
 from fusednorm.jax.primitive import run_pass
 
 pytestmark = pytest.mark.gpu
@@ -63,8 +65,14 @@ def draw(shapes, dtype):
     return {name: jnp.asarray(generator.standard_normal(shape), dtype) for name, shape in shapes.items()}
 
 
+def run_with_seed(norm_pass, inputs, seed):
+    """Run a pass by JAX, with the seed of its options as an array."""
+    given = inputs | seed
+    return run_pass(replace(norm_pass, names=tuple(given)), given)
+
+
 def run_by_torch(norm_pass, inputs):
-    """Run the plan of a pass for JAX by torch's launches, on the same bits."""
+    """Run the plan of a pass for JAX by torch's launches, on the same bits; the seed is a number."""
     torch = pytest.importorskip("torch")
     from fusednorm.launch.execution import run_launches
 
@@ -98,18 +106,19 @@ def test_both_passes_have_the_bits_of_torch_launching_the_same_plan(name, dtype)
     options = NormOptions(op, 32 if op == "group_norm" else 0, **values).validate()
     channels_last = "last" in name or name == "few positions"
     inputs = draw(shapes, dtype)
+    seed = {SEED: jnp.array([1, 1 << 8], jnp.uint32)} if options.dropout else {}
     forward = ForwardPass(options, channels_last, tuple(inputs), True)
-    compute = jax.jit(run_pass, static_argnums=0)
-    results = compute(forward, inputs)
+    compute = jax.jit(run_with_seed, static_argnums=0)
+    results = compute(forward, inputs, seed)
     assert_same_bits(results, run_by_torch(forward, inputs))
     saved = {statistic: results[statistic] for statistic in ("mean", "rstd") if statistic in results}
     given = inputs | saved | {"dy": draw({"dy": shapes["x"]}, dtype)["dy"]}
     if "residual_out" in results:
         given["dresidual_out"] = results["residual_out"]
     backward = BackwardPass(options, channels_last, tuple(given), True)
-    first = compute(backward, given)
+    first = compute(backward, given, seed)
     assert_same_bits(first, run_by_torch(backward, given))
-    assert_same_bits(first, compute(backward, given))
+    assert_same_bits(first, compute(backward, given, seed))
 
 
 def test_an_array_of_more_than_2_31_elements():

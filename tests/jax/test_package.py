@@ -75,6 +75,6 @@ def test_examples_of_docstrings_show_what_they_print():
 def test_examples_of_the_page_run():
     page = Path(__file__).parents[2] / "docs/jax.md"
     examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         exec(compile(example, page, "exec"), {})

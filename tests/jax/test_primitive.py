@@ -5,7 +5,9 @@ from functools import partial
 import fusednorm.jax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from fusednorm.jax import calls
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -113,6 +115,87 @@ def test_a_batch_of_no_calls_has_no_results(device):
 def test_each_call_of_a_batch_has_the_mask_that_it_has_alone(device):
     call = partial(fusednorm.jax.layer_norm, dropout=0.5, seed=3)
     assert_all_close(jax.vmap(call)(XS), jnp.stack([call(x) for x in XS]))
+
+
+SEEDS = {
+    "int32": (jnp.int32(-3), -3),
+    "uint32": (jnp.uint32((1 << 32) - 3), (1 << 32) - 3),
+    "int8": (jnp.int8(-3), -3),
+    "numpy": (np.array(-(1 << 40)), -(1 << 40)),
+    "a number of numpy": (np.int64(-(1 << 40)), -(1 << 40)),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_an_array_is_the_seed_that_its_value_is(name, device):
+    seed, number = SEEDS[name]
+    wanted = fusednorm.jax.rms_norm(XS, dropout=0.5, seed=number)
+    assert (fusednorm.jax.rms_norm(XS, dropout=0.5, seed=seed) == wanted).all()
+    assert (fusednorm.jax.rms_norm(XS, dropout=0.5, seed=number + 1) != wanted).any()
+
+
+@pytest.mark.parametrize("number", [-(1 << 40), (1 << 63) - 1])
+def test_an_array_of_64_bits_is_a_seed_with_both_words(number, device):
+    with jax.enable_x64(True):
+        y = jax.jit(lambda seed: fusednorm.jax.rms_norm(XS, dropout=0.5, seed=seed))(jnp.int64(number))
+        assert_all_close(y, fusednorm.jax.rms_norm(XS, dropout=0.5, seed=number))
+
+
+def test_one_compiled_program_takes_every_seed(device):
+    @jax.jit
+    def differentiate(x, seed):
+        return jax.value_and_grad(loss, 1)(partial(fusednorm.jax.layer_norm, dropout=0.5, seed=seed), x)
+
+    def draw_seed(step):
+        return jax.random.bits(jax.random.fold_in(jax.random.key(0), step))
+
+    steps = [differentiate(XS, draw_seed(step)) for step in range(3)]
+    assert differentiate._cache_size() == 1
+    for step, results in enumerate(steps):
+        norm = partial(fusednorm.jax.layer_norm, dropout=0.5, seed=int(draw_seed(step)))
+        assert_all_close(results, jax.value_and_grad(loss, 1)(norm, XS))
+    assert len({float(value) for value, _ in steps}) == 3
+
+
+def test_numbers_as_seeds_compile_a_call_once(device):
+    x = draw(3, 5)
+    fusednorm.jax.layer_norm(x, dropout=0.25, seed=0)
+    compiled = calls._compute_norm._cache_size()
+    for seed in range(1, 4):
+        fusednorm.jax.layer_norm(x, dropout=0.25, seed=seed)
+    assert calls._compute_norm._cache_size() == compiled
+
+
+def test_each_call_of_a_batch_has_a_seed_of_its_own(device):
+    call = partial(fusednorm.jax.layer_norm, dropout=0.5)
+    batched = jax.vmap(lambda x, seed: call(x, seed=seed))(XS, jnp.arange(B))
+    assert_all_close(batched, jnp.stack([call(x, seed=seed) for seed, x in enumerate(XS)]))
+
+
+def test_each_step_of_a_scan_has_a_seed_of_its_own(device):
+    def step(h, seed):
+        y = fusednorm.jax.layer_norm(h, dropout=0.5, seed=seed)
+        return y, y
+
+    _, scanned = lax.scan(jax.checkpoint(step), XS, jnp.arange(3))
+    h = XS
+    for seed, y in enumerate(scanned):
+        h, _ = step(h, seed)
+        assert_all_close(y, h)
+
+
+def test_each_shard_may_have_a_seed_of_its_own():
+    if len(jax.devices()) < 2:
+        pytest.skip("there is one device")
+    rows = PartitionSpec("rows")
+
+    @partial(jax.shard_map, mesh=Mesh(jax.devices()[:2], ("rows",)), in_specs=rows, out_specs=rows)
+    def call(x):
+        return fusednorm.jax.layer_norm(x, dropout=0.5, seed=lax.axis_index("rows"))
+
+    x = draw(8, COLS)
+    parts = [fusednorm.jax.layer_norm(part, dropout=0.5, seed=seed) for seed, part in enumerate((x[:4], x[4:]))]
+    assert_all_close(jax.jit(call)(x), jnp.concatenate(parts))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -2,8 +2,8 @@
 
 `layer_norm`, `rms_norm`, `group_norm`, and `add_layer_norm` and so on, which normalise residual + x, have the
 arguments and results of the functions of `fusednorm` for torch.  They work under `jit`, `grad`, `vmap`, `scan`,
-`checkpoint` and `shard_map`; forward-mode differentiation (`jvp`, `jacfwd`) does not.  All arguments but the arrays
-are Python values: a traced seed or eps is refused, and another one compiles the function again.
+`checkpoint` and `shard_map`; forward-mode differentiation (`jvp`, `jacfwd`) does not.  Options are Python values: a
+traced eps is refused, and another one compiles the function again.  The seed of dropout may be traced.
 
 A GPU needs Triton, which compiles the kernels; torch is not needed.
 """
@@ -39,7 +39,7 @@ def layer_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: LayoutName | None = None,
 ) -> jax.Array:
     """Apply LayerNorm over the last axis of x, or over its channels, differentiable in all arrays.
@@ -61,7 +61,8 @@ def layer_norm(
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
-        seed: int64, determines the mask of dropout, which needs it; default None.
+        seed: an int of 64 bits, or an array of shape () and any integer dtype; determines the mask of dropout,
+            which needs it; default None.  Another one does not compile the function again.
         layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
             *spatial], as LayerNorm2d: parameters [C], scale and shift [N, C].
 
@@ -84,8 +85,8 @@ def layer_norm(
         >>> dx.shape, dweight.shape
         ((8, 1024), (1024,))
     """
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
-    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, bias, None, scale, shift))[0]
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, None, negative_slope, layout
+    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, bias, None, scale, shift), seed)[0]
 
 
 def rms_norm(
@@ -99,7 +100,7 @@ def rms_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: LayoutName | None = None,
 ) -> jax.Array:
     """Apply RMSNorm over the last axis of x, or over its channels, differentiable in all arrays.
@@ -118,7 +119,8 @@ def rms_norm(
         activation: "none" (default), "relu", "leaky_relu", "silu", "gelu" (by erf) or "gelu_tanh".
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.
-        seed: int64, determines the mask of dropout, which needs it; default None.
+        seed: an int of 64 bits, or an array of shape () and any integer dtype; determines the mask of dropout,
+            which needs it; default None.  Another one does not compile the function again.
         layout: None (default) for rows along the last axis; "nchw" for a norm over the channels of x [N, C,
             *spatial]: a weight [C], scale and shift [N, C].
 
@@ -134,8 +136,8 @@ def rms_norm(
         >>> rms_norm(jnp.full((2, 4), 3.0), jnp.zeros(4), weight_offset=1.0)[0].round(3).tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
-    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, None, None, scale, shift))[0]
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, None, negative_slope, layout
+    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, None, None, scale, shift), seed)[0]
 
 
 def group_norm(
@@ -150,7 +152,7 @@ def group_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: GroupLayoutName = "nchw",
 ) -> jax.Array:
     """Apply GroupNorm to samples of channels, differentiable in all arrays.
@@ -170,7 +172,8 @@ def group_norm(
         negative_slope: leaky_relu's factor of negative values, finite; default 0.01.  Only it takes another.
         dropout: probability of a zero, in [0, 1); default 0.0.  Other values are divided by 1 - dropout.  The mask
             depends on the layout.
-        seed: int64, determines the mask of dropout, which needs it; default None.
+        seed: an int of 64 bits, or an array of shape () and any integer dtype; determines the mask of dropout,
+            which needs it; default None.  Another one does not compile the function again.
         layout: the axis of channels: "nchw" (default) for axis 1, "nhwc" for the last one.
 
     Returns:
@@ -189,8 +192,10 @@ def group_norm(
         >>> group_norm(x, 32, jnp.ones(64), jnp.zeros(64), activation="silu", layout="nhwc").shape
         (2, 16, 16, 64)
     """
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
-    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, bias, None, scale, shift), layout)[0]
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, None, negative_slope, None
+    return dispatch_norm(NormOptions._make(values), NormInputs(x, weight, bias, None, scale, shift), seed, layout)[
+        0
+    ]
 
 
 def add_layer_norm(
@@ -207,7 +212,7 @@ def add_layer_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: LayoutName | None = None,
 ) -> Added[jax.Array]:
     """Apply LayerNorm to h = residual + gate * x and return the sum too, differentiable in all arrays.
@@ -238,9 +243,9 @@ def add_layer_norm(
         ('bfloat16', 'float32')
     """
     require_residual(residual, "layer_norm")
-    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, None, negative_slope, layout
     inputs = NormInputs(x, weight, bias, residual, scale, shift, gate)
-    return Added(*dispatch_norm(NormOptions._make(values), inputs))
+    return Added(*dispatch_norm(NormOptions._make(values), inputs, seed))
 
 
 def add_rms_norm(
@@ -256,7 +261,7 @@ def add_rms_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: LayoutName | None = None,
 ) -> Added[jax.Array]:
     """Apply RMSNorm to h = residual + gate * x and return the sum too, differentiable in all arrays.
@@ -287,9 +292,9 @@ def add_rms_norm(
         3.0
     """
     require_residual(residual, "rms_norm")
-    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed, negative_slope, layout
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, None, negative_slope, layout
     inputs = NormInputs(x, weight, None, residual, scale, shift, gate)
-    return Added(*dispatch_norm(NormOptions._make(values), inputs))
+    return Added(*dispatch_norm(NormOptions._make(values), inputs, seed))
 
 
 def add_group_norm(
@@ -305,7 +310,7 @@ def add_group_norm(
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | jax.Array | None = None,
     layout: GroupLayoutName = "nchw",
 ) -> Added[jax.Array]:
     """Apply GroupNorm to h = x + residual and return the sum too, differentiable in all arrays.
@@ -333,9 +338,9 @@ def add_group_norm(
         ((2, 64, 4, 4), (2, 64, 4, 4))
     """
     require_residual(residual, "group_norm")
-    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed, negative_slope, None
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, None, negative_slope, None
     inputs = NormInputs(x, weight, bias, residual, scale, shift)
-    return Added(*dispatch_norm(NormOptions._make(values), inputs, layout))
+    return Added(*dispatch_norm(NormOptions._make(values), inputs, seed, layout))
 
 
 __all__ = [

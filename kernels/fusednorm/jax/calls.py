@@ -1,6 +1,6 @@
 """Calls of the public functions: the checks of their arguments, and what no pass has to do."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,22 @@ from fusednorm.jax.passes import ForwardPass
 
 LAYOUTS = ("nchw", "nhwc")
 
+_WORD = 0xFFFFFFFF
+
+T = TypeVar("T")
+
 _compute_norm = jax.jit(compute_norm, static_argnums=0, inline=True)
 
 
 def dispatch_norm(
-    options: NormOptions, inputs: NormInputs[Any], group_layout: str = "nchw"
+    options: NormOptions, inputs: NormInputs[Any], seed: int | jax.Array | None, group_layout: str = "nchw"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute a norm, after the addition of a residual if there is one; return y and the sum, or None.
 
     Args:
-        options: not checked yet.
+        options: all but the seed, not checked yet.
         inputs: anything that callers passed.
+        seed: that of dropout, not checked yet.
         group_layout: the layout of GroupNorm's arrays of x's shape.
 
     Raises:
@@ -37,10 +42,13 @@ def dispatch_norm(
         raise KernelInputError(f'layout must be "nchw" or "nhwc", got {group_layout!r}')
     arrays: NormInputs[Any] = NormInputs._make(_convert_array(*each) for each in inputs._asdict().items())
     _check_no_arrays(options)
-    call = NormCall(options.validate(), group_layout == "nhwc")
+    options = options._replace(seed=_get_number(seed)).validate()
+    # The seed differs between calls, which have one compiled program.
+    call = NormCall(options._replace(seed=None), group_layout == "nhwc")
     if arrays.x.size == 0:
         return _return_empty(call, arrays)
-    results = _compute_norm(call, _vary_alike(NormInputs._make(map(_gather, arrays))))
+    words = _split_into_words(seed) if options.dropout else None
+    results = _compute_norm(call, *_vary_alike(jax.tree.map(_gather, (arrays, words))))
     y, residual_out = (_shard_as(each, arrays.x) for each in results)
     return y, residual_out
 
@@ -66,9 +74,37 @@ def _check_no_arrays(options: NormOptions) -> None:
             )
 
 
-def _gather(array: jax.Array | None) -> jax.Array | None:
+def _get_number(seed: Any) -> Any:
+    """Return a seed as a number to check; that of an array of JAX, which may be traced, is 0.
+
+    Raises:
+        KernelInputError: an array that is no integer.
+    """
+    if not isinstance(seed, jax.Array | np.ndarray | np.generic):
+        return seed
+    if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise KernelInputError(
+            f"seed must be an int or an array of integers of shape (), got {seed.dtype}{list(seed.shape)}: "
+            "a key of jax.random gives one by jax.random.bits(key)"
+        )
+    return 0 if isinstance(seed, jax.Array) else seed.item()
+
+
+def _split_into_words(seed: Any) -> jax.Array:
+    """Split a seed, an integer of any width, into the words of an int64 of the same value (see `passes.SEED`)."""
+    if not isinstance(seed, jax.Array):
+        return jnp.asarray(np.array([int(seed) & _WORD, int(seed) >> 32 & _WORD], np.uint32))
+    if seed.dtype.itemsize == 8:
+        return lax.bitcast_convert_type(seed, jnp.uint32)
+    if jnp.issubdtype(seed.dtype, jnp.unsignedinteger):
+        return jnp.stack([seed.astype(jnp.uint32), jnp.uint32(0)])
+    low = seed.astype(jnp.int32)
+    return lax.bitcast_convert_type(jnp.stack([low, low >> 31]), jnp.uint32)
+
+
+def _gather(array: jax.Array) -> jax.Array:
     """Gather an array that is sharded over explicit axes of a mesh, as a pass needs; its gradient is sharded."""
-    if array is None or not any(jax.typeof(array).sharding.spec):
+    if not any(jax.typeof(array).sharding.spec):
         return array
     return jax.sharding.reshard(array, jax.typeof(array).sharding.update(spec=jax.P()))
 
@@ -79,17 +115,19 @@ def _shard_as(result: jax.Array | None, x: jax.Array) -> jax.Array | None:
     return result if result is None or not any(sharding.spec) else jax.sharding.reshard(result, sharding)
 
 
-def _vary_alike(arrays: NormInputs[jax.Array]) -> NormInputs[jax.Array]:
-    """Make arrays of a `shard_map` vary over the same axes of its mesh, as passes need.
+def _vary_alike(arrays: T) -> T:
+    """Make the arrays in a tree vary over the same axes of the mesh of a `shard_map`, as passes need.
 
     The gradient of an array that varied over fewer axes is then the sum over the others.
     """
-    varying = [frozenset() if each is None else jax.typeof(each).manual_axis_type.varying for each in arrays]
-    axes = frozenset().union(*varying)
-    return NormInputs._make(
-        each if own == axes or each is None else lax.pcast(each, tuple(axes - own), to="varying")
-        for each, own in zip(arrays, varying, strict=True)
-    )
+    axes = frozenset().union(*(jax.typeof(each).manual_axis_type.varying for each in jax.tree.leaves(arrays)))
+
+    def vary(array: jax.Array) -> jax.Array:
+        others = axes - jax.typeof(array).manual_axis_type.varying
+        return lax.pcast(array, tuple(others), to="varying") if others else array
+
+    made: T = jax.tree.map(vary, arrays)
+    return made
 
 
 def _return_empty(call: NormCall, arrays: NormInputs[jax.Array]) -> tuple[jax.Array, jax.Array | None]:

@@ -17,9 +17,9 @@ from fusednorm.arguments.checks import count_samples, has_heads, select_modulati
 from fusednorm.arguments.dropout import PHILOX_ROUNDS, compute_dropout_threshold
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions
-from fusednorm.jax.passes import ForwardPass, NormPass
+from fusednorm.jax.passes import SEED, ForwardPass, NormPass
 
-_WORD, _HALF_WORD = 0xFFFFFFFF, 0xFFFF
+_HALF_WORD = 0xFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
@@ -97,27 +97,30 @@ def compute_by_formulas(norm_pass: NormPass, inputs: dict[str, jax.Array]) -> di
     given = norm_pass.make_inputs(inputs)
     axes = NormAxes.of_pass(norm_pass, given)
     compute = _compute_forward if isinstance(norm_pass, ForwardPass) else _compute_backward
-    values = compute(norm_pass.options, axes, given)
+    factors = _compute_dropout_factors(norm_pass.options.dropout, inputs[SEED], axes) if SEED in inputs else None
+    values = compute(norm_pass.options, axes, given, factors)
     return {
         name: values[name].reshape(result.shape).astype(result.dtype)
         for name, result in norm_pass.list_results(inputs).items()
     }
 
 
-def _compute_forward(options: NormOptions, axes: NormAxes, inputs: NormInputs[jax.Array]) -> dict[str, jax.Array]:
+def _compute_forward(
+    options: NormOptions, axes: NormAxes, inputs: NormInputs[jax.Array], dropout_factors: jax.Array | None
+) -> dict[str, jax.Array]:
     """Compute all results of a forward pass, by name, in float32."""
     step = _AffineStep(options, axes, inputs)
     h = step.add_residual()
     centred, mean, rstd = _compute_statistics(options, axes, h)
     apply, _ = _make_activation(options.activation, options.negative_slope)
     y = apply(step.modulate(step.scale_by_parameters(centred * rstd)))
-    if options.dropout:
-        y = y * _compute_dropout_factors(options, axes)
+    if dropout_factors is not None:
+        y = y * dropout_factors
     return {"y": y, "mean": mean, "rstd": rstd, "residual_out": h}
 
 
 def _compute_backward(
-    options: NormOptions, axes: NormAxes, inputs: BackwardInputs[jax.Array]
+    options: NormOptions, axes: NormAxes, inputs: BackwardInputs[jax.Array], dropout_factors: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Compute all gradients, by name, in float32; the formulas are in `fusednorm.reference`."""
     step = _AffineStep(options, axes, inputs)
@@ -126,8 +129,8 @@ def _compute_backward(
     x_hat = centred * rstd
     z = step.scale_by_parameters(x_hat)
     ds = step.view(inputs.dy)
-    if options.dropout:
-        ds = ds * _compute_dropout_factors(options, axes)
+    if dropout_factors is not None:
+        ds = ds * dropout_factors
     _, differentiate = _make_activation(options.activation, options.negative_slope)
     ds = ds * differentiate(step.modulate(z))
     dz = ds if inputs.scale is None else ds * (1.0 + step.broadcast_to_samples(inputs.scale))
@@ -257,37 +260,40 @@ def _make_activation(name: str, negative_slope: float) -> tuple[Function, Functi
     return functions[name]
 
 
-def _compute_dropout_factors(options: NormOptions, axes: NormAxes) -> jax.Array:
+def _compute_dropout_factors(dropout: float, seed: jax.Array, axes: NormAxes) -> jax.Array:
     """Compute dropout's factor of each element, 0 or 1 / (1 - dropout), in the shape of the axes."""
     sizes = [axes.shape[axis] for axis in axes.mask_order]
     rows, positions = math.prod(sizes[: axes.mask_row_axes]), math.prod(sizes[axes.mask_row_axes :])
-    keep = compute_dropout_mask(options.seed or 0, rows, positions, options.dropout)
+    keep = compute_dropout_mask(seed, rows, positions, dropout)
     order = [axes.mask_order.index(axis) for axis in range(len(axes.shape))]
-    return jnp.where(keep.reshape(sizes).transpose(order), 1.0 / (1.0 - options.dropout), 0.0).astype(jnp.float32)
+    return jnp.where(keep.reshape(sizes).transpose(order), 1.0 / (1.0 - dropout), 0.0).astype(jnp.float32)
 
 
-def compute_dropout_mask(seed: int, rows: int, positions: int, p: float) -> jax.Array:
-    """Compute whether dropout keeps each element of [rows, positions], bool: see `fusednorm.arguments.dropout`."""
+def compute_dropout_mask(seed: jax.Array, rows: int, positions: int, p: float) -> jax.Array:
+    """Compute whether dropout keeps each element of [rows, positions], bool: see `fusednorm.arguments.dropout`.
+
+    Args: seed: see `passes.SEED`.
+    """
     row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
     quad = jnp.arange((positions + 3) // 4, dtype=jnp.uint32)[None, :]
     words = jnp.stack(_compute_philox_words(seed, row, quad), axis=-1).reshape(rows, -1)
     return words[:, :positions] >= jnp.uint32(compute_dropout_threshold(p))
 
 
-def _compute_philox_words(seed: int, row: jax.Array, quad: jax.Array) -> tuple[jax.Array, ...]:
+def _compute_philox_words(seed: jax.Array, row: jax.Array, quad: jax.Array) -> tuple[jax.Array, ...]:
     """Compute four random words, uint32 [rows, quads], for each quad of a row.
 
-    Args: row, quad: uint32 [rows, 1] and [1, quads]; rows have fewer than 2^32.
+    Args: seed: uint32 [2]; row, quad: uint32 [rows, 1] and [1, quads]; rows have fewer than 2^32.
     """
-    key = [seed & _WORD, (seed >> 32) & _WORD]
+    key = [seed[0], seed[1]]
     row, quad = jnp.broadcast_arrays(row, quad)
     zeros = jnp.zeros_like(quad)
     words = (quad, row, zeros, zeros)
     for _ in range(PHILOX_ROUNDS):
         high0, low0 = _multiply_words(words[0], _PHILOX_MULTIPLIERS[0])
         high1, low1 = _multiply_words(words[2], _PHILOX_MULTIPLIERS[1])
-        words = (high1 ^ words[1] ^ jnp.uint32(key[0]), low1, high0 ^ words[3] ^ jnp.uint32(key[1]), low0)
-        key = [(word + step) & _WORD for word, step in zip(key, _PHILOX_KEY_STEPS, strict=True)]
+        words = (high1 ^ words[1] ^ key[0], low1, high0 ^ words[3] ^ key[1], low0)
+        key = [word + jnp.uint32(step) for word, step in zip(key, _PHILOX_KEY_STEPS, strict=True)]
     return words
 
 

@@ -1,5 +1,6 @@
 """The launches of a pass, planned by the library's tables, and their execution inside a JAX trace."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.outputs import Outputs
 from fusednorm.devices.device_properties import GpuModel
-from fusednorm.jax.passes import ABSENT_GPU, ForwardPass, NormPass
+from fusednorm.jax.passes import ABSENT_GPU, SEED, ForwardPass, NormPass
 from fusednorm.jax.triton_calls import PlanBuffers, run_launches
 from fusednorm.launch.launches import Launch
 from fusednorm.ops.group_norm import backward_choice as group_backward
@@ -45,10 +46,18 @@ def describe_gpu() -> GpuModel:
 
 def plan_launches(norm_pass: NormPass, shapes: dict[str, jax.Array], device: GpuModel) -> list[Launch]:
     """Plan the launches of a pass for inputs by name, anything with a shape and a dtype, on a device."""
-    arrays = norm_pass.make_inputs(norm_pass.describe(shapes, device))
+    described = norm_pass.describe(shapes, device)
+    arrays = norm_pass.make_inputs(described)
     results = _describe_results(norm_pass.declare_outputs(arrays), arrays.x)
     plan = _plan_group_norm if norm_pass.is_of_groups else _plan_row_norm
-    return plan(norm_pass, arrays, results)
+    launches, seed = plan(norm_pass, arrays, results), described.get(SEED)
+    return launches if seed is None else [_replace_seed(launch, seed) for launch in launches]
+
+
+def _replace_seed(launch: Launch, seed: Array) -> Launch:
+    """Let a kernel that has dropout's seed as a number read it from an array."""
+    named = zip(launch.kernel.arg_names, launch.arguments, strict=False)
+    return replace(launch, arguments=tuple(seed if name == "seed" else value for name, value in named))
 
 
 def _describe_results(outputs: Outputs, x: Array) -> list[Any]:

@@ -24,6 +24,9 @@ from fusednorm.ops.layer_norm.checks import check_layout_and_rows
 SUMS = ("dweight", "dbias")
 """The results that are sums over all rows or samples of a call."""
 
+SEED = "seed"
+"""The name of the input that is dropout's seed: the low and the high word of an int64, uint32 [2]."""
+
 ABSENT_GPU = H200._replace(has_launch_options=False)
 """The GPU for which programs are lowered where none is there."""
 
@@ -35,7 +38,7 @@ class NormPass(ABC):
     Attributes:
         options: the checked options.
         channels_last: whether arrays of x's shape are [N, *spatial, C] and not [N, C, *spatial]; of GroupNorm.
-        names: the names of the inputs that are not None, in their order.
+        names: the names of the inputs that are not None, in their order; with dropout `SEED` is the last.
     """
 
     options: NormOptions
@@ -59,6 +62,9 @@ class NormPass(ABC):
     def _describe_input(self, name: str, given: Any, device: GpuModel) -> Array | None:
         if given is None:
             return None
+        if name == SEED:
+            # Kernels read both words as one number.
+            return Array(SEED, "int64", (1,), (1,), device)
         shape = tuple(given.shape)
         strides = contiguous_strides(shape)
         is_dense = True

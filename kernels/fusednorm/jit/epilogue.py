@@ -103,8 +103,10 @@ def _compute_random_words(seed, row, quad):
     """Compute four random uint32 words with the Philox generator for each group of four positions of a row.
 
     Returns four tiles of `quad`'s shape.  `quad` is the index of a group of four positions in its row;
-    `row`, int64, is broadcast to `quad`'s shape.
+    `row`, int64, is broadcast to `quad`'s shape.  `seed` is an int64, or a pointer to one, as calls from JAX have.
     """
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
     row = row + tl.zeros(quad.shape, tl.int64)
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
