@@ -91,6 +91,37 @@ def test_x_of_other_axes_is_refused(connect, kind, shape, message):
     assert not server.requests
 
 
+@pytest.mark.parametrize("name", ["x", "scale", "shift"])
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (np.zeros((2, 6), np.float32), r"ndarray: torch\.from_dlpack\({}\) makes one"),
+        ([[0.0] * 6] * 2, r"list: torch\.tensor\({}, dtype=torch\.float32\) makes one"),
+        ("zeros", "str"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("LayerNorm", {}), ("LayerNorm", {"layout": "nchw"}), ("RMSNorm", {}), ("GroupNorm", {})],
+)
+def test_inputs_that_are_no_tensors_are_refused(connect, kind, options, value, got, name):
+    server = FakeServer()
+    sizes = (3, 6) if kind == "GroupNorm" else (6,)
+    module = getattr(remote, kind)(*sizes, client=connect(server), **options)
+    inputs = (value,) if name == "x" else (X, *[value if each == name else None for each in ("scale", "shift")])
+    optional = "" if name == "x" else " or None"
+    with pytest.raises(TypeError, match=f"^{name} must be a torch tensor{optional}, got {got.format(name)}$"):
+        module(*inputs)
+    assert not server.requests
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "GroupNorm"])
+def test_an_input_is_required(client, kind):
+    module = getattr(remote, kind)(*((3, 6) if kind == "GroupNorm" else (6,)), client=client)
+    with pytest.raises(TypeError, match=r"^x must be a torch tensor, got NoneType$"):
+        module(None)
+
+
 def test_parameters_of_other_axes_are_refused(client):
     module = remote.LayerNorm((4, 8), client=client)
     module.weight = nn.Parameter(torch.ones(8, 4))

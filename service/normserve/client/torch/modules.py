@@ -135,6 +135,7 @@ class _ServiceRowModule(_ServiceNormModule):
             scale, shift: of the samples, in axes of x that lead and its last axes, or with a layout [N, C].
             parameters: weight and, for LayerNorm, bias.
         """
+        _check_tensors(x=x, scale=scale, shift=shift)
         shape, options = self.normalized_shape, self._make_options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
@@ -250,7 +251,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
 
         Raises:
             ValueError: input, scale, shift or a parameter has other last axes, or with a layout another C.
-            TypeError: input, scale, shift or a parameter has another dtype.
+            TypeError: input, scale or shift is no torch tensor, or one of them or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
                 call.
@@ -345,7 +346,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
 
         Raises:
             ValueError: x, scale, shift or a parameter has other last axes, or with a layout another C.
-            TypeError: x, scale, shift or a parameter has another dtype.
+            TypeError: x, scale or shift is no torch tensor, or one of them or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
                 call.
@@ -437,11 +438,12 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
             Tensor: in the input's shape, dtype and layout; float32 under CUDA's autocast.
 
         Raises:
-            TypeError: input, scale, shift or a parameter has another dtype.
+            TypeError: input, scale or shift is no torch tensor, or one of them or a parameter has another dtype.
             ClientError: the server refuses the request or does not respond, after all retries; also in backward.
             RuntimeError: the module has no client, because it was unpickled; or `torch.jit.trace` records the
                 call.
         """
+        _check_tensors(x=input, scale=scale, shift=shift)
         x = input
         is_channels_last = _is_channels_last(x)
         options = self._make_options(self.eps)
@@ -450,6 +452,24 @@ class GroupNorm(_ServiceNormModule, nn.GroupNorm):
             x = x.movedim(1, -1)
         y = normalise(self.client, "group_norm", options, x, self.weight, self.bias, scale, shift)
         return y.movedim(-1, 1) if is_channels_last else y
+
+
+def _check_tensors(**inputs: object) -> None:
+    """Raise TypeError unless each input of a call is a torch tensor, or None except for x.
+
+    The message says what to write for an array of another library or a list.
+    """
+    for name, value in inputs.items():
+        is_required = name == "x"
+        if isinstance(value, Tensor) or (value is None and not is_required):
+            continue
+        expected = "a torch tensor" if is_required else "a torch tensor or None"
+        remedy = ""
+        if hasattr(value, "__dlpack__"):
+            remedy = f": torch.from_dlpack({name}) makes one"
+        elif isinstance(value, list | tuple):
+            remedy = f": torch.tensor({name}, dtype=torch.float32) makes one"
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}{remedy}")
 
 
 def _is_channels_last(x: Tensor) -> bool:
