@@ -189,9 +189,15 @@ def test_a_route_for_a_host_of_its_own_is_refused(app):
 
 
 def test_what_nobody_knows_is_401_before_it_is_404(app):
-    paths = ["/nope", "/v1/nope", "/v2/layer_norm", "/v1/layers/a/b", "/assets", "/assets/a/b", "/docs/nope"]
+    paths = ["/nope", "/v1/nope", "/v2/layer_norm", "/assets", "/assets/a/b", "/docs/nope"]
     assert {answer.status_code for answer in ask(app, [("GET", path, None) for path in paths])} == {401}
     assert {answer.status_code for answer in ask(app, [("GET", path, METRICS) for path in paths])} == {404}
+
+
+def test_a_layer_of_any_name_needs_the_scope_of_layers(app):
+    paths = ["/v1/layers/", "/v1/layers/a/b", "/v1/layers/a%2Fb", "/v1/layers/a%0A"]
+    requests = [(method, path) for method in ("GET", "PUT", "DELETE") for path in paths]
+    assert {answer.status_code for answer in ask(app, [(*each, METRICS) for each in requests])} == {403}
 
 
 def test_below_a_root_path_no_route_is_taken_for_another(app):

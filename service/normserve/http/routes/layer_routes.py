@@ -1,9 +1,12 @@
 """`/v1/layers`: parameters that are stored on the server under a name."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 from normserve.codec.media_types import SAFETENSORS
 from normserve.engine.engine import Engine
@@ -16,6 +19,17 @@ from normserve.layers.layer_changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.requests.layer_requests import describe_layer, require_valid_layer_query
 from normserve.requests.request_parameters import LAYER_PARAMETERS, make_openapi_parameters
+
+
+class _SingleLayerRoute(APIRoute):
+    """A route of one layer, whose name may be any text in the path: with slashes, with line ends, or empty.
+
+    The handlers answer a name that no layer can have, as over shared memory.
+    """
+
+    def __init__(self, path: str, endpoint: Any, **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.path_regex = re.compile(re.escape(path.removesuffix("{name}")) + r"(?P<name>.*)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,7 @@ class LayerRoutes:
         """Make the routes of all layers, `/v1/layers`, and of one layer, `/v1/layers/{name}`."""
         router = APIRouter(prefix="/v1/layers", tags=["layers"])
         router.add_api_route("", self.list_layers, methods=["GET", "HEAD"], name="layers")
+        router.route_class = _SingleLayerRoute
         router.add_api_route("/{name}", self.show_layer, methods=["GET", "HEAD"], name="layer")
         router.add_api_route("/{name}", self.remove_layer, methods=["DELETE"], status_code=204, name="remove layer")
         binary = {SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}}

@@ -234,6 +234,9 @@ def test_what_the_server_is(http, local, path):
         (lambda client, x: client.rms_norm_backward(x, x, layer=""), "invalid_parameter"),
         (lambda client, x: client.rms_norm_backward(x, x, layer="x" * 1000), "invalid_parameter"),
         (lambda client, x: client.put_layer("..", "layer_norm", x), "invalid_parameter"),
+        (lambda client, x: client.put_layer("a/b", "layer_norm", x[0]), "invalid_parameter"),
+        (lambda client, x: client.put_layer("ln\n", "layer_norm", x[0]), "invalid_parameter"),
+        (lambda client, x: client.put_layer("", "layer_norm", x[0]), "invalid_parameter"),
         (lambda client, x: client.put_layer("l", "layer_norm", x[None]), "invalid_shape"),
         (lambda client, x: client.put_layer("l", "group_norm", x[0]), "invalid_parameter"),
     ],
@@ -247,3 +250,11 @@ def test_refusals_are_those_of_http(http, local, call, code):
         told.append((caught.value.status, caught.value.code, caught.value.detail))
     assert told[0] == told[1]
     assert told[0][1] == code
+
+
+@pytest.mark.parametrize("name", ["absent", "a/b", "/", "a\n", ""])
+@pytest.mark.parametrize("method", ["layer", "delete_layer"])
+def test_a_name_that_no_layer_has_is_unknown_over_either(http, local, method, name):
+    for client in (local, http):
+        with pytest.raises(UnknownLayerError):
+            getattr(client, method)(name)
