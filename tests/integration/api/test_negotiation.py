@@ -1,6 +1,7 @@
 """Which format comes in, and which one goes out."""
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +122,26 @@ def test_bfloat16_has_no_npy(api):
     assert_problem(response, 406)
     assert "bfloat16" in response.json()["detail"]
     assert post(api, params={"out_dtype": "bfloat16"}, accept=SAFETENSORS).status_code == 200
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_npy_has_no_statistics(api, op):
+    response = post(api, f"/v1/{op}", params={"stats": "true"})
+    assert_problem(response, 406, "not_acceptable")
+    assert SAFETENSORS in response.json()["detail"]
+    tensors = packed(x=torch.from_numpy(X))
+    refused = post(api, f"/v1/{op}", tensors, content_type=SAFETENSORS, accept=NPY, params={"stats": "true"})
+    assert_problem(refused, 406, "not_acceptable")
+    assert post(api, f"/v1/{op}", params={"stats": "false"}).headers["content-type"] == NPY
+    answered = unpacked(post(api, f"/v1/{op}", params={"stats": "true"}, accept=SAFETENSORS).content)
+    assert answered.keys() == {"y", "rstd"} | ({"mean"} if op == "layer_norm" else set())
+
+
+def test_forward_with_a_residual_as_npy_is_y_alone(api):
+    tensors = {"x": torch.from_numpy(X), "residual": torch.ones(2, 12)}
+    response = post(api, "/v1/layer_norm", packed(**tensors), content_type=SAFETENSORS, accept=NPY)
+    y = post(api, "/v1/layer_norm", packed(**tensors), content_type=SAFETENSORS)
+    np.testing.assert_array_equal(from_npy(response.content), unpacked(y.content)["y"].numpy())
 
 
 def test_backward_as_npy_is_dx_alone(api):

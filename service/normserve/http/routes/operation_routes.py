@@ -315,15 +315,22 @@ def get_cacheable_header(body: memoryview) -> bytes:
 
 
 def _require_expressible(response_format: ResponseFormat, job: NormJob) -> None:
-    """Before the computation, refuse a job if the response's format cannot represent its result.
+    """Before the computation, refuse a job if the response's format cannot represent the results that it asks for.
+
+    Results that only follow from the tensors that were sent, such as residual_out and a parameter's gradient, are
+    left out of npy, which has y or dx alone.
 
     Raises:
-        NotAcceptableError: npy cannot represent several tensors or this dtype.
+        NotAcceptableError: npy cannot represent several tensors, statistics beside y, or this dtype.
     """
     if response_format.media_type != NPY:
         return
     if response_format.tensor_split is not None:
         raise NotAcceptableError(f"npy holds one tensor: accept {SAFETENSORS}")
+    if job.spec.stats:
+        raise NotAcceptableError(
+            f"npy holds y alone, and stats asks for more: accept {SAFETENSORS}, or leave out stats"
+        )
     dtype = job.spec.out_dtype or job.x.dtype
     if dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
         raise NotAcceptableError(
