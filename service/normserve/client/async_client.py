@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -134,7 +135,8 @@ class AsyncClient:
         Raises:
             TypeError: dtype is not a dtype of the API, or numpy does not have it; shape is no sequence of integers.
             ValueError: a size is negative.
-            ClientError: the server has no more memory for this client, or is not reachable.
+            OverloadedError: the user's quota is exceeded, after all retries.
+            ClientError: the server has no memory for this client, or is not reachable.
 
         Examples:
             >>> import asyncio
@@ -154,7 +156,7 @@ class AsyncClient:
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, AsyncLocalTransport):
-            data = await transport.allocate_memory(nbytes, Deadline(self._options.timeout_s))
+            data = await self._run_with_retries(lambda deadline: transport.allocate_memory(nbytes, deadline))
         else:
             data = np.empty(nbytes, np.uint8).data
         return array_conversion.make_array(data, of, sizes, as_torch=as_torch)
@@ -168,9 +170,7 @@ class AsyncClient:
         transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, AsyncLocalTransport):
-            made = await transport.try_allocate_device_tensor(
-                index, dtype, shape, Deadline(self._options.timeout_s)
-            )
+            made = await self._run_with_retries(partial(transport.try_allocate_device_tensor, index, dtype, shape))
         return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -131,7 +132,8 @@ class Client:
         Raises:
             TypeError: dtype is not a dtype of the API, or numpy does not have it; shape is no sequence of integers.
             ValueError: a size is negative.
-            ClientError: the server has no more memory for this client, or is not reachable.
+            OverloadedError: the user's quota is exceeded, after all retries.
+            ClientError: the server has no memory for this client, or is not reachable.
 
         Examples:
             >>> from normserve.client import Client
@@ -161,7 +163,7 @@ class Client:
         transport, index = self._transport, array_conversion.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
-            made = transport.try_allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
+            made = self._run_with_retries(partial(transport.try_allocate_device_tensor, index, dtype, shape))
         return array_conversion.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:

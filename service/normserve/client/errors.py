@@ -107,7 +107,7 @@ class TooLargeError(ApiError):
 
 
 class OverloadedError(ApiError):
-    """The server is overloaded (429), after all retries."""
+    """The server is overloaded (429), or this client's own arrays fill its user's quota of shared memory."""
 
     retryable = True
 

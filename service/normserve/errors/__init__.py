@@ -17,6 +17,7 @@ NormserveError
 ├── NotAcceptableError           not_acceptable         the client accepts none of the representations
 ├── UnsupportedMediaTypeError    unsupported_media_type
 ├── TooLargeError                too_large
+├── QuotaExhaustedError          overloaded             the client itself holds the memory that it lacks
 ├── InvalidRequestError                                 well-formed, but the content is invalid
 │   ├── InvalidParameterError    invalid_parameter
 │   ├── InvalidShapeError        invalid_shape
@@ -154,6 +155,15 @@ class TooLargeError(NormserveError):
     """The request, or a layer to be registered, exceeds a limit of size or number (413)."""
 
     code = "too_large"
+
+
+class QuotaExhaustedError(NormserveError):
+    """A client's own segments fill its user's quota of shared memory (429).
+
+    This is no `RetryLaterError`, because waiting does not help until the client frees some.
+    """
+
+    code = "overloaded"
 
 
 class InvalidRequestError(NormserveError):

@@ -34,6 +34,7 @@ STATUSES: dict[type[NormserveError], int] = {
     errors.UnexpectedTensorError: 422,
     errors.RetryLaterError: 503,
     errors.OverloadedError: 429,
+    errors.QuotaExhaustedError: 429,
     errors.RateLimitedError: 429,
     errors.HeadersTooLargeError: 431,
     errors.ClientLeftError: 499,

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol
 
-from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
+from normserve.errors import InvalidParameterError, OverloadedError, QuotaExhaustedError, TooLargeError
 from normserve.local.local_session import PeerProcess
 from normserve.memory.device_segments import (
     DeviceMemoryError,
@@ -123,17 +123,27 @@ class _SegmentAccounts:
         self._collect_released()
         return sum([account.nbytes for account in self._by_uid.values()])
 
-    def charge_segment(self, uid: int, nbytes: int) -> None:
+    def charge_segment(self, uid: int, nbytes: int, own_segments: Sequence[Sized]) -> None:
         """Charge a user for one more segment of `nbytes`, or refuse it.
+
+        Args: own_segments: the segments of this kind that the user has and only the requesting client can free.
 
         Raises:
             TooLargeError: `nbytes` alone exceeds the limit of bytes that applies to every user.
+            QuotaExhaustedError: beside the client's own segments they exceed the limit.
             OverloadedError: this user's bytes or segments would exceed the limit at present.
         """
         self._collect_released()
         if nbytes > self.max_user_bytes:
             raise TooLargeError(
                 f"{nbytes} bytes of {self._memory_name} are more than {self._setting_name}, {self.max_user_bytes}"
+            )
+        own_bytes = sum(map(len, own_segments))
+        if own_bytes + nbytes > self.max_user_bytes or len(own_segments) >= _MOST_SEGMENTS:
+            raise QuotaExhaustedError(
+                f"{nbytes} more bytes of {self._memory_name} do not fit into this user's {self._setting_name}, "
+                f"{self.max_user_bytes}: this client itself holds {own_bytes} in {len(own_segments)} segments (of "
+                f"{_MOST_SEGMENTS} at most) until it deletes the arrays in them"
             )
         account = self._by_uid.setdefault(uid, _UserAccount())
         if account.nbytes + nbytes > self.max_user_bytes or account.segment_count >= _MOST_SEGMENTS:
@@ -255,7 +265,9 @@ class HostSegmentAllocator:
         """Bytes of all segments that are mapped here."""
         return self._accounts.nbytes
 
-    async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
+    async def allocate_segment(
+        self, uid: int, nbytes: int, own_segments: Sequence[ClientSegment] = ()
+    ) -> tuple[int, ChargedSegment]:
         """Charge the user for a new shared memory segment of at least `nbytes`, and make it on another thread.
 
         Returns:
@@ -266,7 +278,8 @@ class HostSegmentAllocator:
             OverloadedError: the user's limit is exceeded at present, or there is no memory.
         """
         nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
-        self._accounts.charge_segment(uid, nbytes)
+        own_host_segments = [each for each in own_segments if isinstance(each, ChargedSegment) and each.uid == uid]
+        self._accounts.charge_segment(uid, nbytes, own_host_segments)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
             descriptor, segment = await make_unretained_on_thread(self._make_segment, nbytes)
@@ -327,6 +340,7 @@ class DeviceSegmentAllocator:
         nbytes: int,
         freed_segments: list[ChargedDeviceSegment],
         orphaned_segments: OrphanedSegments,
+        own_segments: Sequence[ClientSegment] = (),
     ) -> tuple[int, ChargedDeviceSegment]:
         """Make a zeroed device segment of at least `nbytes`, or reuse one that the client's process had before.
 
@@ -334,6 +348,7 @@ class DeviceSegmentAllocator:
             freed_segments: segments that the client has freed on this connection; a suitable one is removed and
                 reused.
             orphaned_segments: segments of ended connections of the client's process, which are reused as well.
+            own_segments: all segments, of any kind, that only this client can free.
 
         Returns:
             A descriptor of the segment, which the caller must close, and the segment.
@@ -349,7 +364,8 @@ class DeviceSegmentAllocator:
         nbytes = device.round_up(nbytes)
         reusable = _pop_smallest_reusable(peer, nbytes, freed_segments, orphaned_segments)
         if reusable is None:
-            self._accounts.charge_segment(peer.uid, nbytes)
+            own = [each for each in own_segments if isinstance(each, ChargedDeviceSegment) and each.uid == peer.uid]
+            self._accounts.charge_segment(peer.uid, nbytes, own)
         try:
             # Clearing and the driver's calls take a millisecond, for which the event loop must not wait.
             descriptor, segment = await make_unretained_on_thread(

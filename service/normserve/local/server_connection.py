@@ -295,7 +295,11 @@ class LocalServerConnection:
         segment: ChargedSegment | ChargedDeviceSegment
         if message.memory == "device":
             lend = service.device_allocator.allocate_segment(
-                self.peer, message.nbytes, self._returned_segments, service.orphaned_segments
+                self.peer,
+                message.nbytes,
+                self._returned_segments,
+                service.orphaned_segments,
+                self._list_own_segments(),
             )
             descriptor, segment = await lend
             answer.device, answer.nbytes = segment.device.uuid, len(segment)
@@ -303,10 +307,19 @@ class LocalServerConnection:
         else:
             # Segments that this client has just freed must not count.
             await service.orphaned_segments.wait_freed()
-            descriptor, segment = await service.host_allocator.allocate_segment(self.peer.uid, message.nbytes)
+            descriptor, segment = await service.host_allocator.allocate_segment(
+                self.peer.uid, message.nbytes, self._list_own_segments()
+            )
             memory = memoryview(segment)
         answer.segment = self._segment_table.add_segment(memory)
         return descriptor
+
+    def _list_own_segments(self) -> list[ClientSegment]:
+        """List the segments that only this client can free: this connection's, and those that are kept until the
+        client's process ends.
+        """
+        orphans = self._services.orphaned_segments.find_segments(self.peer.pid) if self.peer.pid else []
+        return [*map(_get_segment, self._segment_table.segments.values()), *self._returned_segments, *orphans]
 
 
 def _get_segment(memory: memoryview) -> ChargedSegment | ChargedDeviceSegment:

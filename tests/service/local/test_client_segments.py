@@ -8,7 +8,7 @@ import sys
 import weakref
 
 import pytest
-from normserve.errors import OverloadedError, TooLargeError
+from normserve.errors import OverloadedError, QuotaExhaustedError, TooLargeError
 from normserve.local.client_segments import LEAST_BYTES, HostSegmentAllocator, OrphanedSegments
 
 
@@ -42,6 +42,24 @@ def test_what_can_never_be_lent_is_told_apart():
     for nbytes in (3 * LEAST_BYTES + 1, 2**63 - 1):
         with pytest.raises(TooLargeError):
             lend(memory, nbytes=nbytes)
+
+
+def test_a_client_is_told_what_it_holds_itself():
+    memory = HostSegmentAllocator(3 * LEAST_BYTES)
+    own = [lend(memory, nbytes=2 * LEAST_BYTES)]
+    holds = (
+        f"^{2 * LEAST_BYTES} more bytes .* local_bytes, {3 * LEAST_BYTES}: .* holds {2 * LEAST_BYTES} in 1 segments"
+    )
+    with pytest.raises(QuotaExhaustedError, match=holds):
+        asyncio.run(memory.allocate_segment(7, 2 * LEAST_BYTES, own))
+    other = lend(memory)
+    with pytest.raises(OverloadedError):
+        asyncio.run(memory.allocate_segment(7, LEAST_BYTES, own))
+    del other
+    gc.collect()
+    # Of another user these are not.
+    for uid, nbytes in ((7, LEAST_BYTES), (8, 2 * LEAST_BYTES)):
+        os.close(asyncio.run(memory.allocate_segment(uid, nbytes, own))[0])
 
 
 def test_what_fails_is_not_charged():

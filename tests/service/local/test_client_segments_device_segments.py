@@ -6,7 +6,7 @@ import os
 import weakref
 
 import pytest
-from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
+from normserve.errors import InvalidParameterError, OverloadedError, QuotaExhaustedError, TooLargeError
 from normserve.local.client_segments import DeviceSegmentAllocator, OrphanedSegments
 from normserve.local.local_session import PeerProcess
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
@@ -60,6 +60,19 @@ def test_a_user_is_charged_until_the_process_has_ended(lender):
         assert lender.arenas.nbytes == GRANULARITY
         assert other.uid == 8
         await lender.allocate_segment(3 * GRANULARITY)
+
+    asyncio.run(check())
+
+
+def test_a_client_is_told_what_it_holds_itself(lender):
+    async def check():
+        own = [await lender.allocate_segment(2 * GRANULARITY)]
+        for nbytes, refusal in ((2 * GRANULARITY, QuotaExhaustedError), (GRANULARITY, OverloadedError)):
+            other = await lender.allocate_segment()
+            with pytest.raises(refusal, match="local_device_bytes"):
+                await lender.arenas.allocate_segment(PEER, nbytes, lender.spent, lender.leftovers, own)
+            del other
+            gc.collect()
 
     asyncio.run(check())
 

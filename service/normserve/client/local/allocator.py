@@ -9,6 +9,7 @@ a repeated call takes the range again; then it is merged with its neighbours.
 
 import bisect
 import ctypes
+import gc
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -181,6 +182,15 @@ class ArenaAllocator(ABC, Generic[_B]):
             self._segments = {number: part for number, part in self._segments.items() if number not in idle}
             self.nbytes -= sum([part.nbytes for part in idle.values()])
         return list(idle)
+
+    def collect_garbage(self) -> bool:
+        """Run Python's garbage collector; return whether views that it has deleted have returned ranges."""
+        count = self._count_queued_returns()
+        gc.collect()
+        return self._count_queued_returns() > count
+
+    def _count_queued_returns(self) -> int:
+        return len(self._returned_ranges)
 
     @abstractmethod
     def _make_blocks(self, places: Sequence[SegmentRange]) -> list[_B]:

@@ -294,7 +294,7 @@ class LocalClientProtocol:
                 if isinstance(lacking, BusyStream):
                     yield lacking
                 else:
-                    yield from self._request_segment(list_device_segment_sizes(lacking, arena.nbytes), "device")
+                    yield from self._grow_device_arena(lacking, arena)
         except StopIteration as done:
             result: _R = done.value
             return result
@@ -315,16 +315,36 @@ class LocalClientProtocol:
     def _grow_host_arena(self, lacking: int) -> Exchanges[None]:
         """Add a segment of at least `lacking` bytes; if the server refuses, free unused segments and try again.
 
+        If none is unused, the segments that there are get space from arrays that are garbage.
+
         Raises:
-            ApiError: the server refuses, and no segment is unused.
+            ApiError: the server refuses, no segment is unused, and no array is garbage.
+        """
+        freed: Sequence[int] = ()
+        while True:
+            try:
+                yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host", freed)
+                return
+            except OverloadedError:
+                freed = self.arena.remove_idle_segments()
+                if freed:
+                    continue
+                if self.arena.collect_garbage():
+                    return
+                raise
+
+    def _grow_device_arena(self, lacking: int, arena: DeviceArena) -> Exchanges[None]:
+        """Add a segment of at least `lacking` bytes to a device's memory; if the server refuses, take space from
+        arrays that are garbage.
+
+        Raises:
+            ApiError: the server refuses, and no array is garbage.
         """
         try:
-            yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host")
+            yield from self._request_segment(list_device_segment_sizes(lacking, arena.nbytes), "device")
         except OverloadedError:
-            idle = self.arena.remove_idle_segments()
-            if not idle:
+            if not arena.collect_garbage():
                 raise
-            yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host", idle)
 
     def _request_segment(
         self, sizes: Sequence[int], memory: Literal["host", "device"], freed: Sequence[int] = ()

@@ -246,6 +246,9 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             self._return_idle(dying, {key: self._is_idle(key) for key in {key for _, key in dying}})
         super()._collect_returned()
 
+    def _count_queued_returns(self) -> int:
+        return super()._count_queued_returns() + len(self._pending_returns)
+
     def _take_pending_returns(self) -> list[tuple[SegmentRange, _StreamKey]]:
         return [self._pending_returns.popleft() for _ in range(len(self._pending_returns))]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -81,6 +82,67 @@ def test_segments_that_are_not_used_are_freed_for_a_larger_call_of_a_task(servin
 def test_what_no_quota_allows_is_refused_at_once(local):
     with pytest.raises(TooLargeError):
         local.empty((2**20, 1024))
+
+
+def test_what_the_client_itself_holds_is_waited_for_as_its_policy_says(serving, path):
+    with Client(f"unix://{path}", retries=RetryPolicy(tries=2, first_pause_s=0.01, longest_pause_s=0.01)) as client:
+        held = client.empty((40, 2**20))
+        for ask in (lambda: client.empty(held.shape), lambda: client.layer_norm(np.ones(held.shape, np.float32))):
+            with pytest.raises(OverloadedError) as caught:
+                ask()
+            assert caught.value.detail.startswith("167772160 more bytes")
+            assert "local_bytes, 268435456: this client itself holds 167772160 in 1 segments" in caught.value.detail
+            # The client would wait as long as that.
+            assert caught.value.retry_after_s is None
+
+
+class Ring:
+    """Holds an array and itself."""
+
+    def __init__(self, array):
+        self.array, self.itself = array, self
+
+
+@pytest.fixture
+def uncollected():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_arrays_that_are_garbage_are_collected_before_a_call_is_refused(serving, path, uncollected):
+    with Client(f"unix://{path}", retries=ONCE) as client:
+        kept = [client.empty((8, 2**20)), client.empty((2, 2**20))]
+        # In the segment of the second array, which is not freed.
+        ring = Ring(client.empty((20, 2**20)))
+        rest = client.empty((10, 2**20))
+        del ring
+        assert client.empty((20, 2**20)).nbytes == 20 * 2**22
+        assert len(kept) == 2
+        assert rest.shape == (10, 2**20)
+
+
+PATIENT = RetryPolicy(tries=1000, first_pause_s=0.01, longest_pause_s=0.05)
+
+
+def test_memory_that_another_thread_releases_is_waited_for(serving, path):
+    with Client(f"unix://{path}", retries=PATIENT) as client:
+        held = [client.empty((40, 2**20))]
+        release = threading.Timer(0.3, held.clear)
+        release.start()
+        assert client.empty((40, 2**20)).nbytes == 40 * 2**22
+        release.join()
+
+
+def test_memory_that_another_task_releases_is_waited_for(serving, path):
+    async def run():
+        async with AsyncClient(f"unix://{path}", retries=PATIENT) as client:
+            held = [await client.empty((40, 2**20))]
+            asyncio.get_running_loop().call_later(0.3, held.clear)
+            assert (await client.empty((40, 2**20))).nbytes == 40 * 2**22
+
+    asyncio.run(run())
 
 
 def test_results_outlive_the_client(serving, path):

@@ -6,12 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from normserve.client import UnexpectedAnswerError
+from normserve.client import OverloadedError, UnexpectedAnswerError
 from normserve.client.calls import operations
 from normserve.client.calls.array_conversion import TorchCudaTensor
 from normserve.client.local import device_arena
+from normserve.client.local.client_protocol import LocalClientProtocol
 from normserve.client.local.device_arena import BusyStream, DeviceArena, try_make_device_arena
-from normserve.client.local.device_messages import get_device_x, make_device_response, prepare_device_call
+from normserve.client.local.device_messages import (
+    allocate_device_block,
+    get_device_x,
+    make_device_response,
+    prepare_device_call,
+)
 from normserve.codec import local_messages as frames
 from normserve.memory import device_segments
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
@@ -279,3 +285,33 @@ def test_the_end_waits_for_the_whole_device_if_another_library_may_read(arena, f
     del late
     assert ended
     assert fake.synchronised == before + 2
+
+
+def refuse_memory(arena, nbytes):
+    """The error of a client whose request for device memory the server refuses; None if it then has the memory."""
+    protocol = LocalClientProtocol(None)
+    exchanges = protocol._run_device_arena_steps(allocate_device_block(arena, nbytes), arena)
+    refusal = frames.LazyLocalResponse(429, problem={"code": "overloaded"})
+    next(exchanges)
+    try:
+        while True:
+            exchanges.send(refusal)
+    except StopIteration:
+        return None
+    except OverloadedError as error:
+        return error
+
+
+@pytest.fixture
+def uncollected():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_before_a_refusal_tensors_that_are_garbage_make_room(arena, uncollected):
+    ring = [arena.make_tensor(taken(arena, GRANULARITY), DType.FLOAT32, (GRANULARITY // 4,))]
+    ring.append(ring)
+    del ring
+    assert refuse_memory(arena, GRANULARITY) is None
