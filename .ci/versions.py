@@ -3,7 +3,8 @@
 For either it makes an environment below .venv, runs `make test-fast` in it, starts a server and sends it the
 README's curl command.  torch and Triton are always those of constraints.txt: other builds of torch can be some GB,
 and each is made for one Triton.  For that reason a newer Python tests what needs no torch: the client, which calls
-a server of .venv.  Pythons that this machine does not have are left out.
+a server of .venv.  Pythons that this machine does not have are left out.  An environment takes some GB of the disk:
+it is removed when its tests have passed, and kept when they fail, so that one can look into it.
 
 The newest JAX is tested, too, also one that pyproject.toml excludes.  Whether the tests pass with it is reported,
 and fails nothing: each release of JAX may change how it launches kernels.
@@ -13,6 +14,7 @@ Usage: versions.py [lowest | newest | VERSION OF PYTHON | newest-jax] ...
 
 import contextlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -52,10 +54,10 @@ def test_packages(variant: str) -> None:
     """Run the fast tests and a server with the lowest or the newest versions."""
     say(f"the {variant} versions; {' and '.join(_OF_CONSTRAINTS)} are those of constraints.txt")
     folder = ROOT / ".venv" / variant
-    make_environment(folder, Path(sys.executable), constraints(variant), *KERNELS, f"{ROOT}[dev]")
-    run("make", "--assume-old=.venv/.dev", f"BIN={folder / 'bin'}", "test-fast")
-    with server(folder / "bin" / "normserve") as port:
-        run("bash", "-o", "pipefail", "-c", readme("sh", "sample.npy", port), cwd=folder)
+    with environment(folder, Path(sys.executable), constraints(variant), *KERNELS, f"{ROOT}[dev]"):
+        run("make", "--assume-old=.venv/.dev", f"BIN={folder / 'bin'}", "test-fast")
+        with server(folder / "bin" / "normserve") as port:
+            run("bash", "-o", "pipefail", "-c", readme("sh", "sample.npy", port), cwd=folder)
     say(f"the {variant} versions pass the fast tests, and a server with them answers")
 
 
@@ -63,11 +65,11 @@ def test_client(version: str, python: Path) -> None:
     """Compile the source with another Python, and call a server with its client."""
     say(f"Python {version}, without torch: the client, and whether the source compiles")
     folder = ROOT / ".venv" / f"python{version}"
-    make_environment(folder, python, [], str(ROOT))
-    roots = ("kernels", "service", "loadtest", "benchmarks", "tests")
-    run(folder / "bin" / "python", "-W", "error", "-m", "compileall", "-q", "-f", *roots)
-    with server(ROOT / ".venv" / "bin" / "normserve") as port:
-        run(folder / "bin" / "python", "-c", readme("python", "normserve.client", port))
+    with environment(folder, python, [], str(ROOT)):
+        roots = ("kernels", "service", "loadtest", "benchmarks", "tests")
+        run(folder / "bin" / "python", "-W", "error", "-m", "compileall", "-q", "-f", *roots)
+        with server(ROOT / ".venv" / "bin" / "normserve") as port:
+            run(folder / "bin" / "python", "-c", readme("python", "normserve.client", port))
     say(f"Python {version} compiles the source, and the client works with it; what needs torch is not tested")
 
 
@@ -80,10 +82,10 @@ def report_newest_jax() -> None:
     folder = ROOT / ".venv" / "newest-jax"
     also = ("jax", "triton", "pytest", "pytest-timeout")
     try:
-        make_environment(folder, python, constraints("newest"), KERNELS[0], also=also)
-        run(folder / "bin" / "pip", "--disable-pip-version-check", "list")
-        made = ("--assume-old=.venv/.dev", "--assume-old=.venv/jax/.done")
-        run("make", *made, f"JAX_BIN={folder / 'bin'}", "test-jax")
+        with environment(folder, python, constraints("newest"), KERNELS[0], also=also):
+            run(folder / "bin" / "pip", "--disable-pip-version-check", "list")
+            made = ("--assume-old=.venv/.dev", "--assume-old=.venv/jax/.done")
+            run("make", *made, f"JAX_BIN={folder / 'bin'}", "test-jax")
     except (SystemExit, subprocess.TimeoutExpired) as failure:
         say(f"THE NEWEST JAX DOES NOT PASS, which fails nothing here: {failure}")
     else:
@@ -115,16 +117,22 @@ def constraints(variant: str) -> list[str]:
     return lines
 
 
-def make_environment(
+@contextlib.contextmanager
+def environment(
     folder: Path, python: Path, constrained: list[str], *projects: str, also: tuple[str, ...] = ()
-) -> None:
-    """Make an environment anew.  pip fails if there is no version that is declared as the lowest."""
+) -> Iterator[None]:
+    """Make an environment anew, and remove it after the context; keep it if the context fails.
+
+    pip fails if there is no version that is declared as the lowest.
+    """
     run(python, "-m", "venv", "--clear", folder)
     listed = folder / "constraints.txt"
     listed.write_text("".join(f"{line}\n" for line in constrained))
     pip = folder / "bin" / "pip"
     options = ("--quiet", "--disable-pip-version-check", "--constraint", listed)
     run(pip, "install", *options, *(word for each in projects for word in ("--editable", each)), *also)
+    yield
+    shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
