@@ -180,6 +180,12 @@ class AdmissionBudget:
         """End the time in which a permit is revocable: its body is complete, or will not be."""
         del self._body_rates[permit]
 
+    def abort_bodies(self, error: NormserveError) -> None:
+        """Abort every body that is still being received, because the server ends; its client gets `error`."""
+        # An aborted body may release its permit at once.
+        for rate in list(self._body_rates.values()):
+            rate.body.abort(error)
+
     def _subtract_permit(self, permit: "Permit") -> None:
         """Subtract a permit's request and bytes from its tenant's counts and from the totals of all tenants."""
         holder = permit.tenant

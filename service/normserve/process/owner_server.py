@@ -17,7 +17,13 @@ from fastapi import FastAPI
 from normserve import __version__
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.engine.engine import EngineState
-from normserve.errors import ConfigurationError, NormserveError, TooManyConnectionsError
+from normserve.errors import (
+    ConfigurationError,
+    DrainingError,
+    NormserveError,
+    NotReadyError,
+    TooManyConnectionsError,
+)
 from normserve.errors.problems import get_status
 from normserve.http.app import create_app
 from normserve.http.application_services import ApplicationServices
@@ -179,6 +185,9 @@ class OwnerServer(HttpServer):
         if self._services.admission_budget.request_count:
             log.warning("%d requests were not finished in time", self._services.admission_budget.request_count)
             self._services.engine.fail_pending_jobs()
+            self._services.admission_budget.abort_bodies(
+                DrainingError("the server ends before this request's body was received")
+            )
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
@@ -296,6 +305,9 @@ class OwnerServer(HttpServer):
         self.exit_code = code
         self._broadcast_readiness(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)
+        self._services.admission_budget.abort_bodies(
+            NotReadyError("the server has failed, and is about to exit, before this request's body was received")
+        )
 
 
 def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:

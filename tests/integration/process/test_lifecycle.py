@@ -6,9 +6,10 @@ import signal
 from concurrent.futures import Future
 
 import httpx
+import pytest
 
 from tests.integration.harness.misbehaving_server import FAILS
-from tests.integration.harness.raw import Connection
+from tests.integration.harness.raw import Connection, head
 from tests.integration.harness.servers import find_free_port, is_up, of_one_process
 from tests.integration.harness.stage import SCRIPT
 from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
@@ -40,6 +41,36 @@ def test_what_is_not_finished_in_the_grace_time_is_told_so(stage_of):
         assert_problem(refused.result(), 503, "draining")
         assert refused.result().headers["connection"] == "close"
     assert stage.server.wait() == 0
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 200", "Transfer-Encoding: chunked"])
+def test_whoever_has_not_sent_its_body_in_the_grace_time_is_told_so(start_server, framing):
+    server = start_server("--drain-s", "0.2")
+    with Connection(server.address) as late:
+        late.sendall(head("/v1/layer_norm", framing, "Expect: 100-continue"))
+        # It is admitted: the server waits for the body.
+        assert late.answer().status_code == 100
+        server.terminate()
+        refused = late.answer()
+        assert_problem(refused, 503, "draining")
+        assert refused.headers["connection"] == "close"
+        assert "retry-after" in refused.headers
+        assert late.everything() == b""
+    assert server.wait() == 0
+    assert "Traceback" not in server.log
+
+
+def test_a_body_that_arrives_in_the_grace_time_is_computed(start_server, until):
+    server = start_server()
+    body = npy(X)
+    with Connection(server.address) as late:
+        late.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}", "Expect: 100-continue"))
+        assert late.answer().status_code == 100
+        server.terminate()
+        until(lambda: "draining" in server.log)
+        late.sendall(body)
+        assert late.answer().status_code == 200
+    assert server.wait() == 0
 
 
 def test_sigterm_of_an_idle_server(start_server):
@@ -91,6 +122,19 @@ def test_device_failure_ends_the_process(stage_of):
     assert (report["what"], report["settings"]["backend"]) == ("the device failed", "torch")
     assert "float32[1, 102]" in report["work"]
     assert report["traceback"].endswith("DeviceFailureError: injected\n")
+
+
+@of_one_process
+def test_whoever_has_not_sent_its_body_when_the_device_fails_is_told_so(stage_of):
+    stage = stage_of()
+    with Connection(stage.server.address) as late:
+        late.sendall(head("/v1/layer_norm", "Content-Length: 200", "Expect: 100-continue"))
+        assert late.answer().status_code == 100
+        assert_problem(stage.post(FAILS), 500, "device_failure")
+        refused = late.answer()
+        assert_problem(refused, 503, "not_ready")
+        assert "retry-after" in refused.headers
+    assert stage.server.wait() == 1
 
 
 @of_one_process

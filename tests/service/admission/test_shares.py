@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from normserve.admission.permits import AdmissionBudget, Permit
-from normserve.errors import OverloadedError, RequestTimeoutError
+from normserve.errors import DrainingError, OverloadedError, RequestTimeoutError
 
 
 class Body:
@@ -28,6 +28,25 @@ def receiving(limits: AdmissionBudget, nbytes: int = 0, tenant: str = "") -> tup
     permit = limits.acquire(nbytes, tenant)
     permit.start_receiving(body, DUE)
     return permit, body
+
+
+def test_at_the_end_of_the_server_every_body_that_is_still_received_is_aborted(now):
+    class Leaving(Body):
+        """One that gives its permit back at once."""
+
+        def abort(self, error: Exception) -> None:
+            super().abort(error)
+            leaving.release()
+
+    limits = AdmissionBudget(max_requests=4, max_bytes=1000, clock=lambda: now[0])
+    (_, kept), (complete, whole) = receiving(limits), receiving(limits)
+    complete.complete_body()
+    leaving, left = limits.acquire(0), Leaving()
+    leaving.start_receiving(left, DUE)
+    error = DrainingError("the end")
+    limits.abort_bodies(error)
+    assert [body.failure for body in (kept, left, whole)] == [error, error, None]
+    assert limits.request_count == 2
 
 
 class TestBodiesThatStall:
