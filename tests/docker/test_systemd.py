@@ -40,6 +40,10 @@ def test_it_ends_a_server_as_a_server_ends(service):
     assert float(service["TimeoutStopSec"]) > 5 + Settings().drain_s + _FAREWELL_S + CLOSE_S + _STOP_S
 
 
+def test_a_reload_asks_the_first_process_alone(service):
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+
+
 def test_what_is_configured_wrongly_is_not_started_again(service):
     assert service["Restart"] == "on-failure"
     assert int(service["RestartPreventExitStatus"]) == ExitCode.MISCONFIGURED

@@ -82,6 +82,7 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, _log_ignored_reload)
     if parent is not None:
         loop.add_reader(parent, _on_parent_end, parent, stop, parent_end)
     # Whoever reads this may send a signal at once.
@@ -102,6 +103,11 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await draining
     server_client.close()
+
+
+def _log_ignored_reload() -> None:
+    """Log that SIGHUP is ignored: TLS files, if there are any, are read at each handshake."""
+    log.info("SIGHUP came and is ignored: TLS files are read again at each handshake")
 
 
 async def _wait_for_retirement(delay_s: float, stop: asyncio.Event, parent_end: asyncio.Event) -> None:

@@ -24,7 +24,7 @@ from normserve.http.transport import (
 )
 from normserve.process.connection_limits import identify_client
 from normserve.process.exit_codes import ExitCode
-from normserve.process.tls import TlsContext, TlsFileError
+from normserve.process.tls import TlsContext, TlsFileError, log_ignored_reload
 from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,13 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals within the block: drain after the first SIGTERM or SIGINT, stop at once at the second, and
-        reload TLS files at SIGHUP.  A fatal signal prints each thread's traceback.
+        reload TLS files, if there are any, at SIGHUP.  A fatal signal prints each thread's traceback.
         """
         faulthandler.enable()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        if self._tls is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
         yield
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
@@ -93,9 +92,11 @@ class HttpServer(uvicorn.Server):
 
     def _reload_tls(self) -> None:
         """Read the TLS files again, for new connections; if they are invalid, log an error and keep the old
-        ones.
+        ones.  Without TLS, only log that there are none.
         """
-        assert self._tls is not None
+        if self._tls is None:
+            log_ignored_reload()
+            return
         try:
             self._tls.reload_files()
         except TlsFileError as error:

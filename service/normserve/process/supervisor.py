@@ -40,6 +40,7 @@ from normserve.process.listeners import (
 )
 from normserve.process.local_setup import make_local_limits
 from normserve.process.supervisor_channel import BEAT_S, LINK, REFUSED, RESTARTED
+from normserve.process.tls import log_ignored_reload
 from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -99,8 +100,7 @@ class FleetSupervisor:
                 accepted.append(self._local_limits.accept_connections(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain_owners_or_stop_all)
-            if self._settings.tls_cert is not None:
-                loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
+            loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
             beside = [
                 asyncio.create_task(work)
                 for work in (self._announce_when_all_ready(listeners[0]), self._monitor_silence())
@@ -209,7 +209,10 @@ class FleetSupervisor:
                     owner.send_message(LINK, there)
 
     def _reload_tls(self) -> None:
-        """Make the processes that serve HTTP read the TLS files again."""
+        """Make the processes that serve HTTP read the TLS files again; without TLS, log that there are none."""
+        if self._settings.tls_cert is None:
+            log_ignored_reload()
+            return
         for process in self._front_ends or self._owners:
             process.request_tls_reload()
 

@@ -1,5 +1,6 @@
 """TLS on the port, with certificate and key from files, which may be replaced while the server runs."""
 
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any, Self
 
 from normserve.regular_files import open_regular_file
 from normserve.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class TlsFileError(Exception):
@@ -112,6 +115,11 @@ class TlsContext(ssl.SSLContext):
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """Begin a handshake with the files that were read last; event loops call this for each connection."""
         return self._current.wrap_bio(*arguments, **options)
+
+
+def log_ignored_reload() -> None:
+    """Log that SIGHUP is ignored, because the server has no TLS files to read again."""
+    log.info("SIGHUP came and is ignored: without TLS there are no files to read again")
 
 
 def _refuse_password() -> str:

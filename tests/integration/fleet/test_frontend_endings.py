@@ -64,6 +64,15 @@ def test_counters_begin_anew_with_the_process_that_has_them_and_nothing_else_is_
         assert all(again[name] >= read[name] for name in counters)
 
 
+def test_sighup_without_tls_ends_none_of_them(served, until):
+    pids = children(served.process.pid)
+    for number, pid in enumerate([served.process.pid, *pids], 1):
+        os.kill(pid, signal.SIGHUP)
+        until(lambda count=number: served.log.count("SIGHUP came and is ignored") == count)
+    assert children(served.process.pid) == pids
+    on_each(served.url, assert_alive, 2)
+
+
 def test_processes_end_with_the_one_that_started_them(served, until):
     pids = children(served.process.pid)
     assert len(pids) == 3

@@ -1,6 +1,8 @@
 """What remains of a call at its end, its own or the server's."""
 
 import asyncio
+import os
+import signal
 import socket
 import threading
 
@@ -12,7 +14,7 @@ import tritonclient.grpc.aio as triton_aio
 from normserve.grpc.schema import INFERENCE, get_message_class
 
 from tests.integration.grpc.requests import make_input
-from tests.integration.harness.gateways import find_gateway_address
+from tests.integration.harness.gateways import find_gateway_address, find_gateway_process
 from tests.integration.harness.stage import SCRIPT
 from tests.integration.oip.models import random
 
@@ -50,6 +52,14 @@ def test_calls_in_progress_are_finished_when_the_server_ends(gated):
     assert [np.isfinite(each).all() for each in results] == [True] * 3
     assert first.result().status_code == 200
     assert gated.server.wait() == 0
+
+
+def test_sighup_does_not_end_the_gateway(gated):
+    with triton.InferenceServerClient(find_gateway_address(gated.server)) as client:
+        os.kill(find_gateway_process(gated.server), signal.SIGHUP)
+        gated.until(lambda: "SIGHUP came and is ignored" in gated.server.log)
+        assert client.is_server_ready()
+    assert gated.server.log.count("gRPC is ready") == 1
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline"])

@@ -82,6 +82,18 @@ def test_sigterm_of_an_idle_server(start_server):
     assert "SIGTERM came" in server.log
 
 
+@pytest.mark.parametrize("devices", [[], ["--devices", "cpu,cpu"]])
+def test_sighup_without_tls_ends_nothing(start_server, until, devices):
+    server = start_server(*devices)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: "SIGHUP came and is ignored" in server.log)
+    with server.client() as http:
+        assert_alive(http)
+    server.terminate()
+    assert server.wait() == 0
+    assert server.log.count("SIGHUP") == 1
+
+
 def answered_well(running: "Future[httpx.Response]") -> bool:
     try:
         return running.result().status_code == 200
