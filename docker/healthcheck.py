@@ -1,4 +1,4 @@
-"""Exits 0 if the server in this container is ready for work."""
+"""Exits 0 if the server in this container is ready for work: healthcheck.py [PATH], which is /readyz by default."""
 
 import http.client
 import os
@@ -30,7 +30,7 @@ def connection() -> http.client.HTTPConnection:
 
 try:
     asked = connection()
-    asked.request("GET", "/readyz")
+    asked.request("GET", sys.argv[1] if len(sys.argv) > 1 else "/readyz")
     response = asked.getresponse()
     answer = response.read().decode(errors="replace").strip()
 except OSError as error:

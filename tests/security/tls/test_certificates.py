@@ -136,14 +136,15 @@ def test_the_python_client(mutual, ours, theirs):
 
 
 def test_the_container_knows_whether_it_is_healthy(secure, mutual, uds):
-    def asked(server, **more):
+    def asked(server, *path, **more):
         host, port = server.address
         environment = {"NORMSERVE_HOST": host, "NORMSERVE_PORT": str(port), **more}
-        command = [sys.executable, str(ROOT / "docker/healthcheck.py")]
+        command = [sys.executable, str(ROOT / "docker/healthcheck.py"), *path]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert asked(secure, NORMSERVE_TLS_CERT="cert.pem").stdout == "ready\n"
     assert asked(secure, NORMSERVE_TLS_CERT="cert.pem", NORMSERVE_UDS=str(uds)).stdout == "ready\n"
+    assert asked(secure, "/livez", NORMSERVE_TLS_CERT="cert.pem").stdout == "ok\n"
     for refused in (asked(secure), asked(mutual, NORMSERVE_TLS_CERT="cert.pem")):
         assert refused.returncode == 1
         assert refused.stderr.startswith("no answer: ")

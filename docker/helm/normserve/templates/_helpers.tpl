@@ -27,7 +27,34 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if kindIs "float64" $value }}{{ $value = $value | toJson }}{{ end }}
 {{- $_ := set $settings $name (toString $value) }}
 {{- end }}
+{{- /* Probes have no certificate of a client, and use the socket. */}}
+{{- if and (get $settings "NORMSERVE_TLS_CLIENT_CA") (not (get $settings "NORMSERVE_UDS")) }}
+{{- $_ := set $settings "NORMSERVE_UDS" "/tmp/normserve.sock" }}
+{{- end }}
 {{- toYaml $settings }}
+{{- end }}
+
+{{/* A setting by its name in the list (. NAME); nothing if it is not set. */}}
+{{- define "normserve.setting" -}}
+{{- get (include "normserve.settings" (first .) | fromYaml) (last .) }}
+{{- end }}
+
+{{/* How a probe asks for a path, as the list (. PATH). */}}
+{{- define "normserve.probe" -}}
+{{- if include "normserve.setting" (list (first .) "NORMSERVE_TLS_CLIENT_CA") -}}
+exec:
+  command:
+    - python
+    - /usr/local/lib/normserve/healthcheck.py
+    - {{ last . }}
+{{- else -}}
+httpGet:
+  path: {{ last . }}
+  port: http
+  {{- if include "normserve.setting" (list (first .) "NORMSERVE_TLS_CERT") }}
+  scheme: HTTPS
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Half of the admitted bytes, beyond which the autoscaler adds pods. */}}
