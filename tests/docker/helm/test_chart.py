@@ -232,6 +232,17 @@ def test_probes_need_no_certificate_of_a_client(charts, uds):
     assert str(socket.parent) in {mount["mountPath"] for mount in get_container(found)["volumeMounts"]}
 
 
+def test_prometheus_may_scrape_by_a_pods_address_where_hosts_are_listed():
+    found = render(settings={"NORMSERVE_ALLOWED_HOSTS": "api.example"}, apiKeySecret="")
+    require_valid(found)
+    address, hosts = get_container(found)["env"]
+    assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    # Kubernetes puts in the variables that come before, and gives those of `env` precedence.
+    assert hosts == {"name": "NORMSERVE_ALLOWED_HOSTS", "value": f"api.example,$({address['name']})"}
+    # Every host.
+    assert "env" not in get_container(render(settings={"NORMSERVE_ALLOWED_HOSTS": "*"}, apiKeySecret=""))
+
+
 def test_the_values_of_the_documents_are_valid():
     text = (ROOT / "docs/deploying/kubernetes.md").read_text(encoding="utf-8")
     (values,) = re.findall(r"```yaml\n(settings:.*?)```", text, re.DOTALL)

@@ -39,6 +39,28 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- get (include "normserve.settings" (first .) | fromYaml) (last .) }}
 {{- end }}
 
+{{/* Variables that only the cluster knows; nothing if there are none. */}}
+{{- define "normserve.environment" -}}
+{{- /* The server refuses to start with both. */}}
+{{- if and .Values.apiKeySecret (not (include "normserve.setting" (list . "NORMSERVE_API_KEYS_FILE"))) }}
+- name: NORMSERVE_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.apiKeySecret }}
+      key: api-key
+{{- end }}
+{{- $hosts := include "normserve.setting" (list . "NORMSERVE_ALLOWED_HOSTS") | trim }}
+{{- if not (has $hosts (list "" "*")) }}
+# Prometheus scrapes a pod by its address.
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+- name: NORMSERVE_ALLOWED_HOSTS
+  value: {{ printf "%s,$(POD_IP)" $hosts | quote }}
+{{- end }}
+{{- end }}
+
 {{/* How a probe asks for a path, as the list (. PATH). */}}
 {{- define "normserve.probe" -}}
 {{- if include "normserve.setting" (list (first .) "NORMSERVE_TLS_CLIENT_CA") -}}
