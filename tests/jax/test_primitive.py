@@ -241,3 +241,25 @@ def test_explicit_sharding_is_that_of_x_and_of_each_array():
         assert [jax.typeof(each) for each in gradients] == [jax.typeof(each) for each in (x, weight, scale)]
         gathered = (jax.sharding.reshard(each, PartitionSpec()) for each in (x, weight, scale))
         assert_all_close(gradients, jax.grad(loss, (1, 2, 3))(formula, *gathered))
+
+
+SHARDED_BATCHES = {
+    "rows": lambda f: jax.vmap(lambda x: f.layer_norm(x, WEIGHT)),
+    "samples": lambda f: jax.vmap(lambda x: f.group_norm(x, 4, WEIGHT)),
+    "masks": lambda f: jax.vmap(lambda x: f.layer_norm(x, dropout=0.5, seed=3)),
+    "gradients": lambda f: jax.vmap(jax.grad(lambda x: (f.layer_norm(x, WEIGHT) ** 2).sum())),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED_BATCHES)
+def test_a_batch_that_is_sharded_over_an_explicit_axis_stays_so(name):
+    if len(jax.devices()) < 2:
+        pytest.skip("there is one device")
+    call = SHARDED_BATCHES[name](fusednorm.jax)
+    x = draw(4, 3, COLS)
+    wanted = call(x)
+    with jax.set_mesh(jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])):
+        sharded = jax.device_put(x, PartitionSpec("rows"))
+        for result in (call(sharded), jax.jit(call)(sharded)):
+            assert jax.typeof(result) == jax.typeof(sharded)
+            assert_all_close(np.asarray(result), wanted)

@@ -1,6 +1,6 @@
 """Calls of the public functions: the checks of their arguments, and what no pass has to do."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,11 @@ from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.jax.differentiable import NormCall, compute_norm
 from fusednorm.jax.passes import ForwardPass
+from fusednorm.jax.shardings import gather, reshard, vary_alike
 
 LAYOUTS = ("nchw", "nhwc")
 
 _WORD = 0xFFFFFFFF
-
-T = TypeVar("T")
 
 _compute_norm = jax.jit(compute_norm, static_argnums=0, inline=True)
 
@@ -48,8 +47,9 @@ def dispatch_norm(
     if arrays.x.size == 0:
         return _return_empty(call, arrays)
     words = _split_into_words(seed) if options.dropout else None
-    results = _compute_norm(call, *_vary_alike(jax.tree.map(_gather, (arrays, words))))
-    y, residual_out = (_shard_as(each, arrays.x) for each in results)
+    results = _compute_norm(call, *vary_alike(jax.tree.map(gather, (arrays, words))))
+    sharding = jax.typeof(arrays.x).sharding
+    y, residual_out = (None if each is None else reshard(each, sharding) for each in results)
     return y, residual_out
 
 
@@ -100,34 +100,6 @@ def _split_into_words(seed: Any) -> jax.Array:
         return jnp.stack([seed.astype(jnp.uint32), jnp.uint32(0)])
     low = seed.astype(jnp.int32)
     return lax.bitcast_convert_type(jnp.stack([low, low >> 31]), jnp.uint32)
-
-
-def _gather(array: jax.Array) -> jax.Array:
-    """Gather an array that is sharded over explicit axes of a mesh, as a pass needs; its gradient is sharded."""
-    if not any(jax.typeof(array).sharding.spec):
-        return array
-    return jax.sharding.reshard(array, jax.typeof(array).sharding.update(spec=jax.P()))
-
-
-def _shard_as(result: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """Shard a result of x's shape over explicit axes of a mesh as x."""
-    sharding = jax.typeof(x).sharding
-    return result if result is None or not any(sharding.spec) else jax.sharding.reshard(result, sharding)
-
-
-def _vary_alike(arrays: T) -> T:
-    """Make the arrays in a tree vary over the same axes of the mesh of a `shard_map`, as passes need.
-
-    The gradient of an array that varied over fewer axes is then the sum over the others.
-    """
-    axes = frozenset().union(*(jax.typeof(each).manual_axis_type.varying for each in jax.tree.leaves(arrays)))
-
-    def vary(array: jax.Array) -> jax.Array:
-        others = axes - jax.typeof(array).manual_axis_type.varying
-        return lax.pcast(array, tuple(others), to="varying") if others else array
-
-    made: T = jax.tree.map(vary, arrays)
-    return made
 
 
 def _return_empty(call: NormCall, arrays: NormInputs[jax.Array]) -> tuple[jax.Array, jax.Array | None]:

@@ -17,6 +17,7 @@ from fusednorm.arguments.inputs import ROLES, ShapeRole
 from fusednorm.devices.device_properties import make_missing_triton_error
 from fusednorm.jax.formulas import compute_by_formulas
 from fusednorm.jax.passes import SUMS, NormPass
+from fusednorm.jax.shardings import gather, get_axis_sharding, reshard
 
 norm_pass_p = Primitive("fusednorm_pass")
 norm_pass_p.multiple_results = True
@@ -75,20 +76,23 @@ def _batch(arrays: tuple[jax.Array, ...], axes: tuple[int | None, ...], *, norm_
 
     It gives something else if the calls differ in a parameter, for sums over the rows of each call, and with
     dropout, whose mask depends on the number of a row.  XLA makes few kernels of a batch of formulas.
+
+    A batch that is sharded over an explicit axis of a mesh is gathered, and its results are sharded as it was.
     """
     batched = {name: axis for name, axis in zip(norm_pass.names, axes, strict=True) if axis is not None}
     inputs = _name_inputs(norm_pass, arrays)
     names = list(
         norm_pass.list_results({name: _drop_axis(each, batched.get(name)) for name, each in inputs.items()})
     )
-    inputs |= {name: jnp.moveaxis(inputs[name], axis, 0) for name, axis in batched.items()}
+    sharding = next(get_axis_sharding(inputs[name], axis) for name, axis in batched.items())
+    inputs |= {name: gather(jnp.moveaxis(inputs[name], axis, 0)) for name, axis in batched.items()}
     results: dict[str, jax.Array] = {}
     if not (norm_pass.options.dropout or any(ROLES[name] is ShapeRole.PARAMETER for name in batched)):
         results = _run_as_one(norm_pass.leave_out(SUMS), inputs, batched.keys())
     others = tuple(name for name in names if name not in results)
     if others:
         results |= _compute_batch_by_formulas(norm_pass, others, tuple(batched), inputs)
-    return [results[name] for name in names], [0] * len(names)
+    return [reshard(results[name], sharding) for name in names], [0] * len(names)
 
 
 def _drop_axis(array: Any, axis: int | None) -> jax.ShapeDtypeStruct:
