@@ -65,12 +65,30 @@ def test_arrays_of_numpy_are_taken():
 
 @pytest.mark.parametrize("name", ["eps", "weight_offset", "dropout", "negative_slope"])
 def test_an_option_that_is_traced_or_an_array_is_refused(name):
-    with pytest.raises(KernelInputError, match=f"{name} must be a Python value, got JitTracer"):
-        jax.jit(lambda x, value: layer_norm(x, X[0, 0], **{name: value}))(X, 1)
     with pytest.raises(
-        KernelInputError, match=rf"{name} must be a Python value, got array\(1\): under jax.jit bind it by "
+        KernelInputError, match=rf"{name} must be a Python value, got a traced int32\[\]: under jax.jit bind it by "
     ):
+        jax.jit(lambda x, value: layer_norm(x, X[0, 0], **{name: value}))(X, 1)
+    with pytest.raises(KernelInputError, match=rf"{name} must be a Python value, got an array int64\[\]$"):
         layer_norm(X, X[0, 0], **{name: np.array(1)})
+
+
+def test_the_bias_that_rms_norm_does_not_have_is_named_by_its_shape_alone():
+    with pytest.raises(KernelInputError, match=r"^eps must be a Python value, got an array float32\[8\]$"):
+        rms_norm(X, jnp.ones(8), jnp.ones(8))
+
+
+@pytest.mark.parametrize("dtype", [">f4", object, np.longdouble, "U1"])
+def test_an_array_of_numpy_whose_dtype_jax_does_not_have_is_refused_by_its_name(dtype):
+    array = np.ones(8, dtype)
+    with pytest.raises(KernelInputError, match=f"^weight must be float32, .*, got {array.dtype}$"):
+        layer_norm(X, array)
+
+
+def test_ints_that_vjp_passes_on_are_options():
+    x = jnp.arange(24.0).reshape(2, 12)
+    y, _ = jax.vjp(lambda x, groups, seed: group_norm(x, groups, dropout=0.5, seed=seed), x, 3, 5)
+    assert (y == group_norm(x, 3, dropout=0.5, seed=5)).all()
 
 
 @pytest.mark.parametrize("seed", [jax.random.key(0), jnp.ones(()), jnp.array([3]), np.array([3]), np.array(True)])

@@ -123,6 +123,7 @@ SEEDS = {
     "int8": (jnp.int8(-3), -3),
     "numpy": (np.array(-(1 << 40)), -(1 << 40)),
     "a number of numpy": (np.int64(-(1 << 40)), -(1 << 40)),
+    "an unsigned number of numpy": (np.uint64((1 << 64) - 3), -3),
 }
 
 
@@ -139,6 +140,13 @@ def test_an_array_of_64_bits_is_a_seed_with_both_words(number, device):
     with jax.enable_x64(True):
         y = jax.jit(lambda seed: fusednorm.jax.rms_norm(XS, dropout=0.5, seed=seed))(jnp.int64(number))
         assert_all_close(y, fusednorm.jax.rms_norm(XS, dropout=0.5, seed=number))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32])
+def test_a_call_moves_nothing_to_the_device_for_a_seed_that_is_there(dtype, device):
+    x, seed = draw(3, COLS), jnp.asarray(3, dtype)
+    with jax.transfer_guard("disallow"):
+        fusednorm.jax.layer_norm(x, dropout=0.5, seed=seed)
 
 
 def test_one_compiled_program_takes_every_seed(device):

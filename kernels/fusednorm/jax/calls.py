@@ -1,5 +1,6 @@
 """Calls of the public functions: the checks of their arguments, and what no pass has to do."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def dispatch_norm(
         raise KernelInputError(f'layout must be "nchw" or "nhwc", got {group_layout!r}')
     arrays: NormInputs[Any] = NormInputs._make(_convert_array(*each) for each in inputs._asdict().items())
     _check_no_arrays(options)
-    options = options._replace(seed=_get_number(seed)).validate()
+    options = NormOptions._make(map(_convert_int, options._replace(seed=_get_number(seed)))).validate()
     # The seed differs between calls, which have one compiled program.
     call = NormCall(options._replace(seed=None), group_layout == "nhwc")
     if arrays.x.size == 0:
@@ -61,17 +62,31 @@ def _convert_array(name: str, given: Any) -> jax.Array | None:
         if name == "weight" and is_shape(given):
             raise TypeError(f"{expected}, got {given}: there is no normalized_shape before weight")
         raise TypeError(f"{expected}, got {type(given).__name__}: write jnp.asarray({name})")
-    return jnp.asarray(given)
+    try:
+        return jnp.asarray(given)
+    except TypeError:
+        raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {given.dtype}") from None
 
 
 def _check_no_arrays(options: NormOptions) -> None:
     """Raise KernelInputError if an option is an array, or stands for one while JAX traces."""
     for name, value in options._asdict().items():
-        if isinstance(value, jax.Array | np.ndarray):
+        if isinstance(value, jax.core.Tracer):
             raise KernelInputError(
-                f"{name} must be a Python value, got {value!r}: under jax.jit bind it by functools.partial or "
-                "name it in static_argnames"
+                f"{name} must be a Python value, got a traced {_name_type(value)}: under jax.jit bind it by "
+                "functools.partial or name it in static_argnames"
             )
+        if isinstance(value, jax.Array | np.ndarray):
+            raise KernelInputError(f"{name} must be a Python value, got an array {_name_type(value)}")
+
+
+def _name_type(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _convert_int(value: Any) -> Any:
+    """Convert an int of JAX's subclass, of which `jax.vjp` makes an argument that it does not differentiate."""
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _get_number(seed: Any) -> Any:
@@ -84,16 +99,21 @@ def _get_number(seed: Any) -> Any:
         return seed
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise KernelInputError(
-            f"seed must be an int or an array of integers of shape (), got {seed.dtype}{list(seed.shape)}: "
+            f"seed must be an int or an array of integers of shape (), got {_name_type(seed)}: "
             "a key of jax.random gives one by jax.random.bits(key)"
         )
-    return 0 if isinstance(seed, jax.Array) else seed.item()
+    return 0 if isinstance(seed, jax.Array) else int(seed.astype(np.int64))
 
 
 def _split_into_words(seed: Any) -> jax.Array:
     """Split a seed, an integer of any width, into the words of an int64 of the same value (see `passes.SEED`)."""
-    if not isinstance(seed, jax.Array):
-        return jnp.asarray(np.array([int(seed) & _WORD, int(seed) >> 32 & _WORD], np.uint32))
+    if isinstance(seed, jax.Array):
+        return _split_array_into_words(seed)
+    return jnp.asarray(np.array([int(seed) & _WORD, int(seed) >> 32 & _WORD], np.uint32))
+
+
+@partial(jax.jit, inline=True)
+def _split_array_into_words(seed: jax.Array) -> jax.Array:
     if seed.dtype.itemsize == 8:
         return lax.bitcast_convert_type(seed, jnp.uint32)
     if jnp.issubdtype(seed.dtype, jnp.unsignedinteger):
