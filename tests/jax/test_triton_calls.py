@@ -11,6 +11,7 @@ import pytest
 from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device_properties import H200
+from fusednorm.errors import UnsupportedShapeError
 from fusednorm.jax import triton_calls
 from fusednorm.jax.kernel_plans import plan_launches
 from fusednorm.jax.passes import ABSENT_GPU, ForwardPass
@@ -90,6 +91,14 @@ def test_a_batch_of_no_calls_has_no_kernel(kernels):
     program = jax.jit(jax.vmap(fusednorm.jax.layer_norm)).trace(jnp.ones((0, 4, 8)))
     assert "triton_kernel_call" not in program.lower(lowering_platforms=("cuda",)).as_text()
     assert not kernels.calls
+
+
+def test_a_size_that_is_a_symbol_is_refused_for_a_gpu_and_not_for_a_cpu(kernels):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 1024"), jnp.float32)
+    call = jax.jit(fusednorm.jax.layer_norm)
+    assert jax.export.export(call, platforms=("cpu",))(x).call(jnp.ones((3, 1024))).shape == (3, 1024)
+    with pytest.raises(UnsupportedShapeError, match=r"^x \[rows, 1024\] needs sizes that are numbers on a GPU, "):
+        call.trace(x).lower(lowering_platforms=("cuda",))
 
 
 def test_scalars_have_the_types_that_kernels_declare(kernels):

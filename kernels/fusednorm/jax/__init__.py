@@ -36,7 +36,7 @@ def layer_norm(
     weight_offset: float = 0.0,
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,
@@ -71,8 +71,8 @@ def layer_norm(
 
     Raises:
         KernelInputError: a wrong shape, dtype or value.
-        UnsupportedShapeError: over 2^30 columns; on a GPU over 65535 heads with separate parameters, and in
-            backward with such heads over 12288 columns of a 16-bit x or 8192 of a float32 one.
+        UnsupportedShapeError: over 2^30 columns; on a GPU over 65535 heads with separate parameters, in backward
+            with such heads over 12288 columns of a 16-bit x or 8192 of a float32 one, and symbolic sizes.
         TypeError: an argument is neither an array of JAX nor of numpy.
         ModuleNotFoundError: a GPU without Triton installed.
 
@@ -97,7 +97,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,
@@ -149,7 +149,7 @@ def group_norm(
     *,
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,
@@ -181,7 +181,7 @@ def group_norm(
 
     Raises:
         KernelInputError: a wrong shape, dtype or value, or num_groups does not divide C.
-        UnsupportedShapeError: on a GPU, the call needs 2^31 programs or more.
+        UnsupportedShapeError: on a GPU, the call needs 2^31 programs or more, or sizes of x are symbolic.
         TypeError: an argument is neither an array of JAX nor of numpy.
         ModuleNotFoundError: a GPU without Triton installed.
 
@@ -209,7 +209,7 @@ def add_layer_norm(
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
     gate: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,
@@ -258,7 +258,7 @@ def add_rms_norm(
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
     gate: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,
@@ -307,7 +307,7 @@ def add_group_norm(
     *,
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
-    activation: ActivationName = "none",
+    activation: ActivationName | None = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     seed: int | jax.Array | None = None,

@@ -8,6 +8,7 @@ import jax
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.outputs import Outputs
 from fusednorm.devices.device_properties import GpuModel
+from fusednorm.errors import UnsupportedShapeError
 from fusednorm.jax.passes import ABSENT_GPU, SEED, ForwardPass, NormPass
 from fusednorm.jax.triton_calls import PlanBuffers, run_launches
 from fusednorm.launch.launches import Launch
@@ -26,8 +27,14 @@ def run_by_kernels(norm_pass: NormPass, inputs: dict[str, jax.Array]) -> list[ja
     """Compute a pass by kernels, and return its results in the order of `NormPass.list_results`.
 
     Raises:
-        UnsupportedShapeError: no kernel takes these shapes.
+        UnsupportedShapeError: no kernel takes these shapes, or they have sizes that are not known.
     """
+    shape = inputs["x"].shape
+    if any(map(jax.export.is_symbolic_dim, shape)):
+        raise UnsupportedShapeError(
+            f"x [{', '.join(map(str, shape))}] needs sizes that are numbers on a GPU, where kernels are chosen by "
+            "them: export the function once for each shape"
+        )
     device = describe_gpu()
     buffers = PlanBuffers(inputs, norm_pass.list_results(inputs))
     run_launches(plan_launches(norm_pass, inputs, device), buffers, device.arch)
