@@ -149,7 +149,8 @@ def check_float(name: str, array: Array, shape_like: Array | None = None) -> Non
 
 def has_heads(weight: Any, bias: Any) -> bool:
     """Return whether parameters are [heads, cols]: separate ones for each head of x [..., heads, cols]."""
-    return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
+    first = bias if weight is None else weight
+    return first is not None and first.ndim == 2
 
 
 def check_shape(name: str, parameter: Any, shape: tuple[int, ...], x: Any) -> None:

@@ -158,8 +158,8 @@ class LayerNormCall:
         """
         if self.x.ndim > 2:
             raise UnsupportedShapeError(
-                f"rows of {self.cols} columns are too long for two strides, "
-                "and for heads with parameters of their own"
+                f"rows of {self.cols} columns are too long for separate parameters of each head, "
+                "and for an x whose rows have two strides"
             )
 
     def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:

@@ -113,6 +113,8 @@ def test_what_cannot_be_heads_is_refused(device):
             library.rms_norm_forward(x, weight.t().contiguous())
         with pytest.raises(KernelInputError, match=r" needs bias \[3, 8\], got \[8\]"):
             library.layer_norm_forward(x, weight, weight[0])
+        with pytest.raises(KernelInputError, match=r" needs bias \[8\], got \[1, 8\]"):
+            library.layer_norm_forward(x, weight[0], weight[:1])
         with pytest.raises(KernelInputError, match=r" needs weight \[8\], got \[3, 8\]"):
             library.rms_norm_forward(x[0, 0, 0], weight)
     with pytest.raises(UnsupportedShapeError, match="one constant stride apart"):
@@ -129,5 +131,5 @@ def test_backward_has_a_longest_row_of_heads_for_each_size_of_element(device, dt
         if cols == most:
             assert not fusednorm.rms_norm_backward(x, x, weight).dx.any()
             continue
-        with pytest.raises(UnsupportedShapeError, match=f"rows of {cols} columns are too long"):
+        with pytest.raises(UnsupportedShapeError, match=f"rows of {cols} columns are too long for separate "):
             fusednorm.rms_norm_backward(x, x, weight)
