@@ -143,7 +143,9 @@ class _ScenarioRun:
         self._machine: PeakMachineUse | None = None
 
     def warm_up(self) -> None:
-        """Send every request once."""
+        """Send every request once, unless the run was ended before."""
+        if self._fleet.is_stopped:
+            return
         self._watcher.begin_stage("sending every request once", None)
         self._uncounted_tallies.append(self._fleet.send_each_once())
 
@@ -151,9 +153,11 @@ class _ScenarioRun:
         """Measure the loopback's bandwidth for messages of the load's mean size, as an upper bound for the
         server's.
 
-        Return None if the server is on another machine or shares memory, or if no request of the warm-up
-        or the measurement itself succeeded.
+        Return None if the server is on another machine or shares memory, if no request of the warm-up or the
+        measurement itself succeeded, or if the run was ended before.
         """
+        if self._fleet.is_stopped:
+            return None
         is_unix = address.socket_path is not None
         total = self._uncounted_tallies[0].sum_all()
         # With shared memory, no tensors pass through sockets.
@@ -172,6 +176,8 @@ class _ScenarioRun:
         Return early if the run was stopped or the capacity is 0.
         """
         scenario = self._scenario
+        if self._fleet.is_stopped:
+            return
         if scenario.needs_capacity:
             self._measure_capacity()
         segments = [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from normload import cli
@@ -170,6 +171,43 @@ def test_an_interrupt_ends_the_run_and_shows_what_there_is(normload, fake_server
     whole = document["summary"]["phases"][-1]
     assert whole["ok_per_second"] == pytest.approx(100, rel=0.9)
     assert sum(document["summary"]["sent_by_status"].values()) == fake_server.requests
+
+
+def test_a_run_that_is_interrupted_before_its_phases_ends_at_once(normload, fake_server):
+    main = threading.main_thread().ident
+
+    def interrupt(number):
+        if number == 1:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    fake_server.before = interrupt
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        code, output, document = normload("--processes", "1")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == cli.NO_ANSWERS
+    assert "ended early" in output
+    assert "measuring the loopback" not in output
+    assert row(output, "all")[1:4] == ["-", "-", "-"]
+    assert document["phases"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["making requests", "measuring the loopback"])
+def test_an_interrupt_from_the_terminal_prints_no_traceback_of_a_process_that_starts(stage, fake_server, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(SCENARIO)
+    arguments = [sys.executable, "-m", "normload", "run", str(file), "--url", fake_server.url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        while not (line := run.stderr.readline()).startswith(f"normload: {stage}"):
+            assert line
+        time.sleep(0.2)
+        os.killpg(run.pid, signal.SIGINT)
+        output, errors = run.communicate(timeout=60)
+    assert "Traceback" not in errors
+    assert "ended early" in output
 
 
 def test_a_server_that_is_not_there_is_said_so(capsys):

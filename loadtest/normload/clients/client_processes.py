@@ -19,6 +19,7 @@ from normload.clients.client_worker import (
     WorkerFailure,
     WorkerSetup,
 )
+from normload.interrupts import block_interrupts_of_children
 from normload.load.scenarios import LoadPhase
 from normload.measurements.tallies import PhaseTally
 
@@ -68,7 +69,8 @@ class ClientProcesses:
                 daemon=True,
                 name=f"normload-{index}",
             )
-            process.start()
+            with block_interrupts_of_children():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._running.append(process)

@@ -1,7 +1,6 @@
 """One client process: it receives commands from its parent through a pipe, and responds with tallies."""
 
 import gc
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,8 +120,6 @@ def main(
     A first, empty `CommandResult` reports that the requests are created.  An exception ends the
     process, after a `WorkerFailure`.
     """
-    # Ctrl-C reaches all processes of a terminal; the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         worker = ClientWorker(setup)
         gc.collect()

@@ -1,5 +1,6 @@
 """Objectives of a run, such as `p99<20ms`, `errors<0.1%` and `rate>500`."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -45,7 +46,11 @@ class LoadObjective:
         return value < self.bound if self.at_most else value > self.bound
 
     def format_value(self, value: float) -> str:
-        """Format a value of the metric: latencies in ms, errors in per cent, the rate per second."""
+        """Format a value of the metric: latencies in ms, errors in per cent, the rate per second.  NaN is not
+        measured.
+        """
+        if math.isnan(value):
+            return "not measured"
         if self.metric == "errors":
             return f"{value:.3%}"
         return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"

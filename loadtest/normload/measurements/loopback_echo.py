@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from normload.interrupts import block_interrupts_of_children
 from normload.measurements.latency_histogram import LatencyHistogram
 
 _SECONDS = 0.5
@@ -71,8 +72,9 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
             context.Process(target=_measure_round_trips, args=(here, nbytes, seconds, theirs), daemon=True)
         )
         pipes.append(ours)
-        for process in processes[-2:]:
-            process.start()
+        with block_interrupts_of_children():
+            for process in processes[-2:]:
+                process.start()
         for end in (here, there, theirs):
             end.close()
     try:

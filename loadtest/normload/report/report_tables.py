@@ -130,13 +130,12 @@ def _list_sweep_sentences(result: RunResult) -> list[str]:
 
 def _format_phase_row(part: PhaseSummary) -> list[str]:
     """Format the row of one phase, or of all, with the columns `PART_HEADINGS`; a dash is an unknown value."""
-    offered = "-" if math.isnan(part.offered) else f"{part.offered:.1f}"
     latency = part.total.latency
     return [
         part.name,
-        offered,
-        f"{part.rate:.1f}",
-        f"{part.bytes_per_second / 1e9:.3f}",
+        _format_number(part.offered, 1),
+        _format_number(part.rate, 1),
+        _format_number(part.bytes_per_second / 1e9, 3),
         *(format_milliseconds(latency.compute_percentile_s(percent)) for percent in PERCENTILES),
         format_milliseconds(latency.max_s if latency.count else math.nan),
         str(part.total.errors),
@@ -155,17 +154,22 @@ def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: 
     return [
         str(total.requests),
         str(total.errors),
-        f"{in_time.ok / duration_s:.1f}" if duration_s else "-",
-        f"{in_time.moved_bytes / duration_s / 1e9:.3f}" if duration_s else "-",
+        _format_number(compute_rate(in_time.ok, duration_s), 1),
+        _format_number(compute_rate(in_time.moved_bytes, duration_s) / 1e9, 3),
         format_milliseconds(total.latency.compute_percentile_s(50)),
         format_milliseconds(total.latency.compute_percentile_s(99)),
-        "-" if math.isnan(kernel) else f"{kernel / 1e9:.2f}",
+        _format_number(kernel / 1e9, 2),
     ]
 
 
 def format_milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds with two decimals; a dash for NaN."""
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"
+    return _format_number(seconds * 1e3, 2)
+
+
+def _format_number(value: float, digits: int) -> str:
+    """Format a number with this many digits after the point; a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def make_markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
