@@ -58,7 +58,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
     files = (options.json, options.html, options.csv, options.markdown)
     for file in files:
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            _prepare_report_file(file)
     console = terminal_report.make_console()
     with terminal_report.show_progress(console, _stop_at_interrupt) as watcher:
         result = run_scenario(
@@ -125,6 +125,19 @@ def _compare_runs(options: argparse.Namespace) -> int:
 
 def _format_run_count(side: Sequence[RunResult]) -> str:
     return f"{len(side)} run{'s' * (len(side) > 1)}"
+
+
+def _prepare_report_file(file: Path) -> None:
+    """Make a report's folder, and check that the report can be written there, before a run that may take hours.
+
+    Raises:
+        OSError: it cannot.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a").close()
+    if not existed:
+        file.unlink()
 
 
 def _write_file(file: Path, text: str) -> None:

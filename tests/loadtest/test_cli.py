@@ -147,6 +147,16 @@ def test_a_server_that_answers_nothing_fails_the_run(normload, fake_server):
     assert code == cli.NO_ANSWERS
 
 
+@pytest.mark.parametrize("kind", ["--json", "--html", "--csv", "--markdown"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(kind, tmp_path, fake_server, capsys):
+    for file in (tmp_path, tmp_path / ("long" * 100)):
+        with pytest.raises(SystemExit):
+            cli.main(["run", "steady", "--url", fake_server.url, kind, str(file)])
+        assert str(file) in capsys.readouterr().err
+    assert not fake_server.requests
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupt_ends_the_run_and_shows_what_there_is(normload, fake_server):
     main = threading.main_thread().ident
 
