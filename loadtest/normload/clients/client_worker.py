@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeAlias
@@ -133,7 +134,9 @@ def main(
     except EOFError:
         return
     except Exception as error:
-        pipe.send(WorkerFailure(f"{type(error).__name__}: {error}"))
+        # The parent is gone if another process has failed before.
+        with suppress(OSError):
+            pipe.send(WorkerFailure(f"{type(error).__name__}: {error}"))
 
 
 class ClientWorker:

@@ -47,7 +47,10 @@ def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], addr
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
         if refusal := adapter.find_unsupported_reason(case):
-            raise ScenarioError(f"such a server does {refusal}; the scenario has {case.operation}")
+            raise ScenarioError(
+                f"such a server does {refusal}; a request of {case.operation} is different: list what to send as "
+                "[[workload.cases]]"
+            )
 
 
 def prepare_request(

@@ -15,7 +15,7 @@ from normload.load.toml_tables import is_number
 from normload.measurements.load_sweep import LoadSweep, SweepPoint, evaluate_sweep
 from normload.measurements.loopback_echo import LoopbackEcho
 from normload.measurements.machine_use import PeakMachineUse
-from normload.measurements.tallies import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
+from normload.measurements.tallies import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate, format_error
 
 FORMAT = "normload/1"
 
@@ -304,7 +304,7 @@ def _make_summary(part: PhaseSummary) -> dict[str, Any]:
         }
         | {"max": latency.max_s, "mean": _make_json_number(latency.mean_s)},
         "errors": {
-            f"{status} {code}": count for (status, code), count in part.total.outcomes.items() if code != OK
+            format_error(status, code): count for (status, code), count in part.total.outcomes.items() if code != OK
         },
     }
 

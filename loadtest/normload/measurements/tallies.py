@@ -54,6 +54,11 @@ class RequestOutcome(NamedTuple):
     fault: str | None = None
 
 
+def format_error(status: int, code: str) -> str:
+    """Format an error: its status and code, or one of them if there is no other."""
+    return f"{status} {code}" if status and code != str(status) else code
+
+
 @dataclass(slots=True)
 class RequestTotals:
     """The counts, latencies and summed bytes of requests, such as those of one operation in one interval.

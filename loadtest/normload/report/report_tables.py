@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from normload.measurements.objective_outcomes import Outcome
 from normload.measurements.results import PERCENTILES, PhaseSummary, RunResult
-from normload.measurements.tallies import OK, RequestTotals, compute_rate
+from normload.measurements.tallies import OK, RequestTotals, compute_rate, format_error
 
 PART_HEADINGS = (
     "phase",
@@ -55,8 +55,7 @@ def format_statuses(result: RunResult) -> str:
 def format_errors(result: RunResult) -> str:
     """Format how often each error occurred in all phases, the most frequent first; "" if there are none."""
     outcomes = result.all_phases.total.outcomes.most_common()
-    failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
-    return ", ".join(f"{what}: {count}" for what, count in failed)
+    return ", ".join(f"{format_error(*error)}: {count}" for error, count in outcomes if error[1] != OK)
 
 
 def list_facts(result: RunResult) -> dict[str, str]:

@@ -1,4 +1,7 @@
+import multiprocessing
+
 import pytest
+from normload.clients import client_worker
 from normload.clients.client_processes import ClientProcessError, ClientProcesses, split_evenly
 from normload.clients.client_worker import WorkerSetup
 
@@ -17,6 +20,13 @@ def test_a_process_that_cannot_begin_says_why():
         pytest.raises(ClientProcessError, match="KeyError: 'no such adapter'"),
     ):
         fleet.wait_until_ready()
+
+
+def test_a_process_that_cannot_begin_after_its_parent_has_ended_is_silent():
+    setup = WorkerSetup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.draw_cases(0), 0, 0.0, 0, 1)
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    client_worker.main(setup, theirs)
 
 
 def test_a_process_that_dies_is_noticed():

@@ -74,3 +74,8 @@ def test_what_shares_memory_is_asked_by_a_call():
     assert made.max_response_bytes == made.tensors["x"].nbytes + sum(
         output.max_bytes for name, output in made.call.expected_results.items() if name != "y"
     )
+
+
+def test_npy_is_posted_to_the_root_of_a_url_without_a_path():
+    made = prepare_request(ROWS, ADAPTERS["npy"](), ServerAddress.parse_url("http://host:81"), None)
+    assert made.head.startswith(b"POST / HTTP/1.1\r\n")

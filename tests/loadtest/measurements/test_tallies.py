@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from normload.measurements.tallies import INTERVALS, PhaseTally, RequestOutcome
+from normload.measurements.tallies import INTERVALS, PhaseTally, RequestOutcome, format_error
 
 
 def record(due_s=0.0, took_s=0.1, *, code="ok", status=200, operation="rms_norm", **others):
@@ -12,6 +12,12 @@ def tally(*records, duration_s=6.0):
     made = PhaseTally(duration_s)
     made.add_records(records)
     return made
+
+
+def test_an_error_without_a_code_is_its_status_and_without_a_status_its_code():
+    assert format_error(429, "overloaded") == "429 overloaded"
+    assert format_error(404, "404") == "404"
+    assert format_error(0, "timeout") == "timeout"
 
 
 def test_sums_are_of_successes_and_counts_of_all():

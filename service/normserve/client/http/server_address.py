@@ -76,10 +76,12 @@ class ServerAddress:
 
     def make_target(self, path: str) -> str:
         """Return the target of a request line.  It is the server URL's path, then `path`, then the server URL's
-        query.
+        query.  It is at least /.
 
         Args: path: relative to the server's URL; it may have a query.
         """
+        if not self.prefix:
+            path = path or "/"
         if self.query:
             path += ("&" if "?" in path else "?") + self.query
         return self.prefix + path

@@ -31,6 +31,11 @@ def test_a_target_lies_below_the_url():
     assert ServerAddress.parse_url("http://h?k=1").make_target("/v1/x") == "/v1/x?k=1"
 
 
+@pytest.mark.parametrize(("url", "expected"), [("http://h", "/"), ("http://h?k=1", "/?k=1"), ("http://h/a", "/a")])
+def test_the_target_of_the_url_itself_is_its_path_or_a_slash(url, expected):
+    assert ServerAddress.parse_url(url).make_target("") == expected
+
+
 @pytest.mark.parametrize(
     "url",
     [
