@@ -106,7 +106,7 @@ def run_scenario(
     address, cases = ServerAddress.parse_url(target.url), scenario.workload.draw_cases(seed)
     check_supported(ADAPTERS[target.adapter](), [case for case, _ in cases], address)
     info = target.fetch_info()
-    most = max([scenario.connections, *(phase.connections for phase in scenario.phases)])
+    most = max(phase.connections or scenario.connections for phase in scenario.phases)
     setup = WorkerSetup(
         target.url,
         target.adapter,

@@ -88,6 +88,13 @@ def test_a_whole_run(normload, fake_server, tmp_path):
         assert said in output
 
 
+def test_connections_are_those_that_a_phase_uses(normload):
+    closed = SCENARIO[: SCENARIO.index("[[phases]]")] + SCENARIO[SCENARIO.rindex("[[phases]]") :]
+    _, output, document = normload("--processes", "1", text=closed.replace("connections = 4", "connections = 50"))
+    assert document["connections"] == 3
+    assert ", 3 connections, " in output
+
+
 def test_wrong_answers_are_an_exit_code(normload, fake_server):
     fake_server.factor = 1.1
     code, output, document = normload("--processes", "1", "--duration", "0.2")

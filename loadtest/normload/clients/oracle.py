@@ -18,8 +18,10 @@ Tensor = torch.Tensor
 _EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6, "group_norm": 1e-5, "layer_norm_chain": 1e-5}
 _ACTIVATIONS: dict[str, Any] = {
     "none": lambda z, _: z,
+    "relu": lambda z, _: functional.relu(z),
     "leaky_relu": functional.leaky_relu,
     "silu": lambda z, _: functional.silu(z),
+    "gelu": lambda z, _: functional.gelu(z),
     "gelu_tanh": lambda z, _: functional.gelu(z, approximate="tanh"),
 }
 

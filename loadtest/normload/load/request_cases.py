@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 from normserve.client import DType, HostTensor
+from normserve.codec.api_names import ACTIVATIONS
 from normserve.memory.tensors import FLOATS
 
 from normload.load.element_types import round_to_tensor
@@ -21,7 +22,8 @@ OPERATIONS = (
     "group_norm/backward",
     "layer_norm_chain",
 )
-ACTIVATIONS = ("none", "leaky_relu", "silu", "gelu_tanh")
+#: The activations of random requests; those that a scenario lists may have any.
+DRAWN_ACTIVATIONS = ("none", "leaky_relu", "silu", "gelu_tanh")
 LAYOUTS = ("nchw", "nhwc")
 
 DEFAULT_SLOPE = 0.01

@@ -1,7 +1,7 @@
 """A scenario, read from TOML: the workload and its phases.
 
     description = "…"
-    connections = 64            # maximum number of requests in flight
+    connections = 64            # maximum number of requests in flight of phases with a rate
     warmup_s = 2.0              # with the first phase's load, before the measurement
     settle_s = 0.5              # pause between phases; without it there is none
     cycles = 1                  # how often the phases are repeated
@@ -37,6 +37,9 @@ from typing import Any, Literal, cast, get_args
 from normload.load.objectives import LoadObjective, parse_objective
 from normload.load.toml_tables import MOST, ScenarioError, TomlTable, format_value, is_number
 from normload.load.workload import Workload, read_workload
+
+#: The name of the whole run in reports, which no phase may have.
+ALL_PHASES = "all"
 
 Arrivals = Literal["poisson", "constant", "closed"]
 
@@ -210,6 +213,10 @@ def _read_capacity_phase(table: TomlTable) -> LoadPhase:
 def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
     """Read one table of `[[phases]]`; a list of rates makes a phase of each rate."""
     name, duration_s = table.take_text("name"), table.take_positive_number("duration_s")
+    if name in ("", ALL_PHASES):
+        raise ScenarioError(
+            f"{table.location}: name must be a text other than {ALL_PHASES!r}, the whole run's, got {name!r}"
+        )
     kind = cast(Arrivals, table.take_one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
         phases = [
@@ -219,7 +226,7 @@ def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
         ]
     else:
         given = table.take_value("rate")
-        rates: Sequence[Any] = given if isinstance(given, list) else [given]
+        rates: Sequence[Any] = given if given and isinstance(given, list) else [given]
         phases = []
         for rate in rates:
             number, of_capacity = _parse_rate(table.location, rate)

@@ -121,14 +121,16 @@ class TomlTable:
         return remaining
 
     def check_no_unknown_keys(self) -> None:
-        """Raise an error if the table has a key that was not taken; the message suggests a similar key.
+        """Raise an error if the table has a key that was not taken; the message suggests a similar key, or
+        lists the known ones.
 
         Raises: ScenarioError: a key was not taken.
         """
         for key in self._entries:
-            close = difflib.get_close_matches(key, self._requested_keys, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ScenarioError(f"{self.location}: {key} is unknown{hint}")
+            known = list(dict.fromkeys(self._requested_keys))
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
+            raise ScenarioError(f"{self.location}: {key} is unknown; {hint}")
 
     def _take_checked(self, key: str, default: Any, is_valid: Any, expected: str, most: float | None = None) -> Any:
         """Take a key's value, which must satisfy `is_valid` and be at most `most`; without the key, return the

@@ -27,8 +27,8 @@ from normserve.client import DType
 from normserve.memory.tensors import FLOATS
 
 from normload.load.request_cases import (
-    ACTIVATIONS,
     DEFAULT_SLOPE,
+    DRAWN_ACTIVATIONS,
     LAYOUTS,
     MOST_NORMS,
     MOST_PARTS,
@@ -98,7 +98,7 @@ class Workload:
         dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
-        activation, residual = choices.choice(ACTIVATIONS), choices.random() < 0.3
+        activation, residual = choices.choice(DRAWN_ACTIVATIONS), choices.random() < 0.3
         affine, seed = choices.random() < 0.8, choices.getrandbits(32)
         if not operation.startswith("group_norm"):
             cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
@@ -165,13 +165,19 @@ def read_workload(table: TomlTable) -> Workload:
                 raise ScenarioError(f"{table.location}: {key} has no effect with [[workload.cases]]")
         workload = Workload(cases=cases)
     else:
+        has_mix, has_minimum = table.has_key("mix"), table.has_key("min_kib")
         mix = table.take_table("mix")
         workload = Workload(
-            mix=_read_mix(mix.location, mix.take_remaining()) or DEFAULT_MIX,
+            mix=_read_mix(mix.location, mix.take_remaining()) if has_mix else DEFAULT_MIX,
             min_bytes=max(1, int(table.take_positive_number("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
             max_bytes=max(1, int(table.take_positive_number("max_mib", 1.0, _MOST_MIB) * 2**20)),
             pool=table.take_positive_count("pool", 64, _MOST_REQUESTS),
         )
+        if has_minimum and workload.min_bytes > workload.max_bytes:
+            raise ScenarioError(
+                f"{table.location}: min_kib must be at most max_mib, in bytes "
+                f"{workload.max_bytes}, got {workload.min_bytes}"
+            )
     table.check_no_unknown_keys()
     return workload
 
@@ -180,8 +186,10 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
     """Check and return the relative frequency of each operation.
 
     Raises:
-        ScenarioError: an operation is unknown, or a frequency is not a finite number above 0.
+        ScenarioError: there is no operation, one is unknown, or a frequency is not a finite number above 0.
     """
+    if not entries:
+        raise ScenarioError(f"{where}: there must be at least one of {', '.join(OPERATIONS)}")
     for operation, share in entries.items():
         if operation not in OPERATIONS:
             raise ScenarioError(f"{where}: an operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
@@ -199,7 +207,10 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
     case = RequestCase.from_table(table)
     share = table.take_positive_number("share", 1.0)
     table.check_no_unknown_keys()
-    if (case.op == "layer_norm_chain") != bool(case.norms):
+    for key, op in (("norms", "layer_norm_chain"), ("num_groups", "group_norm")):
+        if case.op == op and not getattr(case, key):
+            raise ScenarioError(f"{table.location}: {key} is missing")
+    if case.op != "layer_norm_chain" and case.norms:
         raise ScenarioError(f"{table.location}: norms belongs to layer_norm_chain, and only there")
     if case.norms and case != RequestCase(
         case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms, parts=case.parts
@@ -212,7 +223,7 @@ def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
             f"{table.location}: parts need a shape of at least two sizes, the first as large as they are many"
         )
     is_group_norm = case.op == "group_norm"
-    if is_group_norm != bool(case.num_groups):
+    if not is_group_norm and case.num_groups:
         raise ScenarioError(f"{table.location}: num_groups belongs to group_norm, and only there")
     if is_group_norm and (len(case.shape) < 2 or case.shape[case.channel_axis] % case.num_groups):
         raise ScenarioError(f"{table.location}: num_groups must divide the channels of {list(case.shape)}")

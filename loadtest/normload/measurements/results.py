@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from normserve.client.quoting import sanitise_text
 
-from normload.load.scenarios import LoadPhase
+from normload.load.scenarios import ALL_PHASES, LoadPhase
 from normload.load.toml_tables import is_number
 from normload.measurements.load_sweep import LoadSweep, SweepPoint, evaluate_sweep
 from normload.measurements.loopback_echo import LoopbackEcho
@@ -18,8 +18,6 @@ from normload.measurements.machine_use import PeakMachineUse
 from normload.measurements.tallies import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate, format_error
 
 FORMAT = "normload/1"
-
-_ALL = "all"
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
@@ -100,7 +98,7 @@ class PhaseSummary:
         return total, in_time
 
     def _get_limit_s(self, phase: PhaseResult) -> float:
-        return phase.segment_s if self.name == _ALL else phase.phase.duration_s
+        return phase.segment_s if self.name == ALL_PHASES else phase.phase.duration_s
 
 
 @dataclass(slots=True)
@@ -146,7 +144,7 @@ class RunResult:
     @property
     def all_phases(self) -> PhaseSummary:
         """All phases together."""
-        return PhaseSummary(_ALL, self.phases)
+        return PhaseSummary(ALL_PHASES, self.phases)
 
     def summarise_phases(self) -> list[PhaseSummary]:
         """Summarise phases by name, in the order of their first start."""

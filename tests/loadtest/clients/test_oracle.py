@@ -1,5 +1,6 @@
 """The oracle against the definitions, and what it calls wrong."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -9,8 +10,9 @@ import torch
 from fusednorm.reference.float8 import quantise_rows
 from normload.clients import oracle
 from normload.load.element_types import round_to_tensor, to_float64
-from normload.load.request_cases import ACTIVATIONS, OPERATIONS, RequestCase
+from normload.load.request_cases import OPERATIONS, RequestCase
 from normserve.client import DType, HostTensor
+from normserve.codec.api_names import ACTIVATIONS
 from normserve.memory.tensors import FLOATS
 
 from tests.sampling import mark_rest_slow
@@ -64,8 +66,10 @@ def standardised(h, axes, eps):
 SLOPE = 0.25
 ACTIVATION = {
     "none": lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
     "leaky_relu": lambda z: np.maximum(z, 0) + SLOPE * np.minimum(z, 0),
     "silu": lambda z: z / (1 + np.exp(-z)),
+    "gelu": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / np.sqrt(2))),
     "gelu_tanh": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
 }
 
