@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
 from normserve import __version__
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
@@ -279,6 +280,9 @@ def _parse_url(text: str) -> str:
         ServerAddress.parse_url(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+    # Reports contain the URL, and requests are sent without them.
+    if httpx.URL(text).userinfo:
+        raise argparse.ArgumentTypeError("the URL must have no user name and password; --api-key sends a key")
     return text
 
 

@@ -362,6 +362,8 @@ def test_scenarios_are_listed(capsys):
         ["run", "--seed", "-3"],
         ["run", "--slo", "p99<20"],
         ["run", "--url", "localhost"],
+        ["run", "--url", "http://127.0.0.1:99999"],
+        ["run", "--url", "http://name:password@127.0.0.1:1"],
         ["run", "--adapter", "grpc"],
         ["run", "mixed", "--adapter", "npy"],
         ["compare", "/nonexistent", "/nonexistent"],

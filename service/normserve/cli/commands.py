@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
 """
 
 _ENVIRONMENT = (
-    "Each option can also be set in the environment, for example --max-body-bytes as NORMSERVE_MAX_BODY_BYTES.\n\n"
+    "Each option can also be set in the environment, for example --keep-alive-s as NORMSERVE_KEEP_ALIVE_S.\n\n"
 )
 
 
@@ -108,7 +108,8 @@ def _run_gateway(given: dict[str, Any]) -> int:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         for fault in error.errors():
-            _print_setting_error("_".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, "))
+            name = "_".join(map(str, fault["loc"]))
+            _print_setting_error(name, fault["msg"].removeprefix("Value error, "), "grpc")
         return 2
     configure_logging(settings.log_level, settings.log_format)
     try:
@@ -119,16 +120,17 @@ def _run_gateway(given: dict[str, Any]) -> int:
     return 0
 
 
-def _print_setting_error(name: str, what: str) -> None:
+def _print_setting_error(name: str, what: str, command: str = "serve") -> None:
     """Print to stderr why a setting is not valid, with its option and its environment variable.
 
     Args:
         name: of the setting; "" for an error of several settings together.
         what: the error.
+        command: the command that has the setting.
     """
     # An error of several settings together has no name.
     where = f"{_format_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
-    print(f"normserve serve: {where}{what}", file=sys.stderr)
+    print(f"normserve {command}: {where}{what}", file=sys.stderr)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -162,7 +164,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="start a gateway that speaks KServe's gRPC for a server",
         description="Start a gateway that speaks KServe's gRPC for a server. `normserve serve --grpc-port 8001`"
         " starts one with the server, and again whenever it ends.",
-        epilog=_ENVIRONMENT,
+        epilog=_ENVIRONMENT.replace("Each option", "Each option except --listen and --server"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     gateway.add_argument(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 from pathlib import Path
 
@@ -163,8 +164,12 @@ def _add_port(server: aio.Server, settings: GatewaySettings) -> int:
     """Listen on the address, with TLS if there is a certificate; return the port.
 
     Raises:
-        GatewayError: the address cannot be bound, or a file cannot be used.
+        GatewayError: the address is not HOST:PORT or cannot be bound, or a file cannot be used.
     """
+    host, _, digits = settings.listen.rpartition(":")
+    # gRPC would listen on the port's remainder by 65536.
+    if not host or not re.fullmatch("[0-9]{1,5}", digits) or int(digits) >= 2**16:
+        raise GatewayError(f"--listen {settings.listen}: must be HOST:PORT with a PORT from 0 to 65535")
     try:
         if settings.tls_cert is None:
             port: int = server.add_insecure_port(settings.listen)

@@ -194,9 +194,14 @@ def test_a_port_that_is_in_use_ends_the_server(start_server, options):
     [
         (("--server", "unix:///run/normserve.sock"), "--server: the server's URL"),
         (("--server", "localhost:8000"), "--server: the URL must be"),
-        (("--listen", "256.0.0.1:x"), "--listen 256.0.0.1:x"),
+        (("--listen", "256.0.0.1:1"), "--listen 256.0.0.1:1: this address cannot be listened on"),
+        (
+            ("--listen", "127.0.0.1:65536"),
+            "must be HOST:PORT with a PORT from 0 to 65535",
+        ),
+        (("--listen", "8001"), "--listen 8001: must be HOST:PORT"),
         (("--tls-cert", "/nonexistent.pem"), "--tls-cert: /nonexistent.pem cannot be read"),
-        (("--grpc-max-message-bytes", "1"), "--grpc-max-message-bytes"),
+        (("--grpc-max-message-bytes", "1"), "normserve grpc: --grpc-max-message-bytes"),
     ],
 )
 def test_options_that_cannot_be_used(options, expected):

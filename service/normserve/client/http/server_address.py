@@ -58,6 +58,9 @@ class ServerAddress:
         if parsed.scheme not in _PORTS or not parsed.host:
             missing = f"; http://{url} may be meant" if _BARE.fullmatch(url) else ""
             raise ValueError(f"the URL must be {FORMS}{missing}")
+        # An address with another port would be that of its remainder by 65536.
+        if parsed.port is not None and not 0 < parsed.port < 2**16:
+            raise ValueError(f"the URL must be {FORMS}, with a PORT from 1 to 65535")
         prefix = parsed.raw_path.partition(b"?")[0].decode("ascii").rstrip("/")
         host, port = parsed.raw_host.decode("ascii"), parsed.port or _PORTS[parsed.scheme]
         return cls(host, port, parsed.scheme == "https", prefix, parsed.query.decode("ascii"))

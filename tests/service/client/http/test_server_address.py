@@ -56,6 +56,12 @@ def test_what_is_none_is_refused(url):
         ServerAddress.parse_url(url)
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-5"])
+def test_a_port_that_no_socket_has_is_refused(port):
+    with pytest.raises(ValueError, match="with a PORT from 1 to 65535"):
+        ServerAddress.parse_url(f"http://h:{port}")
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000/", "[::1]:8000"])
 def test_what_a_url_lacks_is_said(url):
     with pytest.raises(ValueError, match=re.escape(f"; http://{url} may be meant")):
