@@ -15,7 +15,8 @@ class SweepPoint:
 
     Attributes:
         name: of the phase.
-        offered: scheduled requests per second.
+        offered: the scenario's rate, in requests per second.
+        scheduled: requests per second of the schedule; random arrivals are around the offered rate.
         rate: successful requests per second, of those that ended during the phase.
         mean_s: mean latency of successful requests, from their scheduled time.
         errors: the fraction of all requests that failed.
@@ -23,6 +24,7 @@ class SweepPoint:
 
     name: str
     offered: float
+    scheduled: float
     rate: float
     mean_s: float
     errors: float
@@ -37,7 +39,7 @@ class LoadSweep:
             it, more load adds more delay than throughput (L. Kleinrock, Power and deterministic rules
             of thumb, 1979).  None if that is the lowest load, or if no higher load has less than 80 %
             of its power: then the knee, if there is one, is outside the sweep.
-        sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 %
+        sustained: the greatest load whose rate was at least 95 % of the scheduled one with at most 1 %
             errors; None if no load was sustained.
         peak: the highest number of answered requests per second, at any load.
     """
@@ -63,7 +65,9 @@ def evaluate_sweep(points: Sequence[SweepPoint]) -> LoadSweep | None:
         point.offered > best.offered and _compute_power(point) < _DECREASE * _compute_power(best)
         for point in answered
     )
-    held = [point for point in answered if point.rate >= _KEEPS_UP * point.offered and point.errors <= _FEW_ERRORS]
+    held = [
+        point for point in answered if point.rate >= _KEEPS_UP * point.scheduled and point.errors <= _FEW_ERRORS
+    ]
     return LoadSweep(
         knee=best if falls and best.offered > answered[0].offered else None,
         sustained=held[-1] if held else None,

@@ -48,7 +48,7 @@ class PhaseSummary:
     Attributes:
         name: of the phases; "all" for all phases.
         phases: one for each cycle.
-        offered: scheduled requests per second; NaN for a closed loop.
+        offered: the scenario's rate in requests per second; NaN for a closed loop.
         duration_s: sum over the phases.
         total: all requests.
         in_time: requests that ended within their phase, or the whole run; rates are computed from these.
@@ -198,7 +198,14 @@ class RunResult:
         parts = [part for part in self.summarise_phases() if not math.isnan(part.offered)]
         return evaluate_sweep(
             [
-                SweepPoint(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors)
+                SweepPoint(
+                    part.name,
+                    part.offered,
+                    compute_rate(part.total.requests, part.duration_s),
+                    part.rate,
+                    part.total.latency.mean_s,
+                    part.errors,
+                )
                 for part in parts
             ]
         )

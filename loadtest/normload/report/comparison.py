@@ -2,7 +2,8 @@
 
 With one run per side, the variation within each is estimated by a block bootstrap: its intervals are drawn a
 thousand times with replacement, in short blocks, because neighbours are correlated.  A difference is a change if
-its 99 % interval is beyond the usual difference between runs of one server on one machine.
+its 99 % interval is beyond the usual difference between runs of one server on one machine.  A percentile that
+is the maximum, of too few responses, is never a change: its interval is too narrow, because no draw exceeds it.
 
 With several runs per side, the variation between runs is measured, which includes that within them.  Intervals are
 Student's, of logarithms except for errors.  They are so wide (Bonferroni) that in 19 of 20 comparisons of equal
@@ -32,6 +33,8 @@ _BETWEEN_RUNS = 0.05
 _SMALL = 0.01
 _FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
+# With fewer responses above it, a percentile is the maximum.
+_LEAST_ABOVE = 1.0
 
 # Points of the integral of `compute_student_quantile`; its error is far below the accuracy of an interval.
 _POINTS = 100_001
@@ -79,12 +82,14 @@ class _ComparedMetric:
         format_value: formats a value.
         compute: from the number of times that each interval is drawn, [draws, intervals], to a value
             for each draw.
+        fraction_above: of the latencies, which exceed a percentile; 1 of other metrics.
     """
 
     name: str
     more_is_better: bool
     format_value: Callable[[float], str]
     compute: "Callable[[Floats, _IntervalArrays], Floats]"
+    fraction_above: float = 1.0
 
 
 class _IntervalArrays:
@@ -112,7 +117,8 @@ class _IntervalArrays:
         counts = np.stack([cell.latency.counts for cell in cells])
         (used,) = np.nonzero(counts.sum(0))
         self.counts = counts[:, used].astype(np.float64)
-        self.upper_s = compute_upper_bounds_s(used)
+        longest_s = max(cell.latency.max_s for cell in cells)
+        self.upper_s = np.minimum(compute_upper_bounds_s(used), longest_s)
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -144,6 +150,7 @@ def _make_percentile_metric(percent: float) -> _ComparedMetric:
         False,
         lambda value: f"{value * 1e3:.2f} ms",
         lambda times, of: of.compute_percentiles(times, percent),
+        1 - percent / 100,
     )
 
 
@@ -244,7 +251,10 @@ def _compare_single_runs(
         draws, none = _divide(second, first), 1.0
     finite_draws = draws[np.isfinite(draws)]
     low, high = np.percentile(finite_draws, _CONFIDENCE).tolist() if len(finite_draws) else (none, none)
-    return _evaluate_change(phase, metric, (before, after), (low, high), (math.nan, math.nan), _BETWEEN_RUNS)
+    above = metric.fraction_above * min(old.ok.sum(), new.ok.sum())
+    is_percentile = metric.fraction_above < 1
+    least = math.inf if is_percentile and above < _LEAST_ABOVE else _BETWEEN_RUNS
+    return _evaluate_change(phase, metric, (before, after), (low, high), (math.nan, math.nan), least)
 
 
 def _compare_repeated_runs(

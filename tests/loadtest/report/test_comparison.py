@@ -53,6 +53,17 @@ def test_a_tail_of_few_requests_is_noise():
     assert "p99.9" not in changed(before, after)
 
 
+def test_a_percentile_that_is_the_maximum_is_no_change():
+    slow, fast = (made_result([0.01, 0.01, longest] * 10) for longest in (0.06, 0.015))
+    assert {"p90"} <= changed(fast, slow).keys() <= {"p90", "served", "rate"}
+
+
+def test_no_percentile_exceeds_the_maximum():
+    result = made_result([0.0123456789] * 50)
+    (p99,) = [each for each in comparison.compare_runs([result], [result]) if each.metric == "p99"]
+    assert p99.before == pytest.approx(0.0123456789, rel=1e-12)
+
+
 def test_runs_of_different_scenarios_are_not_compared():
     with pytest.raises(ValueError, match="one scenario"):
         comparison.compare_runs([made_result([0.01])], [made_result([0.01], scenario="burst")])
