@@ -271,6 +271,9 @@ class RequestSender:
         pauses first.
         """
         exchange.ended_at = time.perf_counter()
+        if exchange.response is not None and exchange.ended_at - exchange.sent_at > self._timeout_s:
+            # Complete too late, but before the next check for timeouts.
+            exchange.response, exchange.code = None, TIMEOUT
         self._recorder.defer_record(exchange, run.starts[exchange.scheduled.phase_index])
         if exchange.code == CONNECTION_FAILED:
             run.paused.append((exchange.ended_at + _PAUSE_S, exchange.connection))

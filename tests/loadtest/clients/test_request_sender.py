@@ -56,6 +56,16 @@ def stalls_once(server, at, seconds):
     server.requests, server.before = 0, before
 
 
+def test_a_response_after_the_timeout_is_none(fake_server, sender):
+    fake_server.before = lambda _: time.sleep(0.02)
+    sender._timeout_s = 0.01
+    records = played(sender, LoadPhase("a", "constant", 0.1, rate=30.0), connections=1)
+    assert {(record.code, record.status) for record in records} == {("timeout", 0)}
+    sender._timeout_s = 5.0
+    (record,) = played(sender, LoadPhase("a", "constant", 0.01, rate=100.0), connections=1)
+    assert record.code == "ok"
+
+
 def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, sender):
     stalls_once(fake_server, 10, 0.5)
     records = played(sender, LoadPhase("a", "constant", 1.0, rate=100.0), connections=1)
