@@ -195,7 +195,8 @@ class _ScenarioRun:
             if number and scenario.settle_s:
                 time.sleep(scenario.settle_s)
             before = read_available_cores_cpu_times()
-            start, tallies = self._send_segment(segment[0].name, segment)
+            names = dict.fromkeys(phase.name for phase in segment)
+            start, tallies = self._send_segment(", ".join(names), segment)
             ended = time.perf_counter() if self._fleet.is_stopped else math.inf
             after = read_available_cores_cpu_times()
             if before is not None and after is not None:

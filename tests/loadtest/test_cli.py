@@ -144,8 +144,15 @@ def test_progress_on_a_pipe_is_lines(normload, monkeypatch):
     monkeypatch.setattr(terminal_report, "LINE_S", 0.05)
     _, output, _ = normload("--processes", "1")
     lines = [line for line in output.splitlines() if line.startswith("normload: ")]
-    assert "normload: calm: begins, 0 s" in lines or "normload: calm: begins, 1 s" in lines
-    assert any(re.fullmatch(r"normload: calm: \d+ of \d s, \d+/s, 0 errors", line) for line in lines)
+    assert "normload: calm: begins, 0.5 s" in lines
+    assert any(re.fullmatch(r"normload: calm: \d+ of 0.5 s, \d+/s, 0 errors", line) for line in lines)
+
+
+def test_the_progress_of_phases_without_a_pause_has_their_names(normload):
+    open_phase = SCENARIO[SCENARIO.index("[[phases]]") : SCENARIO.rindex("[[phases]]")]
+    text = "cycles = 2" + SCENARIO[: SCENARIO.rindex("[[phases]]")] + open_phase.replace("calm", "more")
+    _, output, _ = normload("--processes", "1", "--duration", "0.4", text=text)
+    assert "normload: calm, more: begins, 0.4 s" in output
 
 
 def test_a_server_that_answers_nothing_fails_the_run(normload, fake_server):

@@ -78,7 +78,7 @@ class ProgressLines(load_run.RunObserver):
         self._name, self._duration_s = name, duration_s
         self._began = self._last = time.perf_counter()
         self._requests = self._errors = 0
-        self._write_line("begins" if duration_s is None else f"begins, {duration_s:.0f} s")
+        self._write_line("begins" if duration_s is None else f"begins, {_format_seconds(duration_s)} s")
 
     def add_progress(self, progress: client_worker.LoadProgress) -> None:
         """Add requests that have ended to the stage's counts; write a line if the last one is ten seconds ago."""
@@ -87,7 +87,7 @@ class ProgressLines(load_run.RunObserver):
         now = time.perf_counter()
         if now - self._last >= LINE_S:
             self._last = now
-            of = "" if self._duration_s is None else f" of {self._duration_s:.0f}"
+            of = "" if self._duration_s is None else f" of {_format_seconds(self._duration_s)}"
             rate = self._requests / (now - self._began)
             self._write_line(f"{now - self._began:.0f}{of} s, {rate:.0f}/s, {self._errors} errors")
 
@@ -98,6 +98,11 @@ class ProgressLines(load_run.RunObserver):
     def _write_line(self, text: str) -> None:
         # Not stdout, which has the results.
         print(f"normload: {self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def _format_seconds(seconds: float) -> str:
+    """Format a duration in whole seconds, and one of less than ten seconds with three digits."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.3g}"
 
 
 @contextmanager
