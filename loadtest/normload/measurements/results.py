@@ -248,13 +248,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Make a result from a document of `to_json`.
-
-        Raises:
-            ValueError: the document has another form.
-        """
-        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-            raise ValueError(f"this is not a result of normload: its format must be {FORMAT}")
+        """Make a result from a document of `to_json`."""
         return cls(
             **{name: document[name] for name in _PLAIN},
             cpu=document["cpu"],
@@ -287,10 +281,14 @@ def read_result(file: Path) -> RunResult:
         OSError: it cannot be read.
     """
     try:
-        return RunResult.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{file}: {error}") from None
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: must be the JSON that `normload run --json` writes: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"{file}: this is not a result of normload: its format must be {FORMAT}")
+    try:
+        return RunResult.from_json(document)
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError(f"{file}: this is not a complete result of normload") from None
 
 

@@ -40,11 +40,22 @@ def test_its_summary_is_for_other_programs():
     assert document["summary"]["kernel_bytes_per_second"] == pytest.approx(2e9)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "normload/0"}', json.dumps({"format": FORMAT})])
-def test_another_file_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "must be the JSON that `normload run --json` writes"),
+        ("phase,metric", "must be the JSON that `normload run --json` writes"),
+        ("[]", "its format must be normload/1"),
+        ("{}", "its format must be normload/1"),
+        ('{"format": "normload/0"}', "its format must be normload/1"),
+        (json.dumps({"format": FORMAT}), "this is not a complete result"),
+        (json.dumps(made_result([0.01]).to_json() | {"apart": ["x"]}), "this is not a complete result"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, text, said):
     file = tmp_path / "a.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"a\.json"):
+    with pytest.raises(ValueError, match=rf"a\.json: .*{said}"):
         read_result(file)
 
 
