@@ -1,5 +1,6 @@
 """Inference requests and responses: messages of gRPC on one side, `/v2` with binary tensors on the other."""
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -205,12 +206,15 @@ def _read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Read a map of parameters, each of which has a value of one of several types.
 
     Raises:
-        CallError: one has no value.
+        CallError: one has no value, or NaN or infinity, which the JSON of `/v2` cannot represent.
     """
     values = {}
     for name, each in parameters.items():
         choice = each.WhichOneof("parameter_choice")
         if choice is None:
             raise CallError(Code.INVALID_ARGUMENT, f"the parameter {name[:64]!r} has no value")
-        values[name] = getattr(each, choice)
+        value = getattr(each, choice)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CallError(Code.INVALID_ARGUMENT, f"the parameter {name[:64]!r} must be finite, got {value}")
+        values[name] = value
     return values

@@ -113,6 +113,15 @@ def fault_no_model(request):
     request.model_name = ""
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_parameter_that_json_cannot_represent_is_refused_by_its_name(value):
+    request = make_request()
+    add_input(request, raw=b"1" * 24)
+    request.parameters["eps"].double_param = float(value)
+    with pytest.raises(CallError, match=f"'eps' must be finite, got {value}"):
+        convert_request(request.SerializeToString())
+
+
 @pytest.mark.parametrize(
     "break_request",
     [
