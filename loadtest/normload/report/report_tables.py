@@ -123,7 +123,7 @@ def _list_sweep_sentences(result: RunResult) -> list[str]:
             f"Knee at {sweep.knee.name}: {sweep.knee.offered:.0f}/s with a mean latency of "
             f"{format_milliseconds(sweep.knee.mean_s)} ms."
         )
-    sustained = f"{sweep.sustained.offered:.0f}/s" if sweep.sustained else "none of the offered rates"
+    sustained = f"{sweep.sustained.scheduled:.0f}/s" if sweep.sustained else "none of the offered rates"
     return [*sentences, f"Sustained: {sustained}; highest rate of successful requests: {sweep.peak:.0f}/s."]
 
 

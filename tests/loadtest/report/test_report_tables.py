@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 from normload.load.objectives import parse_objective
+from normload.load.scenarios import LoadPhase
 from normload.measurements.objective_outcomes import evaluate_objective
+from normload.measurements.results import PhaseResult
+from normload.measurements.tallies import PhaseTally, RequestOutcome
 from normload.report import csv_report, html_report, report_tables
 
 from tests.loadtest.conftest import made_result
@@ -96,3 +99,15 @@ def test_a_run_without_answers_is_written_as_well():
     lines = list(csv.DictReader(io.StringIO(csv_report.render_csv(empty))))
     assert {line["p99_s"] for line in lines} == {""}
     assert "| all |" in report_tables.render_markdown(empty)
+
+
+def test_a_sustained_load_is_that_which_was_sent():
+    phases = []
+    for rate in (10, 20, 30):
+        tally = PhaseTally(1.0)
+        tally.add_records(
+            RequestOutcome("layer_norm", 0.5, 0.5, 0.5, 0.6, 200, "ok", 100, 100) for _ in range(rate - 1)
+        )
+        phases.append(PhaseResult(LoadPhase(f"load {rate}", "poisson", 1.0, rate=rate), 0.0, 1.0, tally))
+    *_, sentence = report_tables.list_sentences(made_result([], phases=phases))
+    assert sentence == "Sustained: 29/s; highest rate of successful requests: 29/s."
