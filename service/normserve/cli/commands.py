@@ -88,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ModuleNotFoundError(f"the server needs {needed}", name=needed)
     # Until the server handles SIGTERM: the first process of a container has no default action for it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    # Afterwards the server handles SIGHUP too, which never ends it.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if settings.devices or settings.frontend_count:
         return serve_fleet(settings)
     # A late import: it takes a second, and `version` and `--help` do not need it.

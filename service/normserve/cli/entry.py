@@ -1,11 +1,14 @@
 """The command `normserve`.  If a package is missing, it prints one line with the command that installs it."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `normserve` and return the exit code.  If a package is missing, print the command that installs it."""
+    # A server is never ended by it, not even while its modules are imported.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         from normserve.cli.commands import main as run
 

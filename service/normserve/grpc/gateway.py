@@ -20,6 +20,7 @@ from normserve.grpc.inference_service import InferenceService
 from normserve.grpc.message_budget import MessageBudget
 from normserve.grpc.reflection_service import ReflectionService
 from normserve.grpc.server_client import ServerClient
+from normserve.hangups import handle_hangups
 from normserve.logs.formatting import ThrottledLogger
 from normserve.regular_files import open_regular_file
 
@@ -45,7 +46,13 @@ def run_gateway(settings: GatewaySettings, parent: int | None = None) -> None:
     Raises:
         GatewayError: it cannot start with these settings.
     """
-    uvloop.run(_serve(settings, parent))
+    uvloop.run(_serve_through_hangups(settings, parent))
+
+
+async def _serve_through_hangups(settings: GatewaySettings, parent: int | None) -> None:
+    """Serve like `_serve`; SIGHUP is logged, and otherwise ignored."""
+    with handle_hangups(_log_ignored_reload):
+        await _serve(settings, parent)
 
 
 async def _serve(settings: GatewaySettings, parent: int | None) -> None:
@@ -83,7 +90,6 @@ async def _serve(settings: GatewaySettings, parent: int | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, _log_ignored_reload)
     if parent is not None:
         loop.add_reader(parent, _on_parent_end, parent, stop, parent_end)
     # Whoever reads this may send a signal at once.

@@ -8,6 +8,7 @@ arrive over the channel.
 import asyncio
 import functools
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -97,6 +98,7 @@ def main() -> int:
     """Run a front end with the settings from standard input and the channel from the command line; return
     the exit code.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     settings, index = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, f"front end {index}")
     channel = socket.socket(fileno=int(sys.argv[1]))

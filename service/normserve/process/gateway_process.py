@@ -139,6 +139,7 @@ def main() -> int:
     from normserve.grpc.gateway import GatewayError, run_gateway
     from normserve.logs.formatting import configure_logging
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     settings: GatewaySettings = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, "grpc")
     try:

@@ -14,6 +14,7 @@ import uvicorn
 
 from normserve.codec.forwarded_for import TrustedProxies
 from normserve.errors import NormserveError
+from normserve.hangups import handle_hangups
 from normserve.http.problem_responses import NO_SNIFFING
 from normserve.http.transport import (
     ConnectionPolicy,
@@ -55,9 +56,9 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
-        yield
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        with handle_hangups(self._reload_tls):
+            yield
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
     @abstractmethod

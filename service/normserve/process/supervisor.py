@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from normserve.codec.forwarded_for import TrustedProxies
+from normserve.hangups import handle_hangups
 from normserve.peers.sibling_processes import FleetPosition
 from normserve.process.child import FRONT_END, OWNER, ChildSlot, HandedConnection, make_owner_name
 from normserve.process.connection_limits import (
@@ -100,7 +101,7 @@ class FleetSupervisor:
                 accepted.append(self._local_limits.accept_connections(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain_owners_or_stop_all)
-            loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
+            stack.enter_context(handle_hangups(self._reload_tls))
             beside = [
                 asyncio.create_task(work)
                 for work in (self._announce_when_all_ready(listeners[0]), self._monitor_silence())

@@ -5,6 +5,7 @@ channel, over which it reports whether it is ready.
 """
 
 import pickle
+import signal
 import socket
 import sys
 
@@ -18,6 +19,7 @@ def main() -> int:
     """Run a server that owns a device; return the exit code.  Standard input has the settings and the index, and
     the supervisor's channel the connections.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     settings, place = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, str(place.index))
     channel = socket.socket(fileno=int(sys.argv[1]))

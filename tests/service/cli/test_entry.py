@@ -42,6 +42,27 @@ def test_a_gateway_without_grpc_is_one_line():
     assert ended.stderr == "normserve: grpc is not installed: pip install 'normserve[grpc]'\n"
 
 
+def test_sighup_ends_no_command_whose_modules_are_still_imported():
+    program = (
+        "import importlib.abc, os, signal\n"
+        "class Hangup(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "from normserve.cli.entry import main\n"
+        "sys.meta_path.insert(0, Hangup())\n"
+        "sys.exit(main(['version']))"
+    )
+    # A process ignores what its parent does.
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import signal, sys\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{program}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"normserve {normserve.__version__}\n"), ended.stderr
+
+
 def test_a_fault_of_ones_own_is_no_missing_extra():
     ended = without("normserve.settings", "from normserve.cli.entry import main\nmain(['version'])")
     assert ended.returncode == 1
