@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 from normserve.errors import OverloadedError, QuotaExhaustedError, TooLargeError
+from normserve.local import client_segments
 from normserve.local.client_segments import LEAST_BYTES, HostSegmentAllocator, OrphanedSegments
 
 
@@ -60,6 +61,16 @@ def test_a_client_is_told_what_it_holds_itself():
     # Of another user these are not.
     for uid, nbytes in ((7, LEAST_BYTES), (8, 2 * LEAST_BYTES)):
         os.close(asyncio.run(memory.allocate_segment(uid, nbytes, own))[0])
+
+
+def test_a_client_that_has_all_segments_of_its_user_is_told_so(monkeypatch):
+    monkeypatch.setattr(client_segments, "_MOST_SEGMENTS", 2)
+    memory = HostSegmentAllocator(8 * LEAST_BYTES)
+    own = [lend(memory), lend(memory)]
+    with pytest.raises(QuotaExhaustedError, match=f" holds {2 * LEAST_BYTES} in 2 segments \\(of 2 at most\\)"):
+        asyncio.run(memory.allocate_segment(7, 1, own))
+    with pytest.raises(OverloadedError):
+        asyncio.run(memory.allocate_segment(7, 1, own[:1]))
 
 
 def test_what_fails_is_not_charged():

@@ -73,6 +73,9 @@ def test_a_client_is_told_what_it_holds_itself(lender):
                 await lender.arenas.allocate_segment(PEER, nbytes, lender.spent, lender.leftovers, own)
             del other
             gc.collect()
+        # Of another user these are not.
+        other = PeerProcess(1, 8)
+        os.close((await lender.arenas.allocate_segment(other, 3 * GRANULARITY, [], lender.leftovers, own))[0])
 
     asyncio.run(check())
 

@@ -104,6 +104,18 @@ def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it
     played(body, pid=pid)
 
 
+def test_device_memory_that_a_client_has_freed_is_still_its_own():
+    async def body(client):
+        for nbytes in (GRANULARITY, 2 * GRANULARITY):
+            answer = await client.request(frames.GrowArenaMessage(nbytes, "device"))
+            client.send(frames.FreeSegmentMessage(answer.segment))
+        # Neither is large enough, and to wait for them is of no use.
+        refused = await client.request(frames.GrowArenaMessage(3 * GRANULARITY, "device"))
+        assert (refused.status, refused.retry_after_s) == (429, None)
+
+    played(body)
+
+
 def descriptors():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
