@@ -70,7 +70,7 @@ class TestOversizedPayload:
     def test_results_that_never_fit_are_refused_before_the_work(self, small, growth):
         _, client = small
         # 2 MiB of rows of one element ask for 12 MiB of results; twice as many for more than there is.
-        answer = send(client, npy(np.ones((2 * MIB, 1), np.float16)), **ALL)
+        answer = send(client, packed(x=torch.ones(2 * MIB, 1).half()), kind=SAFETENSORS, **ALL)
         assert_problem(answer, 413, "too_large")
         asked = int(re.search(r"takes (\d+) bytes", answer.json()["detail"])[1])
         assert asked == pytest.approx(28 * MIB, abs=1024)
@@ -185,18 +185,22 @@ def test_results_of_others_leave_no_room_for_now(stage_of):
     """What is granted to one request counts until its last byte is out; the next is told to come back."""
     stage = stage_of("--max-inflight-bytes", str(GRANTED))
     occupied = stage.occupy_device()
-    ask = {"out_dtype": "float16", "stats": "true"}
-    waiting = stage.post_later(1, MIB // 2, **ask)
+    content, ask = npy(np.ones((MIB // 2, 1), np.float32)), {"out_dtype": "float16", "stats": "true"}
+
+    def post():
+        return stage.http.post("/v1/layer_norm", content=content, params=ask, headers={"accept": SAFETENSORS})
+
+    waiting = stage.later(post)
     stage.wait_for_queue(1)
     # 2 MiB of body, 1 of y and 4 of statistics; once more is not too much, three times is.
     told = stage.http.get("/metrics").text
     inside = float(re.search(r"^normserve_inflight_bytes (\S+)$", told, re.MULTILINE)[1])
     assert inside == pytest.approx(7 * MIB, abs=64 * 1024)
-    second = stage.post_later(1, MIB // 2, **ask)
+    second = stage.later(post)
     stage.wait_for_queue(2)
-    refused = stage.post(1, MIB // 2, **ask)
+    refused = post()
     assert_problem(refused, 429, "overloaded")
     assert "retry-after" in refused.headers
     stage.open_gate()
     assert all(running.result().status_code == 200 for running in (occupied, waiting, second))
-    assert stage.post(1, MIB // 2, **ask).status_code == 200
+    assert post().status_code == 200
