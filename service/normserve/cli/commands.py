@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
 """
 
 _ENVIRONMENT = (
-    "Each option can also be set in the environment, for example --keep-alive-s as NORMSERVE_KEEP_ALIVE_S.\n\n"
+    "Each option{} can also be set in the environment, for example --keep-alive-s as NORMSERVE_KEEP_ALIVE_S.\n\n"
 )
 
 
@@ -148,7 +148,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "serve",
         help="start the server",
         description="Start the server. It prints where to POST, with a curl line to try.",
-        epilog=_ENVIRONMENT + _EXAMPLES,
+        epilog=_ENVIRONMENT.format("") + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, field in Settings.model_fields.items():
@@ -162,7 +162,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="start a gateway that speaks KServe's gRPC for a server",
         description="Start a gateway that speaks KServe's gRPC for a server. `normserve serve --grpc-port 8001`"
         " starts one with the server, and again whenever it ends.",
-        epilog=_ENVIRONMENT.replace("Each option", "Each option except --listen and --server"),
+        epilog=_ENVIRONMENT.format(" except --listen and --server"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     gateway.add_argument(

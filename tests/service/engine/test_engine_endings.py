@@ -1,7 +1,6 @@
 """Deadlines, departures and failures: whoever waits is told, and the device does nothing in vain."""
 
 import asyncio
-import gc
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from normserve.errors import (
 from normserve.memory.slabs import SlabPool
 from normserve.memory.tensors import DType, HostTensor
 
+from tests.garbage_collector import without_collector
 from tests.service.engine.fake_engine import Deep, large_job, scene, turn
 from tests.service.jobs.fake_jobs import job
 
@@ -125,8 +125,7 @@ async def test_out_of_memory_is_that_launch_alone(scene):
 @scene
 async def test_what_failed_does_not_wait_for_the_collector_to_give_its_slabs_back(scene):
     pool = SlabPool(max_idle_bytes=0)
-    gc.disable()
-    try:
+    with without_collector():
         late = scene.submit(slab_job(pool))
         await turn()
         later = scene.submit(slab_job(pool), deadline=time.perf_counter() + 0.001)
@@ -138,8 +137,6 @@ async def test_what_failed_does_not_wait_for_the_collector_to_give_its_slabs_bac
         del late, later
         await turn()
         assert pool.used_bytes == 0
-    finally:
-        gc.enable()
 
 
 def slab_job(pool: SlabPool):

@@ -1,7 +1,6 @@
 """An operation over HTTP between its body and its response: its memory, its deadline, and a client that leaves."""
 
 import asyncio
-import gc
 import time
 import weakref
 from dataclasses import replace
@@ -11,6 +10,7 @@ from normserve.errors import ClientLeftError, DeadlineExceededError, DeviceOutOf
 from normserve.jobs.job import NormResult, NormSpec, Op, PassDirection
 from normserve.jobs.validation import make_validated_job
 
+from tests.garbage_collector import without_collector
 from tests.service.engine.fake_engine import turn
 from tests.service.http.fake_exchanges import ExchangeScene
 from tests.service.jobs.fake_jobs import tensor
@@ -204,8 +204,5 @@ def test_a_body_does_not_wait_for_the_collector_after_an_error():
         await turn()
         assert held() is None
 
-    gc.disable()
-    try:
+    with without_collector():
         played(body)
-    finally:
-        gc.enable()

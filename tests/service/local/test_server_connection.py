@@ -1,7 +1,6 @@
 """One client's connection: what its frames lead to, in which order, and what is left once it is gone."""
 
 import asyncio
-import gc
 import hashlib
 import time
 import weakref
@@ -14,6 +13,7 @@ from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, TooLarg
 from normserve.local import server_connection
 from normserve.local.server_connection import MOST_UNDER_WAY
 
+from tests.garbage_collector import without_collector
 from tests.service.engine.fake_engine import turn
 from tests.service.engine.fake_polling import FakePolling
 from tests.service.jobs.fake_jobs import layer
@@ -152,12 +152,9 @@ def test_prepared_calls_do_not_keep_a_layer_that_is_not_registered_any_more(chan
             await client.finish()
         assert client.statuses() == {0: 200, 1: 200}
         former = weakref.ref(client.layer_messages.get("a"))
-        gc.disable()
-        try:
+        with without_collector():
             change(client.layer_messages)
             assert former() is None
-        finally:
-            gc.enable()
 
     played(body)
 

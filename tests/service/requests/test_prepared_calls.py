@@ -7,6 +7,7 @@ import pytest
 from normserve.metrics.metrics import Metrics
 from normserve.requests.prepared_calls import PreparedCallCache
 
+from tests.garbage_collector import without_collector
 from tests.service.jobs.fake_jobs import layer
 
 
@@ -158,9 +159,6 @@ def test_what_is_cleared_goes_at_once(calls):
     gone = weakref.ref(value)
     calls.try_store(b"a", value, 10)
     del value
-    gc.disable()
-    try:
+    with without_collector():
         calls.clear()
         assert gone() is None
-    finally:
-        gc.enable()

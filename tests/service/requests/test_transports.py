@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import gc
 import json
 import logging
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from normserve.errors import OverloadedError
 from normserve.http.relay import relay_messages
 from normserve.http.transport import AsgiAdapter
 
+from tests.garbage_collector import without_collector
 from tests.service.engine.fake_engine import turn
 from tests.service.http.relay.owner_scene import OwnerScene, npy
 from tests.service.http.relay.test_relayed_operations_receiving import Owner
@@ -157,10 +157,9 @@ def test_a_job_that_cannot_be_begun_leaves_nothing_held(
     # Lines of the log that are kept would hold the traceback of the error, and so the memory.
     logging.disable()
     # The memory must not wait for the collector either.
-    gc.disable()
     try:
-        refused = asyncio.run(asyncio.wait_for(refuse(error), 20))
+        with without_collector():
+            refused = asyncio.run(asyncio.wait_for(refuse(error), 20))
     finally:
-        gc.enable()
         logging.disable(logging.NOTSET)
     assert refused == Refused(status, 0, 0, 0, is_idle=True)

@@ -18,6 +18,8 @@ from normserve.client import (
     TooLargeError,
 )
 
+from tests.garbage_collector import without_collector
+
 ONCE = RetryPolicy(tries=1)
 
 
@@ -103,16 +105,8 @@ class Ring:
         self.array, self.itself = array, self
 
 
-@pytest.fixture
-def uncollected():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_arrays_that_are_garbage_are_collected_before_a_call_is_refused(serving, path, uncollected):
-    with Client(f"unix://{path}", retries=ONCE) as client:
+def test_arrays_that_are_garbage_are_collected_before_a_call_is_refused(serving, path):
+    with without_collector(), Client(f"unix://{path}", retries=ONCE) as client:
         kept = [client.empty((8, 2**20)), client.empty((2, 2**20))]
         # In the segment of the second array, which is not freed.
         ring = Ring(client.empty((20, 2**20)))

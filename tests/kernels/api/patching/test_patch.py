@@ -1,7 +1,6 @@
 """Which modules of a model are patched, what is told of them, and that everything can be taken back."""
 
 import copy
-import gc
 import inspect
 import pickle
 import re
@@ -17,6 +16,7 @@ from fusednorm.errors import KernelInputError
 from fusednorm.launch.call_status import describe_repeated_calls
 from torch import nn
 
+from tests.garbage_collector import without_collector
 from tests.kernels.api.norm_calls import Dispatched
 from tests.kernels.api.patching.norms import (
     GemmaRMSNorm,
@@ -308,12 +308,9 @@ def test_a_model_is_freed_without_the_garbage_collector(device):
     model = Mixed().to(device)
     fusednorm.patch(model)
     alive = weakref.ref(model.first.weight)
-    gc.disable()
-    try:
+    with without_collector():
         del model
         assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_a_forward_without_its_module_says_so(x):

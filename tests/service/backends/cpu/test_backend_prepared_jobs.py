@@ -1,6 +1,5 @@
 """Jobs that come again in the same memory: the same bits as those that come once, in their places."""
 
-import gc
 import weakref
 
 import pytest
@@ -11,6 +10,7 @@ from normserve.jobs.job import Batch, BatchResult, NormJob, NormSpec, Op, PassDi
 from normserve.jobs.result_specs import infer_result_specs
 from normserve.memory.tensors import HostTensor
 
+from tests.garbage_collector import without_collector
 from tests.service.backends.combinations import KINDS, MOST_COMBINATIONS, combinations
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
@@ -140,14 +140,11 @@ def test_nothing_is_kept_of_what_is_empty_or_comes_in_company(backend):
 def test_what_is_kept_goes_with_whoever_keeps_it(backend):
     job = placed(FORWARD, {"x": host(torch.randn(400, 1024))})
     watched = weakref.ref(job.result_buffers["y"].obj)
-    gc.disable()
-    try:
+    with without_collector():
         ran(backend, job)
         ran(backend, following(job))
         del job
         assert watched() is None
-    finally:
-        gc.enable()
 
 
 def test_jobs_that_could_share_no_launch_are_computed_alone(backend):

@@ -12,6 +12,7 @@ import pytest
 from normserve.client import AsyncClient, Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy
 from normserve.codec import local_messages as frames
 
+from tests.garbage_collector import without_collector
 from tests.service.client.local.test_connection import send_segment, serving
 
 ONCE = RetryPolicy(tries=1)
@@ -154,12 +155,9 @@ def test_a_closed_client_does_not_wait_for_the_garbage_collector(tmp_path, answe
     path = str(tmp_path / "socket")
     with serving(path, answer):
         before = held()[1]
-        gc.disable()
-        try:
+        with without_collector():
             call(path)
             wait_until_unmapped(before)
-        finally:
-            gc.enable()
 
 
 def test_a_closed_client_does_not_connect_again(tmp_path):

@@ -23,6 +23,7 @@ from normserve.memory import device_segments
 from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 from normserve.memory.tensors import DType
 
+from tests.garbage_collector import without_collector
 from tests.service.client.local.fake_cuda import FakeTorch
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
 
@@ -302,16 +303,9 @@ def refuse_memory(arena, nbytes):
         return error
 
 
-@pytest.fixture
-def uncollected():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_before_a_refusal_tensors_that_are_garbage_make_room(arena, uncollected):
-    ring = [arena.make_tensor(taken(arena, GRANULARITY), DType.FLOAT32, (GRANULARITY // 4,))]
-    ring.append(ring)
-    del ring
-    assert refuse_memory(arena, GRANULARITY) is None
+def test_before_a_refusal_tensors_that_are_garbage_make_room(arena):
+    with without_collector():
+        ring = [arena.make_tensor(taken(arena, GRANULARITY), DType.FLOAT32, (GRANULARITY // 4,))]
+        ring.append(ring)
+        del ring
+        assert refuse_memory(arena, GRANULARITY) is None
