@@ -31,9 +31,9 @@ from fusednorm.tensors.arrays import check_tensors
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
     from fusednorm.api import layer_norm as layer_norm_passes
-    from fusednorm.launch.extension_calls import load_extension
+    from fusednorm.launch.extension_calls import set_gradients
     from fusednorm.launch.prepared_kernels import can_bypass_triton
-    from fusednorm.launch.replay_cache import MAX_KINDS, encode_policy, get_extension, set_extension_loader
+    from fusednorm.launch.replay_cache import encode_policy, get_extension
 
 
 def layer_norm(
@@ -576,4 +576,4 @@ _apply_norm: Callable[..., Any] = super(torch.autograd.Function, _NormFunction).
 
 
 if HAS_TRITON:
-    set_extension_loader(partial(load_extension, _compute_gradients, MAX_KINDS))
+    set_gradients(_compute_gradients)

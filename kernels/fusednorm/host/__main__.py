@@ -13,9 +13,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fusednorm.host", description=__doc__)
     parser.add_argument("--status", action="store_true", help="compile nothing; say how repeated calls are made")
     if parser.parse_args(arguments).status:
-        # Only a process that has imported it makes calls, and loads the extension for them.
-        import fusednorm.api.autograd  # noqa: F401
-
         print(describe_repeated_calls())
     else:
         print(ensure_extension_built())

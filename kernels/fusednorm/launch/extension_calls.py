@@ -23,21 +23,38 @@ _FIXED, _AS_X, _AS_ROWS = range(3)
 """The codes for the shape of a result in the extension."""
 
 
+Gradients = Callable[..., tuple[Tensor | None, ...]]
+"""A function that computes the gradients of a differentiable call."""
+
 _files = ExtensionFiles()
 _build = BackgroundBuild(_files)
 _load_error = ""
+_gradients: Gradients | None = None
 
 
-def load_extension(
-    compute_gradients: Callable[..., tuple[Tensor | None, ...]], max_kinds: int, may_start_build: bool = False
-) -> Any:
+def set_gradients(compute_gradients: Gradients) -> None:
+    """Set the function that computes the gradients of a differentiable call whose backward pass the extension has
+    not recorded.
+
+    The module of these calls sets it, so that processes without such calls need not import that module.
+    """
+    global _gradients
+    _gradients = compute_gradients
+
+
+def _compute_gradients(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Compute gradients by the function that has been set."""
+    assert _gradients is not None, "a differentiable call has set it"
+    return _gradients(*arguments)
+
+
+def load_extension(max_kinds: int, may_start_build: bool = False) -> Any:
     """Load the host extension and configure it; None if it is not compiled, or cannot be loaded.
 
     If loading fails, the first call warns, and later calls return None at once.
 
     Args:
-        compute_gradients: computes the gradients of a differentiable call whose backward pass the extension has not
-            recorded.
+        max_kinds: the largest number of calls that it records.
         may_start_build: whether to start a build in the background if the extension is not compiled.
     """
     global _load_error
@@ -46,7 +63,7 @@ def load_extension(
     try:
         extension = _files.try_load_compiled_module()
         if extension is not None:
-            configure_extension(extension, compute_gradients, max_kinds)
+            configure_extension(extension, _compute_gradients, max_kinds)
     except (ImportError, OSError, RuntimeError) as error:
         _load_error = str(error)
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
@@ -69,7 +86,7 @@ def find_extension_status() -> tuple[bool, str]:
 
 def configure_extension(
     extension: Any,
-    compute_gradients: Callable[..., tuple[Tensor | None, ...]],
+    compute_gradients: Gradients,
     max_kinds: int,
     launch: Callable[..., None] | None = None,
 ) -> None:

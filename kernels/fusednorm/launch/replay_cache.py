@@ -10,6 +10,7 @@ If the launches declare how they depend on the number of rows, calls with any nu
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from threading import Lock
 from typing import Any, Generic
@@ -21,7 +22,7 @@ from fusednorm.arguments.arrays import contiguous_strides
 from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.launch import prepared_kernels
-from fusednorm.launch.extension_calls import describe_call
+from fusednorm.launch.extension_calls import describe_call, load_extension
 from fusednorm.launch.launch_template import LaunchTemplate
 from fusednorm.launch.launches import Launch
 from fusednorm.policy.batch_invariance import is_batch_invariant
@@ -95,24 +96,19 @@ _as_result: Any = tuple.__new__
 _PASSES: list["ReplayablePass[Any]"] = []
 
 _extension: Any = None
-_load: Callable[[bool], Any] | None = None
+"""The host extension once it is loaded; it then makes the recorded calls."""
+
+_load: Callable[[bool], Any] | None = partial(load_extension, MAX_KINDS)
+"""Loads the host extension, or returns None; with whether the extension may now be built.
+
+It is called at plans, and after some replays, until it returns the extension; at the first of these calls a GPU is
+in use, and no graph is captured.  None if there is nothing to load any more, or Python is to make all calls.
+"""
+
 _replays = 0
 _LOOKING = Lock()
 
 is_capturing = torch.cuda.is_current_stream_capturing
-
-
-def set_extension_loader(load: Callable[[bool], Any]) -> None:
-    """Set the function that loads the host extension, and is called again until it returns the extension.
-
-    The extension then makes the recorded calls.
-
-    Args:
-        load: returns the extension, or None; called at plans and, with whether the extension may now be built,
-            after some replays.  From the first of these calls on, a GPU is in use, and no graph is captured.
-    """
-    global _load
-    _load = load
 
 
 def set_extension(extension: Any) -> None:

@@ -1,13 +1,14 @@
 """The host extension on a GPU: the bits of Python's way, on any stream, in a graph, in other threads."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import fusednorm
-import fusednorm.api.autograd as functions
 import pytest
 import torch
-from fusednorm.launch import replay_cache
+from fusednorm.launch import extension_calls, replay_cache
 from fusednorm.launch.extension_calls import load_extension
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own, watched
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def extension(host_extension):
     """The extension in use, whatever was before."""
     before = replay_cache.get_extension()
-    replay_cache.set_extension(load_extension(functions._compute_gradients, replay_cache.MAX_KINDS))
+    replay_cache.set_extension(load_extension(replay_cache.MAX_KINDS))
     yield replay_cache.get_extension()
     replay_cache.clear_replays()
     replay_cache.set_extension(before)
@@ -100,7 +101,7 @@ def learnt(made):
 def test_steps_give_the_bits_of_the_first(name, dtype, extension, device, poisoned, monkeypatch):
     made = model(name, device, dtype)
     wanted = learnt(made)
-    monkeypatch.setattr(functions, "_compute_gradients", None)
+    monkeypatch.setattr(extension_calls, "_gradients", None)
     for _ in range(3):
         assert_same(made.step(), wanted)
 
@@ -187,15 +188,15 @@ def looks(host_extension, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, device, poisoned):
-    replay_cache.set_extension_loader(lambda may_build: looks[0] if looks else None)
+def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, device, poisoned, monkeypatch):
+    monkeypatch.setattr(replay_cache, "_load", lambda may_build: looks[0] if looks else None)
     made = model(name, device)
     wanted = made.step()
     for _ in range(5):
         assert_same(made.step(), wanted)
     y = made()
     assert y.grad_fn.name() != "FusedNormBackward"
-    looks.append(load_extension(functions._compute_gradients, replay_cache.MAX_KINDS))
+    looks.append(load_extension(replay_cache.MAX_KINDS))
     assert looks[0] is not None
     for _ in range(10):
         assert_same(made.step(), wanted)
@@ -203,8 +204,8 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, devi
     assert_same(torch.autograd.grad(y, made.leaves, made.dy), wanted[1:])
 
 
-def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device):
-    replay_cache.set_extension_loader(looks.append)
+def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device, monkeypatch):
+    monkeypatch.setattr(replay_cache, "_load", looks.append)
     made = model("rows", device)
     for _ in range(3):
         made.step()
@@ -217,3 +218,19 @@ def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device):
     for _ in range(10):
         made.step()
     assert True in looks
+
+
+_LAUNCHERS_ALONE = """
+import sys, torch, fusednorm
+from fusednorm.launch.replay_cache import get_extension
+x = torch.randn(4, 64, device="cuda")
+for _ in range(2):
+    fusednorm.layer_norm_forward(x)
+assert "fusednorm.api.autograd" not in sys.modules
+print(get_extension())
+"""
+
+
+def test_a_process_that_calls_launchers_alone_has_the_extension(host_extension):
+    command = [sys.executable, "-c", _LAUNCHERS_ALONE]
+    assert "fusednorm_host" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

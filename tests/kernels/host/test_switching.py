@@ -36,7 +36,7 @@ def looks(replaying, monkeypatch):
     monkeypatch.setattr(replay_cache, "_extension", None)
     monkeypatch.setattr(replay_cache, "_replays", 0)
     monkeypatch.setattr(replay_cache, "_LOOK_EVERY", 3)
-    replay_cache.set_extension_loader(looks.load)
+    monkeypatch.setattr(replay_cache, "_load", looks.load)
     return looks
 
 
@@ -159,13 +159,13 @@ def build(monkeypatch):
 
 
 def test_an_extension_is_built_only_where_that_is_allowed_and_it_is_not_there(files, build, monkeypatch):
-    assert extension_calls.load_extension(None, 1) is None
+    assert extension_calls.load_extension(1) is None
     assert build.advanced == 0
-    assert extension_calls.load_extension(None, 1, True) is None
+    assert extension_calls.load_extension(1, True) is None
     assert build.advanced == 1
     monkeypatch.setattr(extension_calls, "configure_extension", lambda *_: None)
     files.found = "the extension"
-    assert extension_calls.load_extension(None, 1, True) == "the extension"
+    assert extension_calls.load_extension(1, True) == "the extension"
     assert build.advanced == 1
 
 
@@ -173,16 +173,16 @@ def test_an_extension_is_loaded_after_the_end_of_its_builder(files, build, monke
     """So that its builder is not left unreaped."""
     monkeypatch.setattr(extension_calls, "configure_extension", lambda *_: None)
     files.found, build.runs = "the extension", True
-    assert extension_calls.load_extension(None, 1, True) is None
+    assert extension_calls.load_extension(1, True) is None
     build.runs = False
-    assert extension_calls.load_extension(None, 1, True) == "the extension"
+    assert extension_calls.load_extension(1, True) == "the extension"
 
 
 @pytest.mark.parametrize("failure", [ImportError("other libraries"), PermissionError("of another user")])
 def test_an_extension_that_does_not_load_is_named_once(failure, files, build):
     files.failure = failure
     with pytest.warns(UserWarning, match=f"does not load, so calls cost more host time: {failure}"):
-        assert extension_calls.load_extension(None, 1, True) is None
-    assert extension_calls.load_extension(None, 1, True) is None
+        assert extension_calls.load_extension(1, True) is None
+    assert extension_calls.load_extension(1, True) is None
     assert build.advanced == 0
     assert extension_calls.find_extension_status() == (False, f"the host extension does not load: {failure}")
