@@ -327,12 +327,13 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     """Choose the configuration of a backward pass."""
     if call.is_channels_first:
         return channels_first.choose_backward(call.cols, call.rows, call.itemsize, call.residual is not None)
-    if call.gate is not None:
-        if call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
-            return tables.BACKWARD_SPLIT[call.itemsize]
-        with_gate = next(_iterate_entries_between(call.cols, tables.BACKWARD_WITH_GATE[call.itemsize]), None)
-        if with_gate is not None:
-            return with_gate
+    has_gate = call.gate is not None
+    if has_gate and call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
+        return tables.BACKWARD_SPLIT[call.itemsize]
+    if call.is_modulated or not call.is_plain:
+        fused = next(_iterate_entries_between(call.cols, tables.BACKWARD_FUSED[call.itemsize, has_gate]), None)
+        if fused is not None:
+            return fused
     can_wait = call.x.device.has_launch_options
     choice = choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
     if isinstance(choice, LayerNormBackwardSplit):

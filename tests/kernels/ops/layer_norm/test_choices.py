@@ -126,18 +126,39 @@ def test_parts_are_spread_before_they_are_gathered():
     assert split.count_parts_per_program(1 << 20) == split.MAX_PARTS_A_PROGRAM
 
 
-def plan_backward_without_waiting(op, cols, dtype="bfloat16", **options):
-    """List the kernels of a backward pass on a device where no program can wait."""
-    device = H200._replace(has_launch_options=False)
-    shape = 64, cols
+def plan_backward(op, cols, dtype="bfloat16", device=H200, has_residual=False, is_modulated=False, **options):
+    """The launches of a backward pass over 4096 rows, or with a scale of each of 8 samples."""
+    shape = (8, 512, cols) if is_modulated else (4096, cols)
     x = Array("x", dtype, shape, contiguous_strides(shape), device)
     rows = Array("rstd", "float32", shape[:-1], contiguous_strides(shape[:-1]), device)
-    weight = Array("weight", dtype, (cols,), (1,), device)
+    weight = None if is_modulated else Array("weight", dtype, (cols,), (1,), device)
+    scale = Array("scale", dtype, (8, cols), (cols, 1), device) if is_modulated else None
     mean = None if op == "rms_norm" else rows
-    given = {"x": x, "dy": x, "weight": weight, "mean": mean, "rstd": rows}
+    given = {"x": x, "dy": x, "weight": weight, "mean": mean, "rstd": rows, "scale": scale}
+    if has_residual:
+        given["residual"] = x
     checked = NormOptions(op, **options).validate()
-    launches = choices.plan_backward(LayerNormBackwardCall(**given, options=checked, out=Backward(x, weight)))
+    out = Backward(x, weight, dscale=scale)
+    return choices.plan_backward(LayerNormBackwardCall(**given, options=checked, out=out))
+
+
+def plan_backward_without_waiting(op, cols, dtype="bfloat16", **options):
+    """The names of the kernels of a backward pass on a device where no program can wait."""
+    launches = plan_backward(op, cols, dtype, H200._replace(has_launch_options=False), **options)
     return {launch.kernel.fn.__name__.removeprefix("layer_norm_backward_") for launch in launches}
+
+
+FUSED = ({"has_residual": True}, {"is_modulated": True}, {"activation": "silu"}, {"dropout": 0.1, "seed": 1})
+
+
+@pytest.mark.parametrize("further", FUSED)
+@pytest.mark.parametrize("cols", [3072, 4096, 5120])
+def test_what_needs_more_registers_has_a_tile_of_its_own(cols, further):
+    def choose_tile(**further):
+        launch = plan_backward("layer_norm", cols, **further)[0]
+        return launch.grid, *(launch.options[name] for name in ("CHUNKS", "BLOCK_N", "STAGES", "num_warps"))
+
+    assert choose_tile(**further) != choose_tile()
 
 
 ONCE, TWICE = {"tile_kernel", "reduce_kernel"}, {"split_sums_kernel", "split_apply_kernel", "reduce_kernel"}
