@@ -72,6 +72,11 @@ class LayerNormCall:
         return not (self.scale is self.shift is self.gate is None)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is no residual, activation or dropout."""
+        return self.residual is None and self.options.activation == "none" and not self.options.dropout
+
+    @property
     def is_channels_first(self) -> bool:
         """Whether positions are adjacent in memory, not the channels of a position."""
         return self.cols > 1 and self.x.stride(-1) != 1
@@ -304,11 +309,6 @@ class LayerNormBackwardCall(LayerNormCall):
     def input_gradients(self) -> tuple[Array | None, ...]:
         """dx, and dresidual if it is a separate tensor."""
         return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is no residual, activation or dropout."""
-        return self.residual is None and self.options.activation == "none" and not self.options.dropout
 
     @property
     def can_reduce_early(self) -> bool:

@@ -7,6 +7,7 @@ go through shared memory to change hands.
 import json
 
 import pytest
+from fusednorm.launch.launches import REGISTERS_PER_SM
 
 from tests.kernels.harness.compiled import compile_elsewhere
 
@@ -45,13 +46,14 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     report = inspect_launch(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"
-    reports.append((what, activation, report.spilled_bytes, report.shared_bytes, widest))
+    registers = report.registers * 32 * launch.options["num_warps"]
+    reports.append((what, activation, report.spilled_bytes, report.shared_bytes, registers, widest))
 print(json.dumps(reports))
 """
 
 
-# One that is held and one that is swept, plain and fused.
-SOME = ((1024, 32768), (1024,))
+# Some that are held and one that is swept, plain and fused.
+SOME = ((1024, 16384, 32768), (1024,))
 
 
 @pytest.mark.parametrize(
@@ -62,11 +64,15 @@ SOME = ((1024, 32768), (1024,))
         pytest.param("float32", 4, (COLS, FUSED_COLS), marks=pytest.mark.slow),
     ],
 )
-def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype, vector, cols):
+def test_chosen_configurations_do_not_spill_access_128_bits_and_leave_registers_to_a_second_program(
+    dtype, vector, cols
+):
     reports = compile_elsewhere(COMPILE, dtype, json.dumps(cols))
     assert len(reports) == sum(map(len, cols))
-    for what, activation, spilled, shared, widest in reports:
+    for what, activation, spilled, shared, registers, widest in reports:
         assert spilled == 0, what
+        if "tile" in what and activation == "none":
+            assert 2 * registers <= REGISTERS_PER_SM, what
         assert shared <= 512, what
         assert widest["ld"] == 16, what
         assert widest["st"] == (vector if activation == "none" else 16), what
