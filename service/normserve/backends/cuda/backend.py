@@ -12,6 +12,7 @@ import torch
 import triton
 from fusednorm.devices.device_properties import GpuModel
 from fusednorm.errors import KernelInputError
+from fusednorm.launch.call_status import describe_repeated_calls
 from fusednorm.tensors.devices import copy_bandwidth, describe_device
 from fusednorm.warm.warm_calls import compile_in_parallel
 from torch import Tensor
@@ -150,6 +151,7 @@ class TritonBackend:
         for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled_classes.update(job.compute_kernel_class() for job in batch.jobs)
+        log.info("%s", describe_repeated_calls())
         return DeviceDescription(
             name=torch.cuda.get_device_name(),
             kind="cuda",

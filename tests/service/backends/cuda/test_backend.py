@@ -8,6 +8,8 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.errors import KernelInputError
+from fusednorm.host.background_build import ensure_extension_built
+from fusednorm.launch import replay_cache
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import (
     LAYER_OPS,
@@ -36,6 +38,14 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(11)
+
+
+def test_its_calls_are_repeated_by_the_host_extension(backend):
+    ensure_extension_built()
+    # The first call of a kind is planned, which loads the extension.
+    x = torch.randn(3, 1000)
+    run(backend, NormJob(NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5), {"x": host(x)}))
+    assert replay_cache.get_extension() is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
