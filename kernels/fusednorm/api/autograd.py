@@ -31,7 +31,7 @@ from fusednorm.tensors.arrays import check_tensors
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
     from fusednorm.api import layer_norm as layer_norm_passes
-    from fusednorm.launch.extension_calls import set_gradients
+    from fusednorm.launch.extension_calls import set_gradient_function
     from fusednorm.launch.prepared_kernels import can_bypass_triton
     from fusednorm.launch.replay_cache import encode_policy, get_extension
 
@@ -576,4 +576,4 @@ _apply_norm: Callable[..., Any] = super(torch.autograd.Function, _NormFunction).
 
 
 if HAS_TRITON:
-    set_gradients(_compute_gradients)
+    set_gradient_function(_compute_gradients)

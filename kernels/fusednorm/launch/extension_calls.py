@@ -23,29 +23,28 @@ _FIXED, _AS_X, _AS_ROWS = range(3)
 """The codes for the shape of a result in the extension."""
 
 
-Gradients = Callable[..., tuple[Tensor | None, ...]]
+GradientFunction = Callable[..., tuple[Tensor | None, ...]]
 """A function that computes the gradients of a differentiable call."""
 
 _files = ExtensionFiles()
 _build = BackgroundBuild(_files)
 _load_error = ""
-_gradients: Gradients | None = None
+_gradient_function: GradientFunction | None = None
 
 
-def set_gradients(compute_gradients: Gradients) -> None:
-    """Set the function that computes the gradients of a differentiable call whose backward pass the extension has
-    not recorded.
+def set_gradient_function(compute_gradients: GradientFunction) -> None:
+    """Set the function by which the extension computes gradients if it has not recorded a backward pass.
 
-    The module of these calls sets it, so that processes without such calls need not import that module.
+    The module of differentiable calls sets it, so that processes without such calls need not import that module.
     """
-    global _gradients
-    _gradients = compute_gradients
+    global _gradient_function
+    _gradient_function = compute_gradients
 
 
 def _compute_gradients(*arguments: Any) -> tuple[Tensor | None, ...]:
     """Compute gradients by the function that has been set."""
-    assert _gradients is not None, "a differentiable call has set it"
-    return _gradients(*arguments)
+    assert _gradient_function is not None, "the module of differentiable calls sets it"
+    return _gradient_function(*arguments)
 
 
 def load_extension(max_kinds: int, may_start_build: bool = False) -> Any:
@@ -86,7 +85,7 @@ def find_extension_status() -> tuple[bool, str]:
 
 def configure_extension(
     extension: Any,
-    compute_gradients: Gradients,
+    compute_gradients: GradientFunction,
     max_kinds: int,
     launch: Callable[..., None] | None = None,
 ) -> None:

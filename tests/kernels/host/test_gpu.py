@@ -101,7 +101,7 @@ def learnt(made):
 def test_steps_give_the_bits_of_the_first(name, dtype, extension, device, poisoned, monkeypatch):
     made = model(name, device, dtype)
     wanted = learnt(made)
-    monkeypatch.setattr(extension_calls, "_gradients", None)
+    monkeypatch.setattr(extension_calls, "_gradient_function", None)
     for _ in range(3):
         assert_same(made.step(), wanted)
 

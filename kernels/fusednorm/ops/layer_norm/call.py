@@ -77,6 +77,11 @@ class LayerNormCall:
         return self.residual is None and self.options.activation == "none" and not self.options.dropout
 
     @property
+    def is_fused(self) -> bool:
+        """Whether there is a residual, an activation, dropout, or parameters of each sample."""
+        return self.is_modulated or not self.is_plain
+
+    @property
     def is_channels_first(self) -> bool:
         """Whether positions are adjacent in memory, not the channels of a position."""
         return self.cols > 1 and self.x.stride(-1) != 1

@@ -330,7 +330,7 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     has_gate = call.gate is not None
     if has_gate and call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
         return tables.BACKWARD_SPLIT[call.itemsize]
-    if call.is_modulated or not call.is_plain:
+    if call.is_fused:
         fused = next(_iterate_entries_between(call.cols, tables.BACKWARD_FUSED[call.itemsize, has_gate]), None)
         if fused is not None:
             return fused
