@@ -216,8 +216,10 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
         ),  # 0.98
         (
             5120,
-            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=5),
-        ),  # 0.94
+            LayerNormBackwardTile(
+                1, 1024, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True, chunks=5, ahead=3
+            ),
+        ),  # 0.85, in place of 0.81
         (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True)),  # 0.97
         (
             8192,
@@ -297,8 +299,8 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
         (
             12289,
             65536,
-            LayerNormBackwardCooperative(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1),
-        ),  # 0.44-0.56 (50257)
+            LayerNormBackwardCooperative(1024, num_warps=2, programs_per_sm=6, lag=2, ahead=1),
+        ),  # 0.48-0.49, in place of 0.34-0.35 with eight programs a multiprocessor; 50257: 0.46, in place of 0.43
     ),
     4: (
         (
@@ -311,33 +313,36 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
 
 # These entries replace those of BACKWARD for rows of (first, last) columns with a residual, an activation, dropout
 # or parameters of each sample, which need more registers: those up to 4096 columns spill with SiLU.  Their keys are
-# the size of an element, and whether there is a gate.  Measured on an H100; rows without any of these reach 0.77 to
-# 0.83 with them on an H200.
-_BACKWARD_FUSED: tuple[tuple[int, int, LayerNormBackwardTile], ...] = (
-    (
-        2561,
-        3072,
-        LayerNormBackwardTile(
-            1, 1024, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True, chunks=3, ahead=3
-        ),
-    ),  # 0.93 with a gate
-    (
-        3073,
-        4096,
-        LayerNormBackwardTile(
-            1, 1024, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True, chunks=4, ahead=3
-        ),
-    ),
-    (
-        4097,
-        5120,
-        LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5),
-    ),
+# the size of an element, and whether there is a gate.  Those of 2 bytes up to 4096 columns were measured on an
+# H200, the others on an H100; rows without any of these take 1 to 6 % longer with those up to 5120 columns (H200).
+_BACKWARD_FUSED_3072 = (
+    2561,
+    3072,
+    LayerNormBackwardTile(1, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, chunks=3, ahead=3),
+)  # 0.91 with SiLU, in place of 0.61; with a gate 0.89 of the time of eight warps in one program
+_BACKWARD_FUSED_5120 = (
+    4097,
+    5120,
+    LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5),
 )
 BACKWARD_FUSED: dict[tuple[int, bool], tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
-    (2, False): _BACKWARD_FUSED,
+    (2, False): (
+        _BACKWARD_FUSED_3072,
+        (
+            3073,
+            4096,
+            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=4),
+        ),  # 0.82 with SiLU, in place of 0.67
+        _BACKWARD_FUSED_5120,
+    ),
     (2, True): (
-        *_BACKWARD_FUSED,
+        _BACKWARD_FUSED_3072,
+        (
+            3073,
+            4096,
+            LayerNormBackwardTile(1, 4096, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, ahead=3),
+        ),  # 0.80 of the time of four chunks in one program
+        _BACKWARD_FUSED_5120,
         (
             5121,
             7168,
@@ -350,7 +355,7 @@ BACKWARD_FUSED: dict[tuple[int, bool], tuple[tuple[int, int, LayerNormBackwardTi
         ),  # 0.92, in place of 0.64
     ),
     (4, False): (),
-    (4, True): (_BACKWARD_FUSED[-1],),  # 0.94, in place of 0.73
+    (4, True): (_BACKWARD_FUSED_5120,),  # 0.94, in place of 0.73
 }
 
 # For rows that programs may not share and one program holds: of RMSNorm, and of LayerNorm without residual,
