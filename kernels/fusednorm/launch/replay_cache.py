@@ -94,6 +94,8 @@ _as_result: Any = tuple.__new__
 
 
 _PASSES: list["ReplayablePass[Any]"] = []
+_NUMBERING = Lock()
+"""Held while passes get numbers in the host extension: a module may define further passes at any time."""
 
 _extension: Any = None
 """The host extension once it is loaded; it then makes the recorded calls."""
@@ -117,11 +119,12 @@ def set_extension(extension: Any) -> None:
     If `extension` is None, Python makes all calls.
     """
     global _extension, _load
-    if extension is not None:
-        for each in _PASSES:
-            if each.extension_number < 0:
-                each.extension_number = extension.define_pass(each.roles)
-    _extension, _load = extension, None
+    with _NUMBERING:
+        if extension is not None:
+            for each in _PASSES:
+                if each.extension_number < 0:
+                    each.extension_number = extension.define_pass(each.roles)
+        _extension, _load = extension, None
 
 
 def _try_use_extension(may_build: bool) -> None:
@@ -188,8 +191,9 @@ class ReplayablePass(Generic[Result]):
     def __init__(self, result: type[Result], roles: tuple[ShapeRole, ...] = ()) -> None:
         self._result: Any = result
         self.roles = roles
-        self.extension_number = -1
-        _PASSES.append(self)
+        with _NUMBERING:
+            self.extension_number = -1 if _extension is None else _extension.define_pass(roles)
+            _PASSES.append(self)
 
     def try_replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """Repeat the recorded launches of an earlier call like this one; return the results, or None if impossible.

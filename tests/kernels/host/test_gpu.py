@@ -226,8 +226,15 @@ from fusednorm.launch.replay_cache import get_extension
 x = torch.randn(4, 64, device="cuda")
 for _ in range(2):
     fusednorm.layer_norm_forward(x)
+extension = get_extension()
+known = extension.count_replays()
+# Its module is imported only now.
+y = torch.randn(2, 8, 16, device="cuda")
+first, second = (fusednorm.group_norm_forward(y, 4).y for _ in range(2))
+assert torch.equal(first, second)
+assert extension.count_replays() > known
 assert "fusednorm.api.autograd" not in sys.modules
-print(get_extension())
+print(extension)
 """
 
 

@@ -7,6 +7,7 @@ from fusednorm.api import autograd
 from fusednorm.devices.device_properties import INTERPRETED
 from fusednorm.launch import extension_calls, replay_cache
 from fusednorm.launch.extension_calls import configure_extension
+from fusednorm.results import Forward
 
 from tests.kernels.launch.replaying import note_workspaces
 from tests.kernels.ops.layer_norm.replays.operands import Operands
@@ -115,6 +116,24 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
         assert len(by_extension) == count * (2 if "backward" in pass_ else 1)
     assert len(looks.may_build) == looked
     host_extension.clear_replays()
+
+
+def test_passes_defined_before_and_after_the_extension_is_there_have_numbers(looks, host_extension, monkeypatch):
+    monkeypatch.setattr(replay_cache, "_PASSES", [])
+    before = replay_cache.ReplayablePass(Forward)
+    assert before.extension_number < 0
+    replay_cache.set_extension(host_extension)
+    after = replay_cache.ReplayablePass(Forward)
+    assert 0 <= before.extension_number < after.extension_number
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 20])
+def test_a_number_that_no_pass_has_is_an_error(number, host_extension):
+    inputs, nothing = (torch.zeros(2, 48),), ()
+    with pytest.raises(RuntimeError, match="range_check"):
+        host_extension.record_replay(number, 0, ("x",), inputs, True, -1, 0, *([nothing] * 5))
+    with pytest.raises(RuntimeError, match="range_check"):
+        host_extension.replay(number, 0, ("x",), inputs, Forward)
 
 
 def equal(results, wanted):

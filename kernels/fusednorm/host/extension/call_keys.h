@@ -67,7 +67,7 @@ void append_tensor(std::string& key, const Tensor& tensor) {
 
 // Writes the key that calls with any number of rows share; false if the memory layout of rows depends on their number.
 bool write_key_for_any_rows(std::string& key, int pass, uint32_t policy, uint32_t options, const Inputs& inputs) {
-  const std::vector<ShapeRole>& roles = g_passes[pass].roles;
+  const std::vector<ShapeRole>& roles = g_passes.at(pass).roles;
   const Tensor& x = inputs[0];
   if (roles.empty() || x.dim() == 0) return false;
   start_key(key, pass, policy, options, 'r');
