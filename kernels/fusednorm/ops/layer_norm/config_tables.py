@@ -298,9 +298,14 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
         ),  # 0.67-0.75
         (
             12289,
-            65536,
+            49152,
             LayerNormBackwardCooperative(1024, num_warps=2, programs_per_sm=6, lag=2, ahead=1),
-        ),  # 0.48-0.49, in place of 0.34-0.35 with eight programs a multiprocessor; 50257: 0.46, in place of 0.43
+        ),  # LayerNorm 0.48-0.49; with eight programs a multiprocessor it spills: 0.34-0.35
+        (
+            49153,
+            65536,
+            LayerNormBackwardCooperative(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1),
+        ),  # 50257: LayerNorm 0.42-0.45, RMSNorm 0.55-0.56; with six 0.46-0.47 and 0.49-0.51
     ),
     4: (
         (
@@ -312,9 +317,9 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
 }
 
 # These entries replace those of BACKWARD for rows of (first, last) columns with a residual, an activation, dropout
-# or parameters of each sample, which need more registers: those up to 4096 columns spill with SiLU.  Their keys are
-# the size of an element, and whether there is a gate.  Those of 2 bytes up to 4096 columns were measured on an
-# H200, the others on an H100; rows without any of these take 1 to 6 % longer with those up to 5120 columns (H200).
+# or parameters of each sample, which need more registers: with SiLU, those of BACKWARD for 3072 and 4096 columns
+# spill.  Their keys are the size of an element, and whether there is a gate.  Those of 2 bytes up to 4096 columns
+# were measured on an H200, the others on an H100.
 _BACKWARD_FUSED_3072 = (
     2561,
     3072,
@@ -327,6 +332,11 @@ _BACKWARD_FUSED_5120 = (
 )
 BACKWARD_FUSED: dict[tuple[int, bool], tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
     (2, False): (
+        (
+            769,
+            1024,
+            LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True),
+        ),  # 0.93 with SiLU or dropout, in place of 0.80-0.83
         _BACKWARD_FUSED_3072,
         (
             3073,
