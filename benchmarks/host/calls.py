@@ -174,7 +174,7 @@ def select_settings(provider: str) -> AbstractContextManager[object]:
 def _use_extension() -> Any:
     """
     Raises:
-        NoExtensionError: it cannot be compiled or loaded.
+        MissingExtensionError: it cannot be compiled or loaded.
     """
     _load_extension()
     if replay_cache.get_extension() is None:
