@@ -210,7 +210,7 @@ def iterate_table_lengths(kind: Pass, itemsize: int) -> Iterator[tuple[int, obje
     else:
         limits, ranges = tables.BACKWARD[itemsize], tables.BACKWARD_UNALIGNED[itemsize]
         ranges += tuple((0, *each) for each in tables.BACKWARD_UNSHARED[itemsize])
-        ranges += tables.BACKWARD_FUSED[itemsize, True]
+        ranges += tables.BACKWARD_WITH_EPILOGUE[itemsize] + tables.BACKWARD_WITH_GATE[itemsize]
     before = 0
     for limit, config in limits:
         yield (2 * before if limit >= LONGEST else limit), config

@@ -229,6 +229,7 @@ for _ in range(2):
 extension = get_extension()
 known = extension.count_replays()
 # Its module is imported only now.
+assert "fusednorm.api.group_norm" not in sys.modules
 y = torch.randn(2, 8, 16, device="cuda")
 first, second = (fusednorm.group_norm_forward(y, 4).y for _ in range(2))
 assert torch.equal(first, second)

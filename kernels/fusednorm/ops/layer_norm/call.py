@@ -74,7 +74,12 @@ class LayerNormCall:
     @property
     def is_plain(self) -> bool:
         """Whether there is no residual, activation or dropout."""
-        return self.residual is None and self.options.activation == "none" and not self.options.dropout
+        return self.residual is None and not self.has_epilogue
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether there is an activation or dropout."""
+        return self.options.activation != "none" or bool(self.options.dropout)
 
     @property
     def is_fused(self) -> bool:

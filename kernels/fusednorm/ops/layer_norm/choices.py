@@ -77,6 +77,13 @@ def _iterate_entries_between(cols: int, table: tuple[tuple[int, int, Config], ..
     return (choice for first, last, choice in table if first <= cols <= last)
 
 
+def _iterate_unaligned_entries(
+    cols: int, itemsize: int, table: dict[int, tuple[tuple[int, int, Config], ...]]
+) -> Iterator[Config]:
+    """Yield the entries of rows that are no multiple of 16 bytes; none if rows of `cols` columns are one."""
+    return _iterate_entries_between(cols, table[itemsize] if cols * itemsize % 16 else ())
+
+
 def _iterate_choices(
     cols: int,
     itemsize: int,
@@ -88,8 +95,7 @@ def _iterate_choices(
     The tables have an entry for all rows up to a length, so the entries for longer rows follow.  Rows that
     are no multiple of 16 bytes have entries of their own in `unaligned`, which are yielded first.
     """
-    if cols * itemsize % 16:
-        yield from _iterate_entries_between(cols, unaligned[itemsize])
+    yield from _iterate_unaligned_entries(cols, itemsize, unaligned)
     yield from (choice for limit, choice in table[itemsize] if cols <= limit)
 
 
@@ -330,10 +336,12 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     has_gate = call.gate is not None
     if has_gate and call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
         return tables.BACKWARD_SPLIT[call.itemsize]
-    if call.is_fused:
-        fused = next(_iterate_entries_between(call.cols, tables.BACKWARD_FUSED[call.itemsize, has_gate]), None)
-        if fused is not None:
-            return fused
+    is_unaligned = any(_iterate_unaligned_entries(call.cols, call.itemsize, tables.BACKWARD_UNALIGNED))
+    if (has_gate or call.has_epilogue) and not is_unaligned:
+        table = tables.BACKWARD_WITH_GATE if has_gate else tables.BACKWARD_WITH_EPILOGUE
+        own = next(_iterate_entries_between(call.cols, table[call.itemsize]), None)
+        if own is not None:
+            return own
     can_wait = call.x.device.has_launch_options
     choice = choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
     if isinstance(choice, LayerNormBackwardSplit):

@@ -316,43 +316,41 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
     ),
 }
 
-# These entries replace those of BACKWARD for rows of (first, last) columns with a residual, an activation, dropout
-# or parameters of each sample, which need more registers: with SiLU, those of BACKWARD for 3072 and 4096 columns
-# spill.  Their keys are the size of an element, and whether there is a gate.  Those of 2 bytes up to 4096 columns
-# were measured on an H200, the others on an H100.
-_BACKWARD_FUSED_3072 = (
-    2561,
-    3072,
-    LayerNormBackwardTile(1, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, chunks=3, ahead=3),
-)  # 0.91 with SiLU, in place of 0.61; with a gate 0.89 of the time of eight warps in one program
-_BACKWARD_FUSED_5120 = (
-    4097,
-    5120,
-    LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5),
+# These entries replace those of BACKWARD for rows of (first, last) columns with an activation or dropout, which
+# need more registers: with SiLU, those of BACKWARD for 3072 and 4096 columns spill.  Measured on an H200 up to 4096
+# columns, on an H100 beyond.
+_TILE_3072 = LayerNormBackwardTile(
+    1, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, chunks=3, ahead=3
 )
-BACKWARD_FUSED: dict[tuple[int, bool], tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
-    (2, False): (
+_TILE_5120 = LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5)
+BACKWARD_WITH_EPILOGUE: dict[int, tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
+    2: (
         (
             769,
             1024,
             LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True),
-        ),  # 0.93 with SiLU or dropout, in place of 0.80-0.83
-        _BACKWARD_FUSED_3072,
+        ),  # 0.93, in place of 0.80 with dropout and 0.83 with SiLU
+        (2561, 3072, _TILE_3072),  # 0.91 with SiLU, in place of 0.57
         (
             3073,
             4096,
             LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=4),
-        ),  # 0.82 with SiLU, in place of 0.67
-        _BACKWARD_FUSED_5120,
+        ),  # 0.82 with SiLU, in place of 0.45
+        (4097, 5120, _TILE_5120),
     ),
-    (2, True): (
-        _BACKWARD_FUSED_3072,
+    4: (),
+}
+
+# The same for rows with a gate, and thus a residual.
+BACKWARD_WITH_GATE: dict[int, tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
+    2: (
+        (2561, 3072, _TILE_3072),  # 0.97, in place of 0.46
         (
             3073,
             4096,
             LayerNormBackwardTile(1, 4096, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, ahead=3),
-        ),  # 0.80 of the time of four chunks in one program
-        _BACKWARD_FUSED_5120,
+        ),  # 1.00, in place of 0.49
+        (4097, 5120, _TILE_5120),
         (
             5121,
             7168,
@@ -364,8 +362,7 @@ BACKWARD_FUSED: dict[tuple[int, bool], tuple[tuple[int, int, LayerNormBackwardTi
             LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, holds_weight=False),
         ),  # 0.92, in place of 0.64
     ),
-    (4, False): (),
-    (4, True): (_BACKWARD_FUSED_5120,),  # 0.94, in place of 0.73
+    4: ((4097, 5120, _TILE_5120),),  # 0.94, in place of 0.73
 }
 
 # For rows that programs may not share and one program holds: of RMSNorm, and of LayerNorm without residual,

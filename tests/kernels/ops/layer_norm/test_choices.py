@@ -148,17 +148,28 @@ def plan_backward_without_waiting(op, cols, dtype="bfloat16", **options):
     return {launch.kernel.fn.__name__.removeprefix("layer_norm_backward_") for launch in launches}
 
 
-FUSED = ({"has_residual": True}, {"is_modulated": True}, {"activation": "silu"}, {"dropout": 0.1, "seed": 1})
+def choose_backward_tile(cols, **further):
+    """The blocks of a row, and the warps, of a backward pass over 16-bit rows."""
+    options = plan_backward("layer_norm", cols, **further)[0].options
+    return options["ROWS"], options["CHUNKS"], options["BLOCK_N"], options["num_warps"]
 
 
-@pytest.mark.parametrize("further", FUSED)
-@pytest.mark.parametrize("cols", [3072, 4096, 5120])
-def test_what_needs_more_registers_has_a_tile_of_its_own(cols, further):
-    def choose_tile(**further):
-        launch = plan_backward("layer_norm", cols, **further)[0]
-        return launch.grid, *(launch.options[name] for name in ("CHUNKS", "BLOCK_N", "STAGES", "num_warps"))
+EPILOGUES = ({"activation": "silu"}, {"dropout": 0.1, "seed": 1})
 
-    assert choose_tile(**further) != choose_tile()
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("cols", [1024, 3072, 4096])
+def test_an_activation_and_dropout_have_a_tile_of_their_own(cols, epilogue):
+    of_plain_rows = choose_backward_tile(cols)
+    assert choose_backward_tile(cols, **epilogue) != of_plain_rows
+    assert choose_backward_tile(cols, has_residual=True, **epilogue) != of_plain_rows
+    for light in ({"has_residual": True}, {"is_modulated": True}):
+        assert choose_backward_tile(cols, **light) == of_plain_rows
+
+
+@pytest.mark.parametrize("further", [{}, *EPILOGUES])
+def test_odd_rows_keep_their_tile_with_an_activation_and_dropout(further):
+    assert choose_backward_tile(1001, **further) == (2, 1, 1024, 4)
 
 
 ONCE, TWICE = {"tile_kernel", "reduce_kernel"}, {"split_sums_kernel", "split_apply_kernel", "reduce_kernel"}
