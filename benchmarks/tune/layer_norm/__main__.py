@@ -1,6 +1,7 @@
 """Times every plausible launch configuration of a LayerNorm pass, the basis of `layer_norm.config_tables`.
 
     python -m benchmarks.tune.layer_norm --out tune.csv [--pass forward] [--dtype bfloat16] [--cols 4096] [--rows 1]
+    python -m benchmarks.tune.layer_norm --out tune.csv --pass backward --cols 3072 --activation silu
 
 With --positions 3136, --cols are the channels of --rows contiguous samples, over which the pass normalises.
 
@@ -12,6 +13,8 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+
+from fusednorm.arguments.checks import ACTIVATIONS
 
 from benchmarks.harness.csv_results import CsvResults, add_output_options
 from benchmarks.harness.timing import DeviceTimer
@@ -27,13 +30,13 @@ from benchmarks.tune.layer_norm.trials import (
 )
 from benchmarks.workload.cell_suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
-COLUMNS = ("pass", "rows", "cols", "positions", "dtype", "config", "ms", "of_copy")
+COLUMNS = ("pass", "rows", "cols", "positions", "dtype", "activation", "config", "ms", "of_copy")
 
 
 def main() -> None:
     arguments = _parse_arguments()
     cells = [
-        LayerNormTuningCell(pass_, cols, dtype, rows, arguments.positions)
+        LayerNormTuningCell(pass_, cols, dtype, rows, arguments.positions, arguments.activation)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
@@ -55,7 +58,7 @@ def main() -> None:
             print("out of time", file=sys.stderr)
             break
         rows = time_cell(cell, configs, timer)
-        about = (cell.pass_, cell.rows, cell.cols, cell.positions, cell.dtype)
+        about = (cell.pass_, cell.rows, cell.cols, cell.positions, cell.dtype, cell.activation)
         for row in rows:
             figures = (row.name, f"{row.ms:.5f}", f"{row.of_copy:.4f}")
             results.add_row(dict(zip(COLUMNS, (*about, *figures), strict=True)))
@@ -82,6 +85,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cols", default=",".join(map(str, ROW_LENGTHS + LONG_ROW_LENGTHS[:-1])))
     parser.add_argument("--rows", default="0", help="0 is as many as make x 256 MiB")
     parser.add_argument("--positions", type=int, default=0, help="of a sample; 0 for rows that are contiguous")
+    parser.add_argument("--activation", default="none", choices=ACTIVATIONS, help="after the affine step (none)")
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose repr it matches")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no cell after this time, compiling included"

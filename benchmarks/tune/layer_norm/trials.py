@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fusednorm import traffic
+from fusednorm import ActivationName, traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.execution import run_launches
 from fusednorm.launch.launches import Launch
@@ -28,8 +28,6 @@ from benchmarks.workload.problems import EPS
 
 Config = AnyForwardConfig | AnyBackwardConfig
 
-OPTIONS = NormOptions("layer_norm", eps=EPS)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerNormTuningCell:
@@ -43,6 +41,7 @@ class LayerNormTuningCell:
     dtype: str
     rows: int = 0
     positions: int = 0
+    activation: ActivationName = "none"
 
     @property
     def itemsize(self) -> int:
@@ -60,6 +59,7 @@ class LayerNormTuningPass:
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
         self._pass, self._is_channels_first = cell.pass_, bool(positions)
+        self._options = NormOptions("layer_norm", eps=EPS, activation=cell.activation)
         self.x = fill(rows, cols, *positions, **options)
         weight, bias = (fill(cols, **options) for _ in range(2))
         self._tensors = {"x": self.x, "weight": weight, "bias": bias}
@@ -81,10 +81,10 @@ class LayerNormTuningPass:
         if self._pass == "forward":
             assert config is None or isinstance(config, AnyForwardConfig)
             out = Forward(arrays.pop("y"))
-            return plan_forward(LayerNormForwardCall(**arrays, options=OPTIONS, out=out), config)
+            return plan_forward(LayerNormForwardCall(**arrays, options=self._options, out=out), config)
         assert config is None or isinstance(config, AnyBackwardConfig)
         gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
-        return plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
+        return plan_backward(LayerNormBackwardCall(**arrays, options=self._options, out=gradients), config)
 
     def run_launches(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""

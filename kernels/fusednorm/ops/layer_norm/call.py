@@ -82,11 +82,6 @@ class LayerNormCall:
         return self.options.activation != "none" or bool(self.options.dropout)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether there is a residual, an activation, dropout, or parameters of each sample."""
-        return self.is_modulated or not self.is_plain
-
-    @property
     def is_channels_first(self) -> bool:
         """Whether positions are adjacent in memory, not the channels of a position."""
         return self.cols > 1 and self.x.stride(-1) != 1

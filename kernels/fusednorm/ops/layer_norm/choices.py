@@ -336,12 +336,12 @@ def _choose_backward_of_call(call: LayerNormBackwardCall) -> AnyBackwardConfig:
     has_gate = call.gate is not None
     if has_gate and call.itemsize == 2 and call.cols > MOST_COLS_WITH_GATE:
         return tables.BACKWARD_SPLIT[call.itemsize]
-    is_unaligned = any(_iterate_unaligned_entries(call.cols, call.itemsize, tables.BACKWARD_UNALIGNED))
-    if (has_gate or call.has_epilogue) and not is_unaligned:
+    if has_gate or call.has_epilogue:
         table = tables.BACKWARD_WITH_GATE if has_gate else tables.BACKWARD_WITH_EPILOGUE
-        own = next(_iterate_entries_between(call.cols, table[call.itemsize]), None)
-        if own is not None:
-            return own
+        special = next(_iterate_entries_between(call.cols, table[call.itemsize]), None)
+        unaligned = next(_iterate_unaligned_entries(call.cols, call.itemsize, tables.BACKWARD_UNALIGNED), None)
+        if special is not None and unaligned is None:
+            return special
     can_wait = call.x.device.has_launch_options
     choice = choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain, can_wait)
     if isinstance(choice, LayerNormBackwardSplit):

@@ -14,6 +14,7 @@ def test_a_run_writes_every_configuration_that_is_asked_for(monkeypatch, tmp_pat
     )
     path = tmp_path / "tune.csv"
     only = ("--pass", "forward", "--dtype", "bfloat16", "--cols", "4096", "--only", "Sweep.*num_warps=4")
+    only += ("--activation", "silu")
     monkeypatch.setattr(sys, "argv", ["tune", "--out", str(path), *only])
     tune.main()
     with path.open(newline="") as file:
@@ -25,6 +26,7 @@ def test_a_run_writes_every_configuration_that_is_asked_for(monkeypatch, tmp_pat
         "cols": "4096",
         "positions": "0",
         "dtype": "bfloat16",
+        "activation": "silu",
         "ms": "0.50000",
         "of_copy": "0.9000",
     }

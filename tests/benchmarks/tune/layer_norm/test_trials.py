@@ -1,9 +1,17 @@
+from dataclasses import replace
+
 import pytest
+import torch
 from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
 from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
-from benchmarks.tune.layer_norm.trials import LayerNormTuningCell, select_distinct_kernels, time_cell
+from benchmarks.tune.layer_norm.trials import (
+    LayerNormTuningCell,
+    LayerNormTuningPass,
+    select_distinct_kernels,
+    time_cell,
+)
 from tests.benchmarks.harness.fake_timer import Timer
 
 SHORT = LayerNormTuningCell("forward", 256, "float32")
@@ -26,6 +34,16 @@ def test_the_fastest_comes_first(device, pass_, configs):
     assert [row.config for row in rows] == configs[::-1]
     tensors = 2 if pass_ == "forward" else 3
     assert rows[1].of_copy == pytest.approx(tensors / 2 / 0.99)
+
+
+def test_an_activation_follows_the_affine_step(device):
+    plain, silu = (LayerNormTuningPass(replace(SHORT, activation=name), device) for name in ("none", "silu"))
+    for each in (plain, silu):
+        for role, value in (("x", 2.0), ("weight", 1.0), ("bias", 3.0)):
+            each._tensors[role].fill_(value)
+        each.run_launches(each.plan_launches())
+    assert torch.equal(plain.results[0], torch.full_like(plain.x, 3.0))
+    assert torch.allclose(silu.results[0], torch.nn.functional.silu(plain.results[0]))
 
 
 def test_what_disagrees_with_the_table_s_choice_is_not_timed(device, capsys):

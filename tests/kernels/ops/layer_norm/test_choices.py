@@ -126,19 +126,23 @@ def test_parts_are_spread_before_they_are_gathered():
     assert split.count_parts_per_program(1 << 20) == split.MAX_PARTS_A_PROGRAM
 
 
-def plan_backward(op, cols, dtype="bfloat16", device=H200, has_residual=False, is_modulated=False, **options):
-    """The launches of a backward pass over 4096 rows, or with a scale of each of 8 samples."""
+def plan_backward(
+    op, cols, dtype="bfloat16", device=H200, has_residual=False, is_modulated=False, has_gate=False, **options
+):
+    """The launches of a backward pass over 4096 rows, or with a scale, and a gate, of each of 8 samples."""
+    is_modulated, has_residual = is_modulated or has_gate, has_residual or has_gate
     shape = (8, 512, cols) if is_modulated else (4096, cols)
     x = Array("x", dtype, shape, contiguous_strides(shape), device)
     rows = Array("rstd", "float32", shape[:-1], contiguous_strides(shape[:-1]), device)
     weight = None if is_modulated else Array("weight", dtype, (cols,), (1,), device)
     scale = Array("scale", dtype, (8, cols), (cols, 1), device) if is_modulated else None
     mean = None if op == "rms_norm" else rows
-    given = {"x": x, "dy": x, "weight": weight, "mean": mean, "rstd": rows, "scale": scale}
+    gate = Array("gate", dtype, (8, cols), (cols, 1), device) if has_gate else None
+    given = {"x": x, "dy": x, "weight": weight, "mean": mean, "rstd": rows, "scale": scale, "gate": gate}
     if has_residual:
         given["residual"] = x
     checked = NormOptions(op, **options).validate()
-    out = Backward(x, weight, dscale=scale)
+    out = Backward(x, weight, dresidual=x if has_gate else None, dscale=scale, dgate=gate)
     return choices.plan_backward(LayerNormBackwardCall(**given, options=checked, out=out))
 
 
@@ -165,6 +169,11 @@ def test_an_activation_and_dropout_have_a_tile_of_their_own(cols, epilogue):
     assert choose_backward_tile(cols, has_residual=True, **epilogue) != of_plain_rows
     for light in ({"has_residual": True}, {"is_modulated": True}):
         assert choose_backward_tile(cols, **light) == of_plain_rows
+
+
+@pytest.mark.parametrize("cols", [3072, 4096, 7168])
+def test_a_gate_has_a_tile_of_its_own(cols):
+    assert choose_backward_tile(cols, has_gate=True) != choose_backward_tile(cols)
 
 
 @pytest.mark.parametrize("further", [{}, *EPILOGUES])

@@ -95,7 +95,7 @@ def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) 
         "IS_RMS": call.options.is_rms,
         **call.make_common_constexprs(layout.vec),
     }
-    is_light = not call.is_fused and layout.vec > 1 and config.chunks <= _MOST_LIGHT_CHUNKS
+    is_light = call.is_plain and not call.is_modulated and layout.vec > 1 and config.chunks <= _MOST_LIGHT_CHUNKS
     if call.y_scale is not None and config.rows == 1 and is_light:
         options["maxnreg"] = _FLOAT8_REGISTERS
     leading = (*call.tensors, call.y_scale, *call.modulation_arguments(layout.vec), ahead)
