@@ -24,7 +24,7 @@ def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.co
     exist, [1, BLOCK_N], and the first FULL of them have no gaps; `count` is the number of columns in all of them.
     """
     if IS_RMS:
-        squares = chunks[0] * chunks[0]
+        squares = multiply_for_uniform_sum(chunks[0], chunks[0])
         for i in tl.static_range(1, len(chunks)):
             squares += chunks[i] * chunks[i]
         square = tl.sum(squares, 1, keep_dims=True)
@@ -36,14 +36,16 @@ def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.co
             total += chunks[i]
         # A pivot near the mean makes the second pass exact; that pass also computes the pivot's error, the shift.
         pivot = tl.sum(total, 1, keep_dims=True) / count
-        shifts = tl.zeros_like(total)
-        squares = tl.zeros_like(total)
         for i in tl.static_range(len(chunks)):
             d = chunks[i] - pivot
             if i >= FULL:
                 d = tl.where(masks[i], d, 0.0)
-            shifts += d
-            squares += d * d
+            if i == 0:
+                shifts = d
+                squares = multiply_for_uniform_sum(d, d)
+            else:
+                shifts += d
+                squares += d * d
         shift, square = sum_pair(shifts, squares, 1)
         shift = shift / count
         square = tl.maximum(square - shift * shift * count, 0.0, propagate_nan=tl.PropagateNan.ALL)

@@ -41,18 +41,21 @@ def multiply_rounded(a, b):
 
 
 @triton.jit
-def multiply_for_uniform_sum(a, b):
-    """Compute a * b for a sum along the last axis, so that the sum is the same number in all threads.
+def multiply_for_uniform_sum(a, b, AXIS: tl.constexpr = -1):
+    """Compute a * b for a sum along AXIS, so that the sum is the same number in all threads.
 
-    Only the first product is a `multiply_rounded`.  If a thread holds full rows, it starts with that one and
-    adds the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the
+    Only the first product is a `multiply_rounded`.  If a thread holds all values of a sum, it starts with that one
+    and adds the others by FMA, at no cost.  If several threads hold them, as with unaligned tensors, the
     compiler does not know which of them has the first, and contracts no product into the addition of another
-    thread's.
+    thread's.  A sum that starts at 0 does not prevent that: the compiler leaves out an addition of 0 to a square.
     """
     product = a * b
-    place = tl.arange(0, product.shape[len(product.shape) - 1])
-    for _ in tl.static_range(len(product.shape) - 1):
+    axis: tl.constexpr = AXIS % len(product.shape)
+    place = tl.arange(0, product.shape[axis])
+    for _ in tl.static_range(axis):
         place = tl.expand_dims(place, 0)
+    for _ in tl.static_range(len(product.shape) - 1 - axis):
+        place = tl.expand_dims(place, -1)
     return tl.where(place == 0, multiply_rounded(a, b), product)
 
 

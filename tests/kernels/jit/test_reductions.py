@@ -31,10 +31,10 @@ def shuffled_addends(ptx):
     assert shuffled, "no sum over lanes"
     return count
 
-def case(operation, kind, dtype, shape, unaligned, waits):
+def case(operation, kind, dtype, shape, variant, waits):
     module = {"layer_norm": layer_norm_cases, "group_norm": group_norm_cases}[operation]
     size = shape if operation == "layer_norm" else SampleShape(*shape)
-    return module.make_case(kind, getattr(torch, dtype), size, replace(module.PLAIN, unaligned=unaligned), waits)
+    return module.make_case(kind, getattr(torch, dtype), size, replace(module.PLAIN, **variant), waits)
 
 found = {}
 for kernel, call in json.loads(sys.argv[1]):
@@ -44,22 +44,28 @@ for kernel, call in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
-# Unaligned tensors, whose vectors several threads hold, and lanes that are multiplied before they are added up.
+OFFSET = {"unaligned": True}
+
+# Unaligned tensors and short odd rows, whose vectors several threads hold, and lanes that are multiplied before
+# they are added up.
 KERNELS = {
     "group_norm": [
-        ("group_norm_nchw_backward_cooperative_kernel", "backward", "float32", (2, 40, 256, False), True, True),
-        ("group_norm_nchw_backward_split_sums_kernel", "backward", "float32", (1, 10, 1023, False), True, False),
-        ("group_norm_nchw_backward_tile_kernel", "backward", "float32", (2, 8, 49, False), True, False),
-        ("group_norm_nchw_forward_split_moments_kernel", "backward", "float32", (2, 40, 256, False), True, False),
-        ("group_norm_nchw_forward_tile_kernel", "forward", "float32", (2, 8, 8, False), True, False),
-        ("group_norm_nhwc_backward_stream_sums_kernel", "backward", "float32", (1, 1, 1, True), False, False),
-        ("group_norm_nhwc_backward_cooperative_kernel", "backward", "float32", (1, 8, 1, True), False, True),
-        ("group_norm_nhwc_forward_stream_moments_kernel", "forward", "float32", (1, 10, 1023, True), True, False),
+        ("group_norm_nchw_backward_cooperative_kernel", "backward", "float32", (2, 40, 256, False), OFFSET, True),
+        ("group_norm_nchw_backward_split_sums_kernel", "backward", "float32", (1, 10, 1023, False), OFFSET, False),
+        ("group_norm_nchw_backward_tile_kernel", "backward", "float32", (2, 8, 49, False), OFFSET, False),
+        ("group_norm_nchw_forward_split_moments_kernel", "backward", "float32", (2, 40, 256, False), OFFSET, False),
+        ("group_norm_nchw_forward_tile_kernel", "forward", "float32", (2, 8, 8, False), OFFSET, False),
+        ("group_norm_nhwc_backward_stream_sums_kernel", "backward", "float32", (1, 1, 1, True), {}, False),
+        ("group_norm_nhwc_backward_cooperative_kernel", "backward", "float32", (1, 8, 1, True), {}, True),
+        ("group_norm_nhwc_forward_stream_moments_kernel", "forward", "float32", (1, 10, 1023, True), OFFSET, False),
     ],
     "layer_norm": [
-        ("layer_norm_backward_tile_kernel", "backward", "float32", 15, True, False),
-        ("layer_norm_forward_sweep_kernel", "backward", "bfloat16", 65535, True, True),
-        ("layer_norm_forward_resident_kernel", "forward", "float32", 5120, True, False),
+        ("layer_norm_forward_tile_kernel", "forward", "float32", 15, {"rows": 3}, False),
+        ("layer_norm_forward_channels_first_tile_kernel", "forward", "float32", 3, {"positions": 49}, False),
+        ("layer_norm_backward_channels_first_tile_kernel", "backward", "float32", 3, {"positions": 49}, False),
+        ("layer_norm_backward_tile_kernel", "backward", "float32", 15, {"rows": 3}, False),
+        ("layer_norm_forward_sweep_kernel", "backward", "bfloat16", 65535, OFFSET, True),
+        ("layer_norm_forward_resident_kernel", "forward", "float32", 5120, OFFSET, False),
     ],
 }
 

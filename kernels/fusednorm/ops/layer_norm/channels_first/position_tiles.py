@@ -16,7 +16,7 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, compute_vector_width
 from fusednorm.jit.epilogue import activate, compute_transposed_keep_mask, differentiate_activation
 from fusednorm.jit.loads import add_one, add_residual, add_weight_offset, make_column_mask, widen
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
 from fusednorm.launch.launches import MAX_VEC
 from fusednorm.ops.layer_norm.call import LayerNormCall
 
@@ -224,12 +224,13 @@ def compute_position_moments(chunks, residuals, gates, channels, FULL: tl.conste
     """
     BLOCK_C: tl.constexpr = chunks[0].shape[0]
     n = channels.to(tl.float32)
-    # Sums start at 0, so that each product is rounded with an addition, as other threads see it.
-    squares = tl.zeros(chunks[0].shape, tl.float32)
     if IS_RMS:
         for i in tl.static_range(len(chunks)):
             h = compute_sum_chunk(chunks, residuals, gates, i)
-            squares += h * h
+            if i == 0:
+                squares = multiply_for_uniform_sum(h, h, 0)
+            else:
+                squares += h * h
         variance = tl.sum(squares, 0, keep_dims=True) / n
         pivot = tl.zeros_like(variance)
         shift = pivot
@@ -238,13 +239,16 @@ def compute_position_moments(chunks, residuals, gates, channels, FULL: tl.conste
         for i in tl.static_range(len(chunks)):
             total += compute_sum_chunk(chunks, residuals, gates, i)
         pivot = tl.sum(total, 0, keep_dims=True) / n
-        shifts = tl.zeros(chunks[0].shape, tl.float32)
         for i in tl.static_range(len(chunks)):
             d = compute_sum_chunk(chunks, residuals, gates, i) - pivot
             if i >= FULL:
                 d = tl.where(tl.arange(0, BLOCK_C)[:, None] + i * BLOCK_C < channels, d, 0.0)
-            shifts += d
-            squares += d * d
+            if i == 0:
+                shifts = d
+                squares = multiply_for_uniform_sum(d, d, 0)
+            else:
+                shifts += d
+                squares += d * d
         shift, square = sum_pair(shifts, squares, 0)
         shift = shift / n
         variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
