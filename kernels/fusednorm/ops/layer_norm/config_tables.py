@@ -189,15 +189,13 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
         (
             1280,
             LayerNormBackwardTile(
-                1, 256, num_warps=2, stages=5, programs_per_sm=2, holds_weight=True, chunks=5, ahead=6
+                1, 256, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True, chunks=5, ahead=3
             ),
-        ),  # H100
+        ),  # 0.98
         (
             1536,
-            LayerNormBackwardTile(
-                1, 256, num_warps=2, stages=4, programs_per_sm=2, holds_weight=True, chunks=6, ahead=6
-            ),
-        ),  # H100
+            LayerNormBackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True, chunks=3),
+        ),  # 0.97
         (
             2048,
             LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, ahead=6),
@@ -216,8 +214,8 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
         ),  # 0.98
         (
             5120,
-            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5),
-        ),  # 0.83; two programs need a limit of registers
+            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=5),
+        ),  # 0.94
         (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True)),  # 0.97
         (
             8192,
@@ -246,6 +244,14 @@ BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
             1024,
             LayerNormBackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
         ),  # 0.99
+        (
+            1280,
+            LayerNormBackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=3, holds_weight=True, chunks=5),
+        ),  # 0.98
+        (
+            1536,
+            LayerNormBackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=3, holds_weight=True, chunks=3),
+        ),  # 0.96 with SiLU
         (
             2048,
             LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
@@ -315,36 +321,94 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
 }
 
 # These entries replace those of BACKWARD for rows of (first, last) columns with an activation or dropout, which
-# need more registers: with SiLU, those of BACKWARD for 3072 and 4096 columns spill.  Measured on an H200.
+# need more registers.  Measured with SiLU on an H200.
 _TILE_3072 = LayerNormBackwardTile(
     1, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, chunks=3, ahead=3
 )
 BACKWARD_WITH_EPILOGUE: dict[int, tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
     2: (
         (
+            257,
+            512,
+            LayerNormBackwardTile(1, 512, num_warps=1, stages=3, programs_per_sm=12, holds_weight=True),
+        ),  # 0.96, in place of 0.82
+        (
+            513,
+            640,
+            LayerNormBackwardTile(
+                1, 128, num_warps=1, stages=3, programs_per_sm=8, holds_weight=True, chunks=5, ahead=3
+            ),
+        ),  # 0.92, in place of 0.72
+        (
+            641,
+            768,
+            LayerNormBackwardTile(
+                1, 256, num_warps=1, stages=3, programs_per_sm=8, holds_weight=True, chunks=3, ahead=3
+            ),
+        ),  # 0.95, in place of 0.80
+        (
             769,
             1024,
             LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True),
-        ),  # 0.93, in place of 0.80 with dropout and 0.83 with SiLU
-        (2561, 3072, _TILE_3072),  # 0.91 with SiLU, in place of 0.57
+        ),  # 0.93, in place of 0.83
+        (
+            1025,
+            1280,
+            LayerNormBackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True, chunks=5),
+        ),  # 0.95, in place of 0.66
+        (
+            1281,
+            1536,
+            LayerNormBackwardTile(
+                1, 512, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True, chunks=3, ahead=3
+            ),
+        ),  # 0.94, in place of 0.63
+        (
+            1537,
+            2048,
+            LayerNormBackwardTile(1, 1024, num_warps=4, stages=4, programs_per_sm=3, holds_weight=True, chunks=2),
+        ),  # 0.95, in place of 0.78
+        (
+            2049,
+            2560,
+            LayerNormBackwardTile(1, 512, num_warps=4, stages=3, programs_per_sm=3, holds_weight=True, chunks=5),
+        ),  # 0.93, in place of 0.89
+        (2561, 3072, _TILE_3072),  # 0.89, in place of 0.57
         (
             3073,
             4096,
             LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=4),
-        ),  # 0.82 with SiLU, in place of 0.45
+        ),  # 0.89, in place of 0.45
+        (
+            7169,
+            8192,
+            LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True),
+        ),  # 0.81, in place of 0.68
+        (
+            8193,
+            12288,
+            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, holds_weight=False, chunks=3),
+        ),  # 0.77, in place of 0.66
     ),
     4: (),
 }
 
-# The same for rows with a gate, and thus a residual; beyond 4096 columns measured on an H100.
+# The same for rows with a gate, and thus a residual; beyond 5120 columns of 16 bits measured on an H100.
 BACKWARD_WITH_GATE: dict[int, tuple[tuple[int, int, LayerNormBackwardTile], ...]] = {
     2: (
         (2561, 3072, _TILE_3072),  # 0.97, in place of 0.46
         (
             3073,
             4096,
-            LayerNormBackwardTile(1, 4096, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, ahead=3),
-        ),  # 1.00, in place of 0.49
+            LayerNormBackwardTile(1, 4096, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, ahead=3),
+        ),  # 0.98, in place of 0.49
+        (
+            4097,
+            5120,
+            LayerNormBackwardTile(
+                1, 1024, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True, chunks=5, ahead=3
+            ),
+        ),  # 0.86, in place of 0.46
         (
             5121,
             7168,

@@ -33,7 +33,7 @@ from fusednorm.jit.loads import (
 from fusednorm.jit.moments import compute_tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import multiply_for_uniform_sum, sum_pair
-from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, fit_stages
+from fusednorm.launch.launches import Launch, RowDependence, can_prefetch, compute_max_registers, fit_stages
 from fusednorm.ops.layer_norm.backward.partial_reduction import PartialGradients, plan_partial_reduction
 from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradient_steps import (
@@ -99,6 +99,7 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
+        "maxnreg": compute_max_registers(config),
         **call.make_common_constexprs(layout.vec),
     }
     tensors = (
