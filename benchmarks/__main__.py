@@ -3,7 +3,7 @@
     python -m benchmarks --suite plain --out benchmarks/results/plain.csv
     python -m benchmarks --suite plain --cells 'backward .*x8192 ' --providers fusednorm,quack --out part.csv
     python -m benchmarks --suite layer_norm --shard 2/6 --seconds 540 --out layer-norm-2.csv
-    python -m benchmarks --suite adaptive channels instance --out benchmarks/results/new_norms_h100.csv
+    python -m benchmarks --suite adaptive channels instance --out benchmarks/results/new_norms.csv
     python -m benchmarks --suite host --out benchmarks/results/host.csv
     python -m benchmarks --suite models --cells 'gpt2|bert' --out benchmarks/results/models.csv
 
