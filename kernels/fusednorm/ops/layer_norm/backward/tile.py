@@ -51,6 +51,8 @@ class LayerNormBackwardTile:
     A tile is held as `chunks` blocks of `block_n` columns; `stages` - 1 later tiles are loaded ahead into
     shared memory.  `holds_weight` keeps weight in registers for all tiles; otherwise each tile loads it
     again from L1.  A program prefetches its tile `ahead` iterations later into L2.
+
+    The compiler may use as many registers as leave room for `programs_per_sm` programs on a multiprocessor.
     """
 
     rows: int
