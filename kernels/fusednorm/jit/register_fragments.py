@@ -295,6 +295,7 @@ def _compute_two_pass_moments(
         mean = tl.sum(total) / n
     shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
+    # There are two chunks or more: a thread adds the last product to its own, not to another thread's.
     for i in tl.static_range(len(chunks)):
         d = _subtract_mean(chunks, residuals, i, mean, fragment_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:

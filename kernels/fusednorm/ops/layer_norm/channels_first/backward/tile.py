@@ -201,8 +201,8 @@ def layer_norm_backward_channels_first_tile_kernel(
             # Positions that do not exist have dy = 0, whose product with an infinite rstd would be NaN.
             rstd = tl.where(position_mask, approximate_rsqrt(variance + eps), 0.0)
 
-        # Sums start at 0, so that each product, none of which is a square, is rounded with an addition, as other
-        # threads see it.
+        # Sums start at 0, so that each thread rounds its first product as other threads see it.  None is a square,
+        # from which the compiler would drop the 0.
         products = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
         total = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
         new_dweights = ()
