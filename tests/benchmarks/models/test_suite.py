@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,8 @@ CELL = ModelCell("blocks", (2, 8, 2, 2))
 
 @pytest.fixture(autouse=True)
 def extension(monkeypatch):
-    """There is a host extension, as far as anybody asks."""
-    monkeypatch.setattr(suite.replay_cache, "get_extension", object)
+    """There is a host extension, as far as the suite can tell."""
+    monkeypatch.setattr(suite, "replay_cache", SimpleNamespace(get_extension=object))
 
 
 def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
@@ -124,7 +126,7 @@ def test_what_is_compiled_ahead_is_what_the_cell_times(tiny, patching, monkeypat
 
 
 def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
-    monkeypatch.setattr(suite.replay_cache, "get_extension", lambda: None)
+    monkeypatch.setattr(suite, "replay_cache", SimpleNamespace(get_extension=lambda: None))
     notes = []
     cell = ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("forward",))
     for _ in range(2):
