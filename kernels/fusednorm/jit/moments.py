@@ -11,6 +11,21 @@ import triton.language as tl
 from fusednorm.jit.loads import load_gate, load_row_residual_sum, make_column_mask
 from fusednorm.jit.reductions import multiply_for_uniform_sum, multiply_rounded, sum_pair
 
+_MOST_THREADS = tl.constexpr(1024)
+"""The most threads of a program."""
+
+
+@triton.jit
+def _square_first_chunk(d):
+    """Compute d * d, [ROWS, BLOCK_N], for a sum that is the same number in all threads.
+
+    A thread of a longer block than there are threads holds several columns, and adds its last square to its own.
+    """
+    if d.shape[1] > _MOST_THREADS:
+        return d * d
+    else:
+        return multiply_for_uniform_sum(d, d)
+
 
 @triton.jit
 def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.constexpr):
@@ -24,7 +39,7 @@ def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.co
     exist, [1, BLOCK_N], and the first FULL of them have no gaps; `count` is the number of columns in all of them.
     """
     if IS_RMS:
-        squares = multiply_for_uniform_sum(chunks[0], chunks[0])
+        squares = _square_first_chunk(chunks[0])
         for i in tl.static_range(1, len(chunks)):
             squares += chunks[i] * chunks[i]
         square = tl.sum(squares, 1, keep_dims=True)
@@ -36,16 +51,14 @@ def compute_tile_moments(chunks, masks, count, FULL: tl.constexpr, IS_RMS: tl.co
             total += chunks[i]
         # A pivot near the mean makes the second pass exact; that pass also computes the pivot's error, the shift.
         pivot = tl.sum(total, 1, keep_dims=True) / count
+        shifts = tl.zeros_like(total)
+        squares = tl.zeros_like(total)
         for i in tl.static_range(len(chunks)):
             d = chunks[i] - pivot
             if i >= FULL:
                 d = tl.where(masks[i], d, 0.0)
-            if i == 0:
-                shifts = d
-                squares = multiply_for_uniform_sum(d, d)
-            else:
-                shifts += d
-                squares += d * d
+            shifts += d
+            squares += _square_first_chunk(d) if i == 0 else d * d
         shift, square = sum_pair(shifts, squares, 1)
         shift = shift / count
         square = tl.maximum(square - shift * shift * count, 0.0, propagate_nan=tl.PropagateNan.ALL)
