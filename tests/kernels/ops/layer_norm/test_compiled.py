@@ -15,7 +15,7 @@ LENGTHS = {
     # Every table entry's longest row; in float32, whose tiles have half as many columns, some.
     "plain": {"bfloat16": "entries", "float32": (64, 1024, 5120, 16384, 65536)},
     # With a residual, an activation and an offset of the weight.
-    "fused": (256, 1024, 3072, 4096, 5120, 8192, 14336, 32768, 65536),
+    "fused": (256, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 14336, 32768, 65536),
     # With a residual of another dtype than x's.
     "stream": (256, 1024, 8192, 14336),
 }

@@ -224,13 +224,11 @@ def compute_position_moments(chunks, residuals, gates, channels, FULL: tl.conste
     """
     BLOCK_C: tl.constexpr = chunks[0].shape[0]
     n = channels.to(tl.float32)
+    squares = tl.zeros(chunks[0].shape, tl.float32)
     if IS_RMS:
         for i in tl.static_range(len(chunks)):
             h = compute_sum_chunk(chunks, residuals, gates, i)
-            if i == 0:
-                squares = multiply_for_uniform_sum(h, h, 0)
-            else:
-                squares += h * h
+            squares += multiply_for_uniform_sum(h, h, 0) if i == 0 else h * h
         variance = tl.sum(squares, 0, keep_dims=True) / n
         pivot = tl.zeros_like(variance)
         shift = pivot
@@ -239,16 +237,13 @@ def compute_position_moments(chunks, residuals, gates, channels, FULL: tl.conste
         for i in tl.static_range(len(chunks)):
             total += compute_sum_chunk(chunks, residuals, gates, i)
         pivot = tl.sum(total, 0, keep_dims=True) / n
+        shifts = tl.zeros(chunks[0].shape, tl.float32)
         for i in tl.static_range(len(chunks)):
             d = compute_sum_chunk(chunks, residuals, gates, i) - pivot
             if i >= FULL:
                 d = tl.where(tl.arange(0, BLOCK_C)[:, None] + i * BLOCK_C < channels, d, 0.0)
-            if i == 0:
-                shifts = d
-                squares = multiply_for_uniform_sum(d, d, 0)
-            else:
-                shifts += d
-                squares += d * d
+            shifts += d
+            squares += multiply_for_uniform_sum(d, d, 0) if i == 0 else d * d
         shift, square = sum_pair(shifts, squares, 0)
         shift = shift / n
         variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
