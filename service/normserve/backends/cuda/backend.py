@@ -27,6 +27,7 @@ from normserve.backends.cuda.client_memory_launches import (
 )
 from normserve.backends.cuda.copied_launches import (
     LAUNCHED,
+    LAUNCHED_BEHIND_OTHERS,
     CopiedLaunch,
     make_whole_launch,
     try_divide_rows,
@@ -214,7 +215,8 @@ class TritonBackend:
             packed_s = time.perf_counter() - began
             pending = pipeline.start_single_step(functools.partial(call, **parameters), places)
         else:
-            chunks = try_divide_rows(job, LAUNCHED) if is_alone else ()
+            limits = LAUNCHED if pipeline.is_idle else LAUNCHED_BEHIND_OTHERS
+            chunks = try_divide_rows(job, limits) if is_alone else ()
             packed_s = time.perf_counter() - began
             pending = self._start_copied_launch(places, chunks, pipeline)
         # While the device computes it.

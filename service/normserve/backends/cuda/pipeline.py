@@ -209,6 +209,12 @@ class StreamPipeline:
         self._streams = [streams.make_stream() for _ in range(3)] if apart else [streams.make_stream()] * 3
         # Events of batches that are over; `PendingCudaLaunch.wait` adds them.
         self._spare_events: list[StreamEvent] = []
+        self._event_count = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no batch is in flight: all events are spare."""
+        return len(self._spare_events) == self._event_count
 
     @property
     def compute_stream(self) -> Any:
@@ -238,6 +244,7 @@ class StreamPipeline:
                 ended = self._record_event(on_way_out, events)
         except BaseException:
             self._synchronise_streams()
+            self._spare_events += events
             raise
         return PendingCudaLaunch(
             began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare_events
@@ -284,6 +291,7 @@ class StreamPipeline:
                 ended = self._record_event(stream, events)
         except BaseException:
             self._synchronise_streams()
+            self._spare_events += events
             raise
         return PendingCudaLaunch(
             began, marks, None, ended, held=(held, value), events=events, spare=self._spare_events
@@ -350,9 +358,13 @@ class StreamPipeline:
 
     def _record_event(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
         """Record an event on a stream, and append it to `events`; a spare event is used if there is one."""
-        event = self._spare_events.pop() if self._spare_events else self._factory.make_event()
-        event.record(stream)
+        if self._spare_events:
+            event = self._spare_events.pop()
+        else:
+            event = self._factory.make_event()
+            self._event_count += 1
         events.append(event)
+        event.record(stream)
         return event
 
     def _synchronise_streams(self) -> None:

@@ -147,6 +147,22 @@ def test_jobs_that_share_a_launch_are_not_divided(backend, library):
         equal(outputs, right, ("y", "mean", "rstd"))
 
 
+def test_a_job_behind_another_has_fewer_chunks_and_equal_bits(backend, library, monkeypatch):
+    monkeypatch.setattr(triton, "LAUNCHED_BEHIND_OTHERS", ChunkLimits(16 * 1024, 6))
+    small, large = torch.randn(128, 32), torch.randn(512, 32)
+
+    def start(x):
+        library.written.clear()
+        return backend.run(Batch((job_of(x=x),), QueueLane.LARGE)), len(library.written)
+
+    batches = [start(x) for x in (small, small, large)]
+    assert [launches for _, launches in batches] == [6, 1, 4]
+    for x, (batch, _) in zip((small, small, large), batches, strict=True):
+        right = batch_invariant.layer_norm_forward(x, eps=1e-5, stats=True)
+        equal(batch.wait().results[0], right, ("y", "mean", "rstd"))
+    assert start(small)[1] == 6
+
+
 def test_rows_in_chunks_have_the_bits_of_the_whole(run, library, slabs):
     x, weight, bias = torch.randn(301, 33), torch.randn(33), torch.randn(33)
     results = run(job_of(x=x, weight=weight, bias=bias))

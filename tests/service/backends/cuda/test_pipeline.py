@@ -277,6 +277,22 @@ def test_events_of_a_batch_that_is_over_serve_the_next(device, pipeline):
     stage_seconds(third)
 
 
+def test_pipeline_is_idle_unless_a_batch_is_in_flight(device, pipeline):
+    assert pipeline.is_idle
+    first, second = start(device, pipeline), start(device, pipeline)
+    stage_seconds(first)
+    assert not pipeline.is_idle
+    stage_seconds(second)
+    assert pipeline.is_idle
+
+
+@pytest.mark.parametrize("broken", NAMES)
+def test_pipeline_is_idle_after_a_batch_that_failed(device, pipeline, broken):
+    with pytest.raises(MemoryError):
+        start(device, pipeline, broken=broken)
+    assert pipeline.is_idle
+
+
 def test_batch_is_watched_for_as_long_as_the_caller_says(device, pipeline):
     pending = start(device, pipeline)
     began = time.perf_counter()
