@@ -215,7 +215,7 @@ class TritonBackend:
             packed_s = time.perf_counter() - began
             pending = pipeline.start_single_step(functools.partial(call, **parameters), places)
         else:
-            limits = LAUNCHED if pipeline.is_idle else LAUNCHED_BEHIND_OTHERS
+            limits = LAUNCHED_BEHIND_OTHERS if pipeline.is_copying else LAUNCHED
             chunks = try_divide_rows(job, limits) if is_alone else ()
             packed_s = time.perf_counter() - began
             pending = self._start_copied_launch(places, chunks, pipeline)

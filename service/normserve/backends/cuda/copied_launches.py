@@ -52,7 +52,7 @@ class ChunkLimits(NamedTuple):
 # The host takes about as long to launch a chunk as the bus takes to transfer 4 MiB each way.  More chunks would
 # keep the thread that launches them from everything else for longer, and save little.
 LAUNCHED = ChunkLimits(4 * 2**20, 6)
-# While other batches are in flight, the bus is used both ways without chunks, and the host's time is what limits.
+# While another batch is copied, the bus is used both ways without chunks, and the host's time is what limits.
 LAUNCHED_BEHIND_OTHERS = ChunkLimits(16 * 2**20, 6)
 # To replay a graph of all chunks takes the host hardly longer than to launch one.
 REPLAYED = ChunkLimits(2 * 2**20, 16)

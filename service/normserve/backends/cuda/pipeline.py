@@ -6,6 +6,7 @@ the computation, and the streams and events.
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -145,6 +146,11 @@ class PendingCudaLaunch(PendingLaunch):
         self._results, self._kernel_bytes = outputs, kernel_bytes
         self._packed_s, self._has_filled_buffers = packed_s, are_placed
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` has seen the end of the batch."""
+        return self._retained is None
+
     def poll(self, seconds: float) -> bool:
         self._is_complete = _poll_event(self._end_event, seconds)
         return self._is_complete
@@ -209,12 +215,14 @@ class StreamPipeline:
         self._streams = [streams.make_stream() for _ in range(3)] if apart else [streams.make_stream()] * 3
         # Events of batches that are over; `PendingCudaLaunch.wait` adds them.
         self._spare_events: list[StreamEvent] = []
-        self._event_count = 0
+        self._last_copied_launch: Callable[[], PendingCudaLaunch | None] = lambda: None
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no batch is in flight: all events are spare."""
-        return len(self._spare_events) == self._event_count
+    def is_copying(self) -> bool:
+        """Whether a batch of `start_launches` is in flight: its caller has not waited for its end or dropped it."""
+        # No earlier one ends later, as the streams are in order.
+        last = self._last_copied_launch()
+        return last is not None and not last.is_over
 
     @property
     def compute_stream(self) -> Any:
@@ -244,11 +252,12 @@ class StreamPipeline:
                 ended = self._record_event(on_way_out, events)
         except BaseException:
             self._synchronise_streams()
-            self._spare_events += events
             raise
-        return PendingCudaLaunch(
+        pending = PendingCudaLaunch(
             began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare_events
         )
+        self._last_copied_launch = weakref.ref(pending)
+        return pending
 
     def enqueue_for_capture(self, parts: Sequence[StagedLaunch], replayed: Sequence[PartEvents]) -> None:
         """Enqueue copy-in, compute and copy-out of each part, so that a capture of the compute stream includes
@@ -291,7 +300,6 @@ class StreamPipeline:
                 ended = self._record_event(stream, events)
         except BaseException:
             self._synchronise_streams()
-            self._spare_events += events
             raise
         return PendingCudaLaunch(
             began, marks, None, ended, held=(held, value), events=events, spare=self._spare_events
@@ -358,13 +366,9 @@ class StreamPipeline:
 
     def _record_event(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
         """Record an event on a stream, and append it to `events`; a spare event is used if there is one."""
-        if self._spare_events:
-            event = self._spare_events.pop()
-        else:
-            event = self._factory.make_event()
-            self._event_count += 1
-        events.append(event)
+        event = self._spare_events.pop() if self._spare_events else self._factory.make_event()
         event.record(stream)
+        events.append(event)
         return event
 
     def _synchronise_streams(self) -> None:

@@ -277,20 +277,26 @@ def test_events_of_a_batch_that_is_over_serve_the_next(device, pipeline):
     stage_seconds(third)
 
 
-def test_pipeline_is_idle_unless_a_batch_is_in_flight(device, pipeline):
-    assert pipeline.is_idle
+def test_pipeline_is_copying_while_a_batch_with_copies_is_in_flight(device, pipeline):
+    assert not pipeline.is_copying
     first, second = start(device, pipeline), start(device, pipeline)
     stage_seconds(first)
-    assert not pipeline.is_idle
+    assert pipeline.is_copying
     stage_seconds(second)
-    assert pipeline.is_idle
+    assert not pipeline.is_copying
+    alone = pipeline.start_single_step(lambda: None, None)
+    assert not pipeline.is_copying
+    stage_seconds(alone)
 
 
-@pytest.mark.parametrize("broken", NAMES)
-def test_pipeline_is_idle_after_a_batch_that_failed(device, pipeline, broken):
+def test_pipeline_is_not_copying_after_a_batch_that_failed_or_was_given_up(device, pipeline):
     with pytest.raises(MemoryError):
-        start(device, pipeline, broken=broken)
-    assert pipeline.is_idle
+        start(device, pipeline, broken="compute")
+    assert not pipeline.is_copying
+    given_up = start(device, pipeline)
+    assert pipeline.is_copying
+    del given_up
+    assert not pipeline.is_copying
 
 
 def test_batch_is_watched_for_as_long_as_the_caller_says(device, pipeline):
