@@ -5,7 +5,8 @@ Usage: python -m benchmarks.jax_norms --out benchmarks/results/jax_norms.csv [--
 Torch is not needed.  A time is that of one call among many, which a compiled function makes of inputs that take
 turns: x alone is larger than L2, so that each call reads memory, and the host is ahead of the device.  Backward is
 the difference of both passes in one program and the forward pass in its own, as in training.  `of_copy` compares
-the rate of the bytes that a pass must read and write with the rate at which XLA negates x; `of_xla` is XLA's time by this.
+the rate of the bytes that a pass must read and write with the rate at which XLA negates x; `of_xla` is XLA's time
+by this.
 """
 
 import argparse

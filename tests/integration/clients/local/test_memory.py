@@ -31,6 +31,17 @@ def shared_bytes(serving) -> float:
     return float(line.split()[1])
 
 
+# More than the client of the fixture `local` keeps, and little beside the quota.
+KEPT_BYTES = 2**25
+
+
+@pytest.fixture(autouse=True)
+def quota_is_free(serving, until):
+    """What the last test left is garbage by now, such as the arrays that the error of a refusal refers to."""
+    gc.collect()
+    until(lambda: shared_bytes(serving) <= KEPT_BYTES)
+
+
 def test_a_tensor_in_the_arena_is_not_copied_and_a_result_stays_while_it_is_looked_at(local):
     x = local.empty((300, 1024))
     x[:] = 1.5
