@@ -118,7 +118,7 @@ JAX_BIN ?= .venv/jax/bin
 # Without the settings of the other tests, which import torch.
 test-jax: .venv/.dev .venv/jax/.done
 	$(BIN)/python -m tests.jax.reference_values
-	$(JAX_BIN)/python -m pytest --confcutdir tests/jax tests/jax
+	PYTEST_ADDOPTS= $(JAX_BIN)/python -m pytest --confcutdir tests/jax tests/jax
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.

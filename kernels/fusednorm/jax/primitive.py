@@ -140,8 +140,10 @@ def _refuse_second_derivatives(*_: Any, **__: Any) -> Any:
     raise TypeError("norms of fusednorm.jax are differentiated once, in reverse mode: no hessian, no grad of grad")
 
 
-def _leave_out_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+def _leave_out_unused(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Leave out of a program what it does not use: statistics, sums over rows, or a whole pass."""
+    # Before the equation JAX 0.12 names the inputs that are read later; 0.11 does not.
+    equation = rest[-1]
     if not any(used):
         return [False] * len(equation.invars), None
     norm_pass = equation.params["norm_pass"]
